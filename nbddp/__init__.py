@@ -1,0 +1,76 @@
+"""Both sides. The public face of nbddp: PyTorch DistributedDataParallel from a notebook.
+
+    run = nbddp.run(train, nprocs=4)      # train() on 4 fresh processes, one per GPU
+    run.value                             # what rank 0 returned
+
+Names load when they are first used (PEP 562): a rank imports no widget and no IPython.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from nbddp.errors import LaunchError, NbddpError, PayloadError, RankDied, RankError, RunTimeout
+    from nbddp.kernel.history import History
+    from nbddp.kernel.magic import load_ipython_extension
+    from nbddp.kernel.runner import Run, last_run, run
+    from nbddp.kernel.spawn import spawn
+    from nbddp.worker.context import device, is_primary, local_rank, print, rank, restart_count, world_size
+    from nbddp.worker.data import barrier, gather, loader, reduce, wrap
+    from nbddp.worker.metrics import log, progress
+    from nbddp.worker.snapshot import load_snapshot, save_snapshot
+
+_HOMES = {
+    "nbddp.errors": ("LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "RunTimeout"),
+    "nbddp.kernel.history": ("History",),
+    "nbddp.kernel.magic": ("load_ipython_extension",),
+    "nbddp.kernel.runner": ("Run", "last_run", "run"),
+    "nbddp.kernel.spawn": ("spawn",),
+    "nbddp.worker.context": (
+        "device",
+        "is_primary",
+        "local_rank",
+        "print",
+        "rank",
+        "restart_count",
+        "world_size",
+    ),
+    "nbddp.worker.data": ("barrier", "gather", "loader", "reduce", "wrap"),
+    "nbddp.worker.metrics": ("log", "progress"),
+    "nbddp.worker.snapshot": ("load_snapshot", "save_snapshot"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(set(_HOME_OF) - {"load_ipython_extension"})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'nbddp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+def _warm_in_a_kernel() -> None:
+    """In a notebook the fork server begins to import torch now; a plain script decides by itself."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    if getattr(shell, "kernel", None) is None:
+        return
+    from nbddp.kernel import forkserver
+
+    if forkserver.available():
+        forkserver.warm()
+
+
+_warm_in_a_kernel()

@@ -1,0 +1,110 @@
+"""Both sides. Which variable does not travel, and how it was reached: ``train → helper → log_file``."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from nbddp import payload
+from nbddp.errors import PayloadError
+
+_MAX_DEPTH = 60
+
+
+def explain(named: dict[str, Any], error: Exception, *, what: str) -> PayloadError:
+    """The error for objects that did not pickle.
+
+    Args:
+        named: the objects that were to travel, by the name the user knows them by.
+        error: what pickling them raised.
+        what: the start of the message, e.g. ``"cannot send train to the ranks"``.
+    """
+    for name, obj in named.items():
+        found = _search(obj, (name,), set())
+        if found is not None:
+            path, reason = found
+            return PayloadError(f"{what}: {' → '.join(path)}: {reason}", path)
+    return PayloadError(f"{what}: {_reason(error)}")
+
+
+def _search(obj: Any, path: tuple[str, ...], seen: set[int]) -> tuple[tuple[str, ...], str] | None:
+    """The deepest object on the way down from ``obj`` that does not pickle by itself."""
+    error = _error_of(obj)
+    if error is None or id(obj) in seen or len(path) > _MAX_DEPTH:
+        return None
+    seen.add(id(obj))
+    for label, child in _children(obj):
+        found = _search(child, (*path, label), seen)
+        if found is not None:
+            return found
+    return path, _reason(error)
+
+
+def _error_of(obj: Any) -> Exception | None:
+    try:
+        payload.probe(obj)
+    except Exception as error:  # whatever a user's __reduce__ raises
+        return error
+    return None
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _children(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, types.FunctionType):
+        yield from _function_parts(obj)
+    elif isinstance(obj, types.MethodType):
+        yield "self", obj.__self__
+        yield obj.__func__.__qualname__, obj.__func__
+    elif isinstance(obj, partial):
+        yield _name_of(obj.func), obj.func
+        yield from ((f"args[{i}]", arg) for i, arg in enumerate(obj.args))
+        yield from obj.keywords.items()
+    elif isinstance(obj, dict):
+        yield from ((f"[{key!r}]", value) for key, value in obj.items())
+        yield from ((f"key {key!r}", key) for key in obj)
+    elif isinstance(obj, (list, tuple, set, frozenset)):
+        yield from ((f"[{i}]", item) for i, item in enumerate(obj))
+    elif isinstance(obj, type):
+        for name, value in vars(obj).items():
+            yield name, getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+        yield from ((base.__name__, base) for base in obj.__bases__)
+    else:
+        yield from _instance_parts(obj)
+
+
+def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name in _global_names(function.__code__):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield name, cell.cell_contents
+    yield from ((f"default {i}", value) for i, value in enumerate(function.__defaults__ or ()))
+    yield from (function.__kwdefaults__ or {}).items()
+    yield from vars(function).items()
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+def _instance_parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    yield type(obj).__name__, type(obj)
+    with contextlib.suppress(TypeError):  # no __dict__
+        yield from ((f".{name}", value) for name, value in vars(obj).items())
+    for slot in getattr(type(obj), "__slots__", ()):
+        if hasattr(obj, slot):
+            yield f".{slot}", getattr(obj, slot)
+
+
+def _name_of(obj: Any) -> str:
+    return str(getattr(obj, "__name__", type(obj).__name__))

@@ -1,0 +1,152 @@
+"""Both sides. Everything nbddp raises, and the words it says it with.
+
+    NbddpError
+    ├── LaunchError     bad arguments, no such GPU, a rank ended before it was ready
+    ├── PayloadError    something that does not pickle, by the name the user gave it
+    ├── RankError       the user's code raised on a rank
+    ├── RankDied        a rank ended without a result and without a Python exception
+    └── RunTimeout      the run's wall time is over
+
+A kernel interrupt is ``KeyboardInterrupt`` and none of these, so that "Run All" stops.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+_PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class NbddpError(Exception):
+    """Base of every error that nbddp raises by itself."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython's hook: the reader's own frames, then the message, none of ours."""
+        return _render(type(self), self, user_frames(self.__traceback__), tb_offset=1)
+
+
+class LaunchError(NbddpError):
+    """The run could not start: bad arguments, a missing device, or a rank that ended before it was ready."""
+
+
+class PayloadError(NbddpError):
+    """Something cannot travel between the notebook and the ranks.
+
+    Attributes:
+        path: how the object was reached, by the user's own names, e.g. ``("train", "helper", "log_file")``.
+    """
+
+    def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class RankError(NbddpError):
+    """The user's code raised an exception on a rank.
+
+    Attributes:
+        rank: the rank that failed first in time.
+        world_size: how many ranks the run had.
+        cause: the original exception, also as ``__cause__``; its traceback holds the user's frames.
+    """
+
+    def __init__(self, rank: int, world_size: int, cause: BaseException) -> None:
+        what = "".join(traceback.format_exception_only(type(cause), cause)).strip()
+        super().__init__(f"rank {rank} of {world_size} failed: {what}")
+        self.rank = rank
+        self.world_size = world_size
+        self.cause = cause
+        self.__cause__ = cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.world_size, self.cause)
+
+    def _render_traceback_(self) -> list[str]:
+        header = f"rank {self.rank} of {self.world_size} failed"
+        return [header, *_render(type(self.cause), self.cause, self.cause.__traceback__, tb_offset=0)]
+
+
+class RankDied(NbddpError):
+    """A rank ended without a result and without a Python exception: a signal, ``os._exit``, ``sys.exit(3)``.
+
+    Attributes:
+        rank: the rank that ended.
+        exitcode: as ``multiprocessing.Process.exitcode``: negative for a signal.
+        signal_name: ``"SIGKILL"`` and the like, or None.
+    """
+
+    def __init__(self, rank: int, world_size: int, exitcode: int, *, why: str = "", last_lines: str = "") -> None:
+        self.signal_name = _signal_name(exitcode)
+        text = f"rank {rank} of {world_size} {why or _likely_cause(rank, exitcode, self.signal_name)}"
+        if last_lines:
+            text += f"\nits last lines of output:\n{last_lines}"
+        super().__init__(text)
+        self.rank = rank
+        self.world_size = world_size
+        self.exitcode = exitcode
+        self._why = why
+        self._last_lines = last_lines
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"_why": self._why, "_last_lines": self._last_lines, "args": self.args}
+        return type(self), (self.rank, self.world_size, self.exitcode), state
+
+
+class RunTimeout(NbddpError):
+    """The run was still going when its ``timeout`` (seconds of wall time) was over; its ranks were stopped."""
+
+
+def user_frames(tb: TracebackType | None) -> TracebackType | None:
+    """The same traceback without the frames of nbddp itself."""
+    kept = []
+    while tb is not None:
+        if not is_our_file(tb.tb_frame.f_code.co_filename):
+            kept.append(tb)
+        tb = tb.tb_next
+    result: TracebackType | None = None
+    for entry in reversed(kept):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
+
+
+def is_our_file(filename: str) -> bool:
+    """Is this a source file of nbddp?"""
+    return filename.startswith(_PACKAGE_DIR)
+
+
+def _render(etype: type[BaseException], error: BaseException, tb: TracebackType | None, tb_offset: int) -> list[str]:
+    # Called by IPython, so it is there; never imported here, because workers load this module too.
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None or tb is None:
+        return "".join(traceback.format_exception(etype, error, tb)).splitlines()
+    lines: list[str] = shell.InteractiveTB.structured_traceback(etype, error, tb, tb_offset=tb_offset)
+    return lines
+
+
+def _signal_name(exitcode: int) -> str | None:
+    if exitcode >= 0:
+        return None
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"
+
+
+def _likely_cause(rank: int, exitcode: int, signal_name: str | None) -> str:
+    if signal_name == "SIGKILL":
+        return (
+            "was killed by SIGKILL without a Python error; most often this is the memory limit: "
+            "try a smaller batch, fewer ranks or fewer DataLoader workers"
+        )
+    if signal_name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"):
+        return f"crashed in native code ({signal_name}); nbddp.last_run().logs({rank}) shows where it was"
+    if signal_name is not None:
+        return f"was ended by {signal_name}, sent by something outside nbddp"
+    if exitcode == 0:
+        return "left with exit code 0 before the function returned (os._exit?), so it has no result"
+    return f"left with exit code {exitcode} before the function returned (sys.exit or os._exit?)"

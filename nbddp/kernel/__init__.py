@@ -1,0 +1,1 @@
+"""Kernel side. What runs in the notebook's process: it starts, watches and ends the ranks."""

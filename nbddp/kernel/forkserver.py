@@ -1,0 +1,101 @@
+"""Kernel side. The fork server that ranks come from: one per kernel, with torch already imported.
+
+multiprocessing's own fork server is one per process and shared with the user's code; this is a second
+instance of the same class, so that neither changes what the other's children find imported.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from multiprocessing import forkserver, popen_forkserver, process, reduction, util
+from multiprocessing.context import set_spawning_popen  # type: ignore[attr-defined]
+from typing import Any
+
+PRELOAD = ["nbddp.worker.preload"]
+
+
+class _Server:
+    """Our ``ForkServer``, anew in a process that was forked from the one that started it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._server: Any = None
+
+    def get(self) -> Any:
+        with self._lock:
+            if self._owner != os.getpid():
+                self._server = forkserver.ForkServer()
+                self._server.set_forkserver_preload(PRELOAD)
+                self._owner = os.getpid()
+            return self._server
+
+    def pid(self) -> int | None:
+        """The running server's pid, or None before the first start."""
+        return self._server._forkserver_pid if self._owner == os.getpid() else None
+
+
+_server = _Server()
+
+
+def available() -> bool:
+    """Has this platform a fork server?"""
+    return bool(reduction.HAVE_SEND_HANDLE) and sys.platform != "win32"
+
+
+def warm() -> None:
+    """Start the server if it is not running. Returns at once; it imports torch meanwhile."""
+    _server.get().ensure_running()
+
+
+def pid() -> int | None:
+    """The server's pid, or None when it has not been started."""
+    return _server.pid()
+
+
+class _Popen(popen_forkserver.Popen):
+    def _launch(self, process_obj: Any) -> None:
+        """As in the standard library, but from our server, and without a copy of the user's ``__main__``."""
+        buffer = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(_preparation(process_obj.name), buffer)
+            reduction.dump(process_obj, buffer)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, writer = _server.get().connect_to_new_process(self._fds)
+        # The child's sentinel for this process: it stays open for as long as the Popen object lives.
+        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(writer), self.sentinel))
+        with open(writer, "wb") as pipe:
+            pipe.write(buffer.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+class WorkerProcess(process.BaseProcess):
+    """A process forked from our server."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:  # noqa: N802 (multiprocessing's name)
+        return _Popen(process_obj)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The worker is told of multiprocessing's class: it must not import the kernel side.
+        # No start method: what the rank itself starts uses the platform's own default.
+        return object.__new__, (process.BaseProcess,), {**self.__dict__, "_start_method": None}
+
+
+def _preparation(name: str) -> dict[str, Any]:
+    """What ``multiprocessing.spawn.prepare`` needs in a rank.
+
+    Its own ``get_preparation_data`` also fixes the kernel's default start method for good, and has
+    the child run the user's script again.
+    """
+    return {
+        "name": name,
+        "authkey": process.current_process().authkey,
+        "sys_path": [path or os.getcwd() for path in sys.path],
+        "orig_dir": process.ORIGINAL_DIR,  # type: ignore[attr-defined]
+    }

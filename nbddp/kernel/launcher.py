@@ -1,0 +1,332 @@
+"""Kernel side. The processes of one attempt at a run: start, watch, end. Knows no widget and no metric's meaning.
+
+    with Crew(...) as crew:      # leaving it: every rank and all its children are gone, every fd is closed
+        crew.start(...)
+        while ...: crew.watch(seconds)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import operator
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import psutil
+
+from nbddp import payload, wire
+from nbddp.errors import LaunchError
+from nbddp.kernel import forkserver
+from nbddp.kernel.output import RankOutput, open_output
+from nbddp.worker import entry
+from nbddp.worker.output import STACKS_SIGNAL
+
+LEAVE_GRACE_S = 5.0  # for exit handlers and NCCL's teardown, once every rank has reported
+_GONE_S = 2.0  # after a SIGKILL; a process in an uninterruptible disk wait may take longer
+_NAP_S = 0.002
+_PIPE_BYTES = 1 << 20
+_F_SETPIPE_SZ = 1031
+
+
+class _Inherited:
+    """An fd that a process gets when it is started; there it is a plain int."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.methodcaller("detach"), (reduction.DupFd(self._fd),)
+
+
+class Worker:
+    """One rank, as the kernel sees it.
+
+    Attributes:
+        rank: its number.
+        output: what it prints.
+        ready: has it reported that device and group are up?
+        called: has it reported that the function begins?
+        report: its last word, or None.
+        exitcode: as ``multiprocessing.Process.exitcode``; None while it lives.
+        started_at: monotonic time of its start.
+    """
+
+    def __init__(self, rank: int, process: Any, channel: Connection, output: RankOutput, fds: dict[str, int]) -> None:
+        self.rank = rank
+        self.output = output
+        self.ready = False
+        self.called = False
+        self._dismissed = False
+        self.report: wire.Finished | wire.Failed | wire.Exited | None = None
+        self.exitcode: int | None = None
+        self.exited_at: float | None = None
+        self.started_at = time.monotonic()
+        self._process = process
+        self._channel: Connection | None = channel
+        self._fds = fds
+        try:
+            self._identity: psutil.Process | None = psutil.Process(process.pid)
+            self._identity.create_time()  # now: what makes the pid its own, see _signal
+        except psutil.NoSuchProcess:
+            self._identity = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also its session's and process group's."""
+        return int(self._process.pid)
+
+    @property
+    def alive(self) -> bool:
+        return self.exitcode is None
+
+    def waitables(self) -> list[Any]:
+        """What becomes readable when there is news of this rank."""
+        return [x for x in (self._channel, self._process.sentinel if self.alive else None) if x is not None]
+
+    def send(self, message: wire.Message) -> None:
+        """Give it a message; a rank that is gone already has none to read."""
+        with contextlib.suppress(OSError):
+            if self._channel is not None:
+                self._channel.send_bytes(wire.encode(message))
+
+    def dismiss(self) -> None:
+        """Let it leave, once."""
+        if not self._dismissed:
+            self._dismissed = True
+            self.send(wire.Leave())
+
+    def hear(self) -> None:
+        """Take in what it has said, and whether it has ended."""
+        # Its exit first: a message that it sent before that is then certainly in the channel.
+        if self.alive and wait([self._process.sentinel], 0):
+            self.exitcode = self._process.exitcode
+            self.exited_at = time.monotonic()
+        while self._channel is not None and self._channel.poll():
+            try:
+                self._take(wire.decode(self._channel.recv_bytes()))
+            except (EOFError, OSError):
+                self._channel.close()
+                self._channel = None
+
+    def _take(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Ready):
+            self.ready = True
+        elif isinstance(message, wire.Called):
+            self.called = True
+        elif isinstance(message, (wire.Finished, wire.Failed, wire.Exited)):
+            self.report = message
+
+    def read_metrics(self) -> Iterator[bytes]:
+        """The metric records in its pipe, until that is empty."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._fds["metrics"], _PIPE_BYTES):
+                yield data
+
+    def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Any:
+        """The object that it left in its result block."""
+        return payload.unpack(self._fds["result"], nbytes, known=known).value
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in its main thread. Not in its children: DataLoader workers follow it."""
+        self._signal(signal.SIGINT)
+
+    def ask_for_stacks(self, timeout_s: float) -> str:
+        """The Python stacks of all its threads, or "" when it does not answer (it is stopped, say)."""
+        if not (self.alive and self.ready):
+            return ""
+        before = os.fstat(self._fds["stacks"]).st_size
+        self._signal(STACKS_SIGNAL)
+        deadline = time.monotonic() + timeout_s
+        text = ""
+        while time.monotonic() < deadline:
+            size = os.fstat(self._fds["stacks"]).st_size
+            if size > before:
+                time.sleep(_NAP_S)
+                text = os.pread(self._fds["stacks"], 1 << 20, before).decode("utf-8", "replace")
+                if os.fstat(self._fds["stacks"]).st_size == size:
+                    break
+            time.sleep(_NAP_S)
+        return text
+
+    def kill(self) -> None:
+        """SIGKILL to it and to all that it started."""
+        if self.alive:
+            self._signal(signal.SIGKILL)
+        self._kill_session()
+
+    def end(self) -> None:
+        """Kill what is left of it, see that it is gone, and close everything of it."""
+        self.kill()
+        deadline = time.monotonic() + _GONE_S
+        if self.alive and wait([self._process.sentinel], _GONE_S):
+            self.hear()
+        while self._kill_session() and time.monotonic() < deadline:
+            time.sleep(_NAP_S)  # grandchildren are no children of ours: their end cannot be waited for
+
+    def close(self) -> None:
+        """Close its file descriptors; its output stays readable."""
+        self.output.close()
+        if self._channel is not None:
+            self._channel.close()
+        for fd in self._fds.values():
+            os.close(fd)
+        self._process.join(0)  # takes it off multiprocessing's list of children
+        self._close_process()
+
+    def _close_process(self) -> None:
+        # Closes the sentinel, and so pulls the switch on whatever might still be there.
+        with contextlib.suppress(ValueError):  # "still running": its fork server is gone, and cannot tell
+            self._process.close()
+
+    def _signal(self, number: int) -> None:
+        if self._identity is not None and self.exitcode is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._identity.send_signal(number)  # checks that the pid is still the process we started
+
+    def _kill_session(self) -> bool:
+        """SIGKILL to the rank's process group. Returns whether anything of it was alive."""
+        try:
+            # Its number is the rank's pid, which nobody else gets while the group has a member.
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return any(_alive_in_group(self.pid))
+
+
+def _alive_in_group(group: int) -> Iterator[bool]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                yield True
+
+
+class Crew:
+    """All ranks of one attempt."""
+
+    def __init__(self, start_method: str) -> None:
+        self.workers: list[Worker] = []
+        self._start_method = start_method
+        self._wake_r, self._wake_w = multiprocessing.Pipe(duplex=False)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for worker in self.workers:
+            worker.kill()  # all before the first wait: they die side by side
+        for worker in self.workers:
+            worker.end()
+
+    def close(self) -> None:
+        """Give up every fd. Separate from the end of the processes, so that what they left can be read between."""
+        for worker in self.workers:
+            worker.close()
+        self._wake_r.close()
+        self._wake_w.close()
+
+    def start(self, jobs: Sequence[wire.Job], payload_fd: int, inherited: Sequence[Any]) -> None:
+        """Start one process per job.
+
+        Raises:
+            LaunchError: no process could be started.
+        """
+        for job in jobs:
+            try:
+                worker = self._start_one(job, payload_fd, inherited)
+            except (OSError, EOFError) as error:
+                raise LaunchError(f"rank {job.rank} could not be started: {error}") from error
+            self.workers.append(worker)
+            worker.send(job)
+
+    def _start_one(self, job: wire.Job, payload_fd: int, inherited: Sequence[Any]) -> Worker:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+
+            def keep(fd: int, stack: contextlib.ExitStack) -> int:
+                stack.callback(os.close, fd)
+                return fd
+
+            metrics_r, metrics_w = os.pipe()
+            keep(metrics_r, ours), keep(metrics_w, theirs)
+            _widen(metrics_w)
+            os.set_blocking(metrics_r, False)
+            output_fd = keep(open_output(), ours)
+            stacks_fd = keep(open_output(), ours)
+            result_fd = keep(payload.open_block(f"result-{job.rank}"), ours)
+            channel, far_channel = multiprocessing.Pipe()
+            ours.callback(channel.close)
+            theirs.callback(far_channel.close)
+            ends = entry.Ends(
+                *(_Inherited(fd) for fd in (metrics_w, output_fd, stacks_fd, payload_fd, result_fd))  # type: ignore[arg-type]
+            )
+            target_args = (far_channel, ends, tuple(inherited))
+            with _default_method_untouched():
+                process = self._process_class()(
+                    target=entry.main, args=target_args, name=f"{job.run_name}-{job.rank}"
+                )
+                process.start()
+            ours.pop_all()  # from here on the worker's
+        fds = {"metrics": metrics_r, "stacks": stacks_fd, "result": result_fd}
+        return Worker(job.rank, process, channel, RankOutput(output_fd), fds)
+
+    def _process_class(self) -> Callable[..., Any]:
+        if self._start_method == "forkserver":
+            return forkserver.WorkerProcess
+        return multiprocessing.get_context("spawn").Process
+
+    def watch(self, timeout_s: float) -> None:
+        """Wait for news, at most so long, and take it in."""
+        waitables = [self._wake_r, *(x for worker in self.workers for x in worker.waitables())]
+        wait(waitables, timeout_s)
+        while self._wake_r.poll():
+            self._wake_r.recv_bytes()
+        for worker in self.workers:
+            worker.hear()
+
+    def wake(self) -> None:
+        """End a :meth:`watch` under way in another thread."""
+        with contextlib.suppress(OSError):
+            self._wake_w.send_bytes(b"!")
+
+    def dismiss_reported(self) -> None:
+        """Let the ranks leave that have reported."""
+        for worker in self.workers:
+            if worker.report is not None:
+                worker.dismiss()
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in every rank that has not reported."""
+        for worker in self.workers:
+            if worker.report is None:
+                worker.interrupt()
+
+    @property
+    def alive(self) -> bool:
+        return any(worker.alive for worker in self.workers)
+
+    @property
+    def ready(self) -> bool:
+        return all(worker.ready for worker in self.workers)
+
+
+@contextlib.contextmanager
+def _default_method_untouched() -> Iterator[None]:
+    """Starting a process by spawn fixes the kernel's default start method as a side effect; undo that."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        yield
+    finally:
+        if before is None:
+            multiprocessing.set_start_method(None, force=True)
+
+
+def _widen(fd: int) -> None:
+    """A bigger pipe is a bonus: where the user's limit is used up, the default size does."""
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE_BYTES)

@@ -1,0 +1,308 @@
+"""Kernel side. One run from the call to its value: ``run()`` and the ``Run`` it gives back."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import torch
+
+from nbddp import culprit, payload
+from nbddp.errors import NbddpError
+from nbddp.kernel.history import History
+from nbddp.kernel.output import labelled
+from nbddp.kernel.plan import Plan, make_plan
+from nbddp.kernel.supervisor import Supervisor
+from nbddp.panel.text import TextView, duration
+from nbddp.panel.view import Status, View
+
+STOP_GRACE_S = 5.0  # between KeyboardInterrupt in the ranks and SIGKILL
+_REDRAW_S = 0.1
+_EXIT_S = 2.0
+
+_live: set[Run] = set()
+_last: Run | None = None
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    nprocs: int | None = None,
+    device: str | torch.device | None = None,
+    gpus: Sequence[int] | None = None,
+    backend: str | None = None,
+    init: bool = True,
+    seed: int | None = None,
+    deterministic: bool = False,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    pg_timeout: float | None = None,
+    max_restarts: int = 0,
+    wait: bool = True,
+    show: bool | None = None,
+    name: str | None = None,
+    start_method: str | None = None,
+) -> Run:
+    """Run ``fn(*args, **kwargs)`` on every rank: one fresh process per GPU, or on the CPU.
+
+    The function, the classes and the data that it uses travel by value from the notebook, modules by
+    import. A process group is ready when it begins; if it calls ``init_process_group`` itself, it
+    gets the group that it asks for.
+
+    Args:
+        fn: called on every rank with the same arguments.
+        nprocs: number of ranks. Default: all visible GPUs, else 2 on the CPU.
+        device: ``"cuda"``, ``"cpu"`` or another accelerator of torch. Default: GPUs if there are any.
+        gpus: which GPUs, by number; one rank each.
+        backend: of the process group. Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
+        init: False: no process group, only torchrun's environment variables.
+        seed: seeds python, numpy and torch on each rank with ``seed + rank``.
+        deterministic: sets torch's deterministic algorithms and cuDNN flags.
+        env: environment variables for the ranks, over the notebook's present ones.
+        timeout: wall time of the whole run, in seconds. Default: no limit.
+        pg_timeout: of each collective, in seconds. Default: torch's.
+        max_restarts: after a failure all ranks start again, at most so often.
+        wait: False: return at once, the run goes on in the background.
+        show: False: show nothing while it runs.
+        name: default: the function's.
+        start_method: ``"forkserver"`` (default where there is one) or ``"spawn"``.
+
+    Returns:
+        The run, finished unless ``wait=False``; its ``value`` is what rank 0 returned.
+
+    Raises:
+        LaunchError: the arguments cannot work, or a rank ended before it was ready.
+        PayloadError: something does not travel; names the variable.
+        RankError: the function raised on a rank; its exception is the ``cause``.
+        RankDied: a rank ended by a signal or by ``os._exit``. RunTimeout: ``timeout`` is over.
+        KeyboardInterrupt: the cell was interrupted; the ranks are gone.
+    """
+    kwargs = dict(kwargs or {}) if isinstance(kwargs, Mapping) or not kwargs else kwargs
+    plan = make_plan(
+        fn,
+        args,
+        kwargs,
+        nprocs=nprocs,
+        device=device,
+        gpus=gpus,
+        backend=backend,
+        init=init,
+        seed=seed,
+        deterministic=deterministic,
+        env=env,
+        timeout=timeout,
+        pg_timeout=pg_timeout,
+        max_restarts=max_restarts,
+        name=name,
+        start_method=start_method,
+    )
+    return launch(plan, fn, tuple(args), kwargs, wait=wait, show=show)
+
+
+def launch(
+    plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool, show: bool | None
+) -> Run:
+    """Pack, start, and unless told otherwise watch until the end."""
+    global _last
+    started = _last = Run(plan, *_pack(plan, fn, args, kwargs))
+    view = None if show is False else TextView()
+    try:
+        started._supervisor.start()
+        if wait:
+            started._watch(view)
+        elif view is not None:
+            view.update(started._status(), started.history)
+    except KeyboardInterrupt:
+        started._stop_insistently()
+        started._show_end(view)
+        raise KeyboardInterrupt(f"{plan.name} was stopped") from None
+    if wait and started.error is not None:
+        raise started.error
+    return started
+
+
+def last_run() -> Run | None:
+    """The newest run of this kernel, or None: a lost variable loses nothing."""
+    return _last
+
+
+def _pack(
+    plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[payload.Packed, BinaryIO]:
+    """The function and its data in a block, before any process exists."""
+    block = open(payload.open_block(plan.name), "r+b", buffering=0)  # noqa: SIM115 (the run closes it)
+    try:
+        return payload.pack((fn, args, kwargs), block.fileno()), block
+    except Exception as error:  # whatever a user's __reduce__ raises
+        block.close()
+        named = {plan.name: fn, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
+        raise culprit.explain(named, error, what=f"cannot send {plan.name} to the ranks") from None
+
+
+class Run:
+    """A run: what it is doing, what it has shown, what came of it.
+
+    Attributes:
+        name: the function's, or ``run(name=...)``.
+        nprocs: number of ranks.
+        history: the metrics so far.
+    """
+
+    def __init__(self, plan: Plan, packed: payload.Packed, block: BinaryIO) -> None:
+        self.name = plan.name
+        self.nprocs = plan.nprocs
+        self.history = History(plan.nprocs)
+        self._plan = plan
+        self._supervisor = Supervisor(plan, packed, block, self.history)
+        _live.add(self)
+        self._supervisor.when_done(lambda: _live.discard(self))
+
+    # ------------------------------------------------------------------ what came of it
+
+    @property
+    def state(self) -> str:
+        """``starting``, ``running``, ``finished``, ``failed`` or ``stopped``."""
+        return self._supervisor.state
+
+    @property
+    def seconds(self) -> float:
+        """Since the start; of a run that is over, how long it took."""
+        return (self._supervisor.ended or time.monotonic()) - self._supervisor.began
+
+    @property
+    def error(self) -> BaseException | None:
+        """What a failed run raises; None otherwise."""
+        return self._supervisor.error
+
+    @property
+    def value(self) -> Any:
+        """What rank 0 returned, tensors on the CPU. Raises the run's error if it failed."""
+        return self.values[0]
+
+    @property
+    def values(self) -> list[Any]:
+        """What each rank returned, by rank. Raises the run's error if it failed."""
+        if self.error is not None:
+            raise self.error
+        if self._supervisor.values is None:
+            advice = "wait() for it" if self.state in ("starting", "running") else "it has no value"
+            raise NbddpError(f"{self.name} is {self.state}: {advice}")
+        return self._supervisor.values
+
+    def logs(self, rank: int | None = None) -> str:
+        """What that rank printed, or with None what each did, every line labelled.
+
+        All of it while the run goes on; of a run that is over each rank's newest 4 MiB.
+        """
+        if rank is not None and not 0 <= rank < self.nprocs:
+            raise ValueError(f"there is no rank {rank}: {self.name} has ranks 0 to {self.nprocs - 1}")
+        return labelled(self._supervisor.outputs, rank) if self._supervisor.outputs else ""
+
+    def stacks(self) -> str:
+        """Where each rank's main thread is now, in the reader's own lines; also inside C calls."""
+        return self._supervisor.stacks()
+
+    def __repr__(self) -> str:
+        error = f" ({type(self.error).__name__})" if self.error is not None else ""
+        return f"<Run {self.name}: {self.state}{error}, {self._summary()}, {duration(self.seconds)}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Run stays in the notebook; pass its value")
+
+    # ------------------------------------------------------------------ steering it
+
+    def stop(self, grace: float = STOP_GRACE_S) -> None:
+        """End the run: KeyboardInterrupt in every rank, SIGKILL after ``grace`` seconds; return when all are gone."""
+        self._supervisor.request_stop(grace)
+        self._supervisor.join()
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Wait for the end. Interrupting this ends the waiting, not the run.
+
+        Raises:
+            TimeoutError: it still runs after ``timeout`` seconds. Otherwise what ``run()`` raises.
+        """
+        if not self._supervisor.join(timeout):
+            raise TimeoutError(f"{self.name} is still {self.state} after {timeout} s; stop() ends it")
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def __await__(self) -> Generator[Any, None, Run]:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+
+        self._supervisor.when_done(tell)
+        yield from ended
+        return self.wait()
+
+    def show(self) -> None:
+        """Show the run here: its state, progress and latest metrics."""
+        TextView().update(self._status(), self.history)
+
+    # ------------------------------------------------------------------ inside
+
+    def _watch(self, view: View | None) -> None:
+        """On the caller's thread, until the end: only there do all front ends show updates."""
+        while True:
+            over = self._supervisor.join(_REDRAW_S if view is not None else None)
+            if view is not None:
+                view.write(self._new_output())
+                view.update(self._status(), self.history)
+            if over:
+                return
+
+    def _show_end(self, view: View | None) -> None:
+        if view is not None:
+            view.write(self._new_output())
+            view.update(self._status(), self.history)
+
+    def _new_output(self) -> str:
+        outputs = self._supervisor.outputs
+        return outputs[0].take() if outputs else ""
+
+    def _stop_insistently(self) -> None:
+        """After an interrupt: end the run, and at a second interrupt without the grace."""
+        grace_s = STOP_GRACE_S
+        while not self._supervisor.done.is_set():
+            try:
+                self.stop(grace_s)
+            except KeyboardInterrupt:
+                grace_s = 0.0
+
+    def _status(self) -> Status:
+        error = self.error
+        return Status(
+            name=self.name,
+            state=self.state,
+            summary=self._summary(),
+            notice=self._plan.notice,
+            seconds=self.seconds,
+            error=str(error).split("\n")[0] if error is not None else "",
+            failed_rank=getattr(error, "rank", None),
+        )
+
+    def _summary(self) -> str:
+        processes = f"{self.nprocs} process{'es' * (self.nprocs != 1)}"
+        return f"{processes} · {self._plan.backend or self._plan.device}"
+
+
+def _stop_all() -> None:
+    """At the kernel's exit: multiprocessing would wait for the ranks' own end."""
+    for run in list(_live):
+        run._supervisor.request_stop(0.0)
+    for run in list(_live):
+        run._supervisor.join(_EXIT_S)
+
+
+atexit.register(_stop_all)

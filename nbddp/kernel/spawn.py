@@ -1,0 +1,128 @@
+"""Kernel side. ``nbddp.spawn``: ``torch.multiprocessing.spawn`` for functions of a notebook."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from nbddp.errors import LaunchError, RankDied, RankError
+from nbddp.kernel.plan import make_plan
+from nbddp.kernel.runner import Run, launch
+
+
+class SpawnRaised(ProcessRaisedException, RankError):
+    """A rank raised: both torch's exception, with its text, and nbddp's, which a cell shows as it is."""
+
+    def __init__(self, error: RankError, pid: int) -> None:
+        text = "".join(traceback.format_exception(error.cause))
+        message = f"\n\n-- Process {error.rank} terminated with the following error:\n{text}"
+        RankError.__init__(self, error.rank, error.world_size, error.cause)
+        ProcessRaisedException.__init__(self, message, error.rank, pid)
+        self.msg = message
+
+    def __str__(self) -> str:
+        return self.msg
+
+
+class SpawnExited(ProcessExitedException, RankDied):
+    """A rank ended without an exception: both torch's exception, with its text, and nbddp's."""
+
+    def __init__(self, error: RankDied, pid: int) -> None:
+        if error.signal_name is not None:
+            message = f"process {error.rank} terminated with signal {error.signal_name}"
+        else:
+            message = f"process {error.rank} terminated with exit code {error.exitcode}"
+        self.__dict__.update(error.__dict__)
+        ProcessExitedException.__init__(
+            self,
+            message,
+            error_index=error.rank,
+            error_pid=pid,
+            exit_code=error.exitcode,
+            signal_name=error.signal_name,
+        )
+        self.msg = message
+
+    def __str__(self) -> str:
+        return self.msg
+
+
+class SpawnContext:
+    """What ``spawn(join=False)`` returns, as torch's ``SpawnContext``.
+
+    Attributes:
+        run: the same run as an nbddp ``Run``.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._pids: list[int] = []
+
+    def pids(self) -> list[int]:
+        """The process ids, by rank."""
+        while len(self._pids) < self.run.nprocs and not self.run._supervisor.join(0.001):
+            self._pids = self.run._supervisor.pids() or self._pids
+        return self._pids
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Wait for all processes.
+
+        Args:
+            timeout: seconds; None waits until the end.
+            grace_period: accepted for torch's sake; the other ranks of a failed run are ended at once.
+
+        Returns:
+            True when every process has ended well, False when ``timeout`` is over first.
+
+        Raises:
+            ProcessRaisedException, ProcessExitedException: the first failure, as torch words it.
+        """
+        pids = self.pids()
+        if not self.run._supervisor.join(timeout):
+            return False
+        error = self.run.error
+        if isinstance(error, RankError):
+            raise SpawnRaised(error, pids[error.rank])
+        if isinstance(error, RankDied):
+            raise SpawnExited(error, pids[error.rank])
+        if error is not None:
+            raise error
+        return True
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> SpawnContext | None:
+    """``torch.multiprocessing.spawn`` that works from a cell: calls ``fn(rank, *args)`` in ``nprocs`` processes.
+
+    No process group is made and no environment variable set: the function does that, as in the
+    tutorials, on whatever port it says.
+
+    Args:
+        join: False: return a context with ``join()`` and ``pids()`` at once.
+        daemon: accepted for torch's sake; no process outlives the notebook in any case.
+        start_method: accepted for torch's sake. The processes are as fresh as spawn's and come from
+            nbddp's fork server; ``nbddp.run(start_method="spawn")`` is the real one.
+
+    Raises:
+        ProcessRaisedException, ProcessExitedException: as torch, and also ``RankError``, ``RankDied``.
+        LaunchError: the arguments cannot work.
+    """
+    if nprocs == 0:
+        raise LaunchError("spawn(nprocs=0) would do nothing; torch.cuda.device_count() is 0 without a GPU")
+    plan = make_plan(
+        fn, args, {}, nprocs=nprocs, device="cpu", init=False, contract=False, pass_rank=True, cuda_visible=True
+    )
+    context = SpawnContext(launch(plan, fn, tuple(args), {}, wait=False, show=False))
+    if not join:
+        return context
+    context.join()
+    return None

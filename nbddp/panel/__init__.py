@@ -1,0 +1,1 @@
+"""Kernel side. Draws a run: knows numbers and text, no process."""

@@ -1,0 +1,131 @@
+"""Kernel side. A run as short lines of text, for where no widget can be shown."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from nbddp.kernel.history import Bar, History
+from nbddp.panel.view import Status
+from nbddp.wire import fold
+
+LINE_EVERY_S = 2.0
+OUTPUT_LIMIT = 512 << 10  # bytes of rank 0's output in one cell; the whole is in run.logs(0)
+
+
+class TextView:
+    """Lines of text: one when the state changes, one per finished epoch, else at most one every two seconds."""
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._state = ""
+        self._said = ""
+        self._said_at = float("-inf")
+        self._epoch = 0
+        self._written = 0
+        self._at_line_start = True
+        self._rewritten = ""  # a last line with carriage returns, which may change once more
+
+    def update(self, status: Status, history: History) -> None:
+        if status.state != self._state:
+            self._state = status.state
+            self._say_state(status, history)
+        elif status.state == "running":
+            self._say_progress(history)
+
+    def write(self, text: str) -> None:
+        text, self._rewritten = _settled(self._rewritten + text)
+        if not text or self._written >= OUTPUT_LIMIT:
+            return
+        text = text[: OUTPUT_LIMIT - self._written]
+        self._written += len(text)
+        self._put(text)
+        if self._written >= OUTPUT_LIMIT:
+            self._line("[more output is not shown here; run.logs(0) has it]")
+
+    def _say_state(self, status: Status, history: History) -> None:
+        if status.state == "starting":
+            self._line(status.notice or f"{status.name}: {status.summary}")
+        elif status.state == "running":
+            self._said_at = self._clock()
+        else:
+            self.write("\n" if self._rewritten else "")
+            parts = [f"{status.name}: {status.state} after {duration(status.seconds)}", status.summary]
+            self._line(" · ".join(parts + metrics_text(history)))
+
+    def _say_progress(self, history: History) -> None:
+        bars = history.ranks[0].bars
+        epoch = bars[0].done if len(bars) > 1 else 0
+        due = self._clock() - self._said_at >= LINE_EVERY_S
+        if not due and epoch <= self._epoch:
+            return
+        line = " · ".join(progress_text(history) + metrics_text(history))
+        if not line or line == self._said:
+            return
+        self._epoch = epoch
+        self._said, self._said_at = line, self._clock()
+        self._line(line)
+
+    def _line(self, line: str) -> None:
+        self._put(("" if self._at_line_start else "\n") + line + "\n")
+
+    def _put(self, text: str) -> None:
+        stream = self._stream or sys.stdout
+        stream.write(text)
+        stream.flush()
+        self._at_line_start = text.endswith("\n")
+
+
+def progress_text(history: History) -> list[str]:
+    """``["epoch 2/5", "step 30/118", "0:42 left"]``, as far as it is known."""
+    rank = history.ranks[0]
+    parts = [_bar_text(bar) for bar in rank.bars]
+    if not parts and rank.step >= 0:
+        parts = [f"step {rank.step:,}"]
+    left = seconds_left(rank.bars)
+    if left is not None:
+        parts.append(f"{duration(left)} left")
+    return parts
+
+
+def seconds_left(bars: list[Bar]) -> float | None:
+    """Of the whole run: the inner bar counts as a part of the outer one's item."""
+    if not bars:
+        return None
+    outer = bars[0]
+    if len(bars) > 1 and outer.total:
+        inner = bars[1]
+        if inner.rate and inner.total:
+            items = (outer.total - outer.done) * inner.total - inner.done
+            return max(0.0, items / inner.rate)
+    return outer.seconds_left
+
+
+def metrics_text(history: History) -> list[str]:
+    """``["loss 0.412", "val/acc 0.97"]``."""
+    return [f"{name} {value:.4g}" for name, value in history.latest().items()]
+
+
+def duration(seconds: float) -> str:
+    """``3.2 s``, ``1:02`` or ``2:03:04``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _settled(text: str) -> tuple[str, str]:
+    """Output split into what will not change any more, folded, and a last line that may be rewritten."""
+    whole, newline, last = text.rpartition("\n")
+    if "\r" in last:
+        return fold(whole + newline), last
+    return fold(whole + newline) + last, ""
+
+
+def _bar_text(bar: Bar) -> str:
+    total = f"/{bar.total:,}" if bar.total is not None else ""
+    return f"{bar.desc or 'step'} {bar.done:,}{total}"

@@ -1,0 +1,91 @@
+"""Worker side. Where am I: rank, world size, device. In the notebook itself: rank 0 of 1."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Context:
+    """One rank's place in its run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device_type: str
+    seed: int | None
+    restart_count: int
+
+
+_current: Context | None = None
+
+
+def enter(context: Context) -> None:
+    """Make this process that rank; called once, before the user's code."""
+    global _current
+    _current = context
+
+
+def rank() -> int:
+    """This process's rank, 0 to ``world_size() - 1``; 0 in the notebook."""
+    return _current.rank if _current else _from_group("get_rank", 0)
+
+
+def local_rank() -> int:
+    """The rank on this machine, which is also the index of its device; 0 in the notebook."""
+    return _current.local_rank if _current else 0
+
+
+def world_size() -> int:
+    """How many ranks the run has; 1 in the notebook."""
+    return _current.world_size if _current else _from_group("get_world_size", 1)
+
+
+def is_primary() -> bool:
+    """Is this rank 0, the one that prints and saves?"""
+    return rank() == 0
+
+
+def device() -> torch.device:
+    """This rank's device: ``cuda:<local_rank>``, ``cpu`` or another accelerator's.
+
+    In the notebook: the current accelerator if there is one, else the CPU.
+    """
+    import torch
+
+    if _current is None:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator if accelerator is not None else torch.device("cpu")
+    if _current.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(_current.device_type, _current.local_rank)
+
+
+def restart_count() -> int:
+    """How often this run has started again after a failure (``max_restarts``); 0 the first time."""
+    return _current.restart_count if _current else 0
+
+
+def seed() -> int:
+    """The run's seed, the same on every rank; 0 when it has none."""
+    return (_current.seed or 0) if _current else 0
+
+
+def print(*args: Any, **kwargs: Any) -> None:
+    """``builtins.print``, on rank 0 only."""
+    if is_primary():
+        builtins.print(*args, **kwargs)
+
+
+def _from_group(function: str, default: int) -> int:
+    # A process that nbddp did not start may have a group of its own (torchrun, the notebook as rank 0).
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return default
+    return int(getattr(dist, function)())

@@ -1,0 +1,205 @@
+"""Worker side. One worker's life: arm the switch, set up, report ready, call the function, report, leave."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import tblib.pickling_support
+import torch
+
+from nbddp import culprit, payload, wire
+from nbddp.errors import user_frames
+from nbddp.worker import context, group, main_module, metrics, output, switch
+
+
+@dataclass(frozen=True)
+class Ends:
+    """This rank's ends of what the kernel opened for it: file descriptors."""
+
+    metrics: int
+    output: int
+    stacks: int
+    payload: int
+    result: int
+
+
+def main(channel: Connection, ends: Ends, inherited: Sequence[Any]) -> None:
+    """Live as one rank. The only function that the kernel side calls, and only in a new process."""
+    switch.arm()
+    output.redirect(ends.output)
+    _forget_the_fork_server()
+    job = wire.decode(channel.recv_bytes())
+    assert isinstance(job, wire.Job), job
+    report = _live(job, channel, ends, inherited)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the report is due; the kernel has SIGKILL for the rest
+    channel.send_bytes(wire.encode(report))
+    _leave(channel)
+
+
+def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[Any]) -> wire.Message:
+    """Set up, call, and say in one message how it ended. The one broad ``except`` of the worker side."""
+    phase = "setup"
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        notebook = _set_up(job, ends)
+        channel.send_bytes(wire.encode(wire.Ready()))
+        phase = "unpack"
+        unpacked = payload.unpack(ends.payload, job.payload_nbytes, inherited=inherited, device=context.device())
+        main_module.publish(notebook, unpacked.by_value)
+        os.close(ends.payload)
+        function, args, kwargs = unpacked.value
+        if job.pass_rank:
+            args = (job.rank, *args)
+        phase = "call"
+        channel.send_bytes(wire.encode(wire.Called()))
+        value = function(*args, **kwargs)
+        phase = "pack"
+        return _finished(value, ends.result, unpacked.by_value, job)
+    except SystemExit as error:
+        return _exited(error, ends.result)
+    except BaseException as error:
+        at = time.monotonic()  # before anything slow: the first failure in time is the run's
+        known = unpacked.by_value if phase in ("call", "pack") else ()
+        return _failed(error, at, phase, ends.result, known)
+
+
+# ---------------------------------------------------------------------------- setting up
+
+
+def _forget_the_fork_server() -> None:
+    """Be a process of our own: nothing here is shared with the server this one was forked from."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    atexit._clear()
+    multiprocessing.set_start_method(None, force=True)  # the platform's own, not how we were started
+    # Processes that the user's code starts are this rank's children, and so in its session; a child
+    # of the server would be out of the switch's reach (the default method from Python 3.14 on).
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if getattr(server, "_forkserver_alive_fd", None) is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+
+
+def _set_up(job: wire.Job, ends: Ends) -> Any:
+    os.environ.clear()
+    os.environ.update(job.environ)
+    os.chdir(job.cwd)
+    sys.path[:] = job.sys_path
+    sys.argv = list(job.argv)
+    importlib.invalidate_caches()
+    notebook = main_module.install()
+    context.enter(
+        context.Context(job.rank, job.local_rank, job.world_size, job.device, job.seed, job.restart_count)
+    )
+    metrics.enter(ends.metrics)
+    output.answer_stacks(ends.stacks)
+    _set_up_torch(job)
+    return notebook
+
+
+def _set_up_torch(job: wire.Job) -> None:
+    if torch.cuda._is_in_bad_fork():
+        raise RuntimeError(BAD_FORK)
+    torch.set_num_threads(job.threads)
+    if job.device != "cpu":
+        torch.accelerator.set_device_index(job.local_rank)
+    if job.seed is not None:
+        seed_everything(job.seed + job.rank)
+    if job.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+    group.remember_address("127.0.0.1", job.store_port)
+    group.let_users_make_their_own()
+    if job.backend is not None:
+        group.open_group(
+            backend=job.backend,
+            rank=job.rank,
+            world_size=job.world_size,
+            device=context.device(),
+            address=("127.0.0.1", job.store_port),
+            prefix=job.store_prefix,
+            timeout_s=job.pg_timeout_s,
+        )
+
+
+BAD_FORK = "CUDA was initialised in the fork server"  # the kernel side then starts ranks by spawn
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch (all devices) on this rank."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+# ---------------------------------------------------------------------------- reporting
+
+
+def _finished(value: Any, fd: int, known: Sequence[Any], job: wire.Job) -> wire.Message:
+    try:
+        packed = payload.pack(value, fd, known=known, inheriting=False)
+    except Exception as error:  # whatever a user's __reduce__ raises
+        what = f"what {job.run_name} returned on rank {job.rank} cannot come back to the notebook"
+        raise culprit.explain({"the result": value}, error, what=what) from error
+    return wire.Finished(packed.nbytes, time.monotonic())
+
+
+def _exited(error: SystemExit, fd: int) -> wire.Message:
+    at = time.monotonic()
+    if error.code is None or error.code == 0:
+        return wire.Finished(payload.pack(None, fd).nbytes, at)
+    if isinstance(error.code, int):
+        return wire.Exited(error.code, "", at)
+    print(error.code, file=sys.stderr)
+    return wire.Exited(1, str(error.code)[:1000], at)
+
+
+def _failed(error: BaseException, at: float, phase: str, fd: int, known: Sequence[Any]) -> wire.Message:
+    summary = "".join(traceback.format_exception_only(type(error), error)).strip()[:10_000]
+    _drop_our_frames(error, set())
+    tblib.pickling_support.install(error)
+    try:
+        packed = payload.pack(error, fd, known=known, inheriting=False)
+    except Exception:  # an exception that does not pickle: its name, text and frames still travel
+        stand_in = type(type(error).__name__, (Exception,), {"__module__": type(error).__module__})(str(error))
+        stand_in.__traceback__ = error.__traceback__
+        tblib.pickling_support.install(stand_in)
+        packed = payload.pack(stand_in, fd, inheriting=False)
+    return wire.Failed(packed.nbytes, at, phase, summary)
+
+
+def _drop_our_frames(error: BaseException | None, seen: set[int]) -> None:
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    error.__traceback__ = user_frames(error.__traceback__)
+    _drop_our_frames(error.__cause__, seen)
+    _drop_our_frames(error.__context__, seen)
+
+
+def _leave(channel: Connection) -> None:
+    """Flush, wait until every rank has reported, and run the user's exit handlers."""
+    output.flush()
+    metrics.flush()
+    try:
+        channel.recv_bytes()  # Leave: a rank that left early would tear its peers' connections
+    except (EOFError, OSError):
+        return
+    group.close_group()
+    atexit._run_exitfuncs()
+    output.flush()

@@ -1,0 +1,90 @@
+"""Worker side. The ready-made process group, which steps aside for a function that makes its own."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+_ready_made: Any = None
+
+
+def open_group(
+    *,
+    backend: str,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    address: tuple[str, int],
+    prefix: str,
+    timeout_s: float | None,
+) -> None:
+    """Make the default group on the kernel's store.
+
+    Its keys have a prefix, so that the store's plain keys stay free for a group of the user's own.
+    """
+    global _ready_made
+    host, port = address
+    timeout = datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None
+    store = dist.TCPStore(host, port, world_size, is_master=False)
+    options: dict[str, Any] = {}
+    if backend == "nccl":
+        options["device_id"] = device  # NCCL connects now, and barrier() knows its device
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world_size, timeout=timeout, **options
+    )
+    _ready_made = dist.group.WORLD
+
+
+def let_users_make_their_own() -> None:
+    """Wrap ``init_process_group`` so that a call gets the group it asks for.
+
+    Four of seven public DDP programs call it themselves; with a group already up torch raises
+    "trying to initialize the default process group twice".
+    """
+    original = distributed_c10d.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: Any = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:
+        global _ready_made
+        if _ready_made is not None and dist.group.WORLD is _ready_made:
+            dist.destroy_process_group()
+        _ready_made = None
+        if not _asks_for_our_store(init_method, kwargs.get("store", args[3] if len(args) > 3 else None)):
+            # Else torch's handlers wait for ever for a store that they believe an agent hosts.
+            os.environ.pop(AGENT_STORE, None)
+        original(backend, init_method, *args, **kwargs)
+
+    distributed_c10d.init_process_group = init_process_group
+    dist.init_process_group = init_process_group
+
+
+def close_group() -> None:
+    """End what holds device memory. A gloo group ends with its process (its destroy takes 40 ms)."""
+    if dist.is_initialized() and "nccl" in str(dist.get_backend()):
+        dist.destroy_process_group()
+
+
+def remember_address(host: str, port: int) -> None:
+    """The kernel's store, to tell its url from others."""
+    global _our_address
+    _our_address = (host, str(port))
+
+
+_our_address: tuple[str, str] | None = None
+
+
+def _asks_for_our_store(init_method: str | None, store: Any) -> bool:
+    if store is not None:
+        return False
+    if init_method is not None and urlparse(init_method).scheme != "env":
+        return False
+    return (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")) == _our_address

@@ -1,0 +1,34 @@
+"""Worker side. This rank's ``__main__``, which stands for the notebook's."""
+
+from __future__ import annotations
+
+import multiprocessing.reduction
+import sys
+import types
+from typing import Any
+
+import cloudpickle
+
+
+def install() -> types.ModuleType:
+    """Give this process an empty ``__main__``, and let its own children receive what is defined there."""
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    # A child that a rank starts by spawn (a DataLoader worker, say) cannot import the notebook:
+    # classes and functions of __main__ travel to it by value, too.
+    multiprocessing.reduction.ForkingPickler.reducer_override = _by_value  # type: ignore[attr-defined]
+    return main
+
+
+def publish(main: types.ModuleType, objects: list[Any]) -> None:
+    """Name the notebook's classes and functions in ``__main__``, so that pickle and torch.save find them."""
+    for obj in objects:
+        if obj.__module__ == "__main__" and obj.__qualname__.isidentifier():
+            main.__dict__.setdefault(obj.__qualname__, obj)
+
+
+def _by_value(_: Any, obj: Any) -> Any:
+    if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
+        return cloudpickle.loads, (cloudpickle.dumps(obj),)
+    return NotImplemented

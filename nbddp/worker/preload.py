@@ -1,0 +1,33 @@
+"""In the fork server, once. What every rank needs is imported here, and forked from here."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+from multiprocessing import forkserver
+
+import torch._dynamo  # 1 s at the first torch.optim.Optimizer otherwise, in every rank of every run
+
+import nbddp.worker.data
+import nbddp.worker.entry
+import nbddp.worker.snapshot  # noqa: F401
+
+_STARTED_BY = os.getppid()
+
+
+def _remove_socket_of_a_dead_kernel() -> None:
+    """multiprocessing leaves this to the kernel's own exit, which a SIGKILL does not let happen."""
+    address = getattr(forkserver._forkserver, "_forkserver_address", None)  # type: ignore[attr-defined]
+    if os.getppid() == _STARTED_BY or not isinstance(address, str):
+        return
+    with contextlib.suppress(OSError):
+        os.unlink(address)
+        os.rmdir(os.path.dirname(address))
+
+
+atexit.register(_remove_socket_of_a_dead_kernel)
+# Ranks share these pages for as long as the collector does not touch them.
+gc.collect()
+gc.freeze()

@@ -1,0 +1,77 @@
+"""Worker side. Snapshots: rank 0 writes them whole or not at all, every rank reads them to its device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from nbddp.errors import NbddpError
+from nbddp.worker import context
+
+_MARK = "nbddp snapshot"
+
+
+def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
+    """Write ``state`` to ``path``, on rank 0 only; the old file stays until the new one is complete.
+
+    Args:
+        path: the folder must exist.
+        **state: tensors, numbers, containers of them; a model, an optimizer or anything else with a
+            ``state_dict`` is saved as that (a DDP model as its ``.module``'s).
+    """
+    if not context.is_primary():
+        return
+    target = Path(path)
+    fd, partial = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            torch.save({_MARK: 1, "state": {name: _plain(value) for name, value in state.items()}}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+        raise
+
+
+def load_snapshot(
+    path: str | os.PathLike[str], map_location: Any = None, *, weights_only: bool = True
+) -> dict[str, Any] | None:
+    """What :func:`save_snapshot` wrote, or None when there is no such file yet.
+
+    Args:
+        map_location: as for ``torch.load``; default: this rank's device.
+        weights_only: as for ``torch.load``: refuse anything but tensors and plain values. With False
+            the file may run any code.
+
+    Raises:
+        NbddpError: the file is torn, or is no snapshot.
+    """
+    if not os.path.exists(path):
+        return None
+    try:
+        content = torch.load(path, map_location=map_location or context.device(), weights_only=weights_only)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, ValueError) as error:
+        raise NbddpError(
+            f"{os.fspath(path)} cannot be read as a snapshot: {str(error).splitlines()[0]}. "
+            "It is torn, foreign, or holds other things than tensors and plain values (weights_only=False)"
+        ) from error
+    if not isinstance(content, dict) or _MARK not in content:
+        raise NbddpError(f"{os.fspath(path)} was not written by save_snapshot(); read it with torch.load()")
+    state: dict[str, Any] = content["state"]
+    return state
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, DistributedDataParallel):
+        value = value.module
+    return value.state_dict() if hasattr(value, "state_dict") else value
