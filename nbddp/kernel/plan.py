@@ -124,7 +124,7 @@ def make_plan(
         max_restarts=max_restarts,
         start_method=_choose_start_method(start_method),
         argv=[name, *argv],
-        environ=_environ(device_type, gpus, deterministic, threads, env),
+        environ=_environ(device_type, gpus, deterministic, threads if contract else None, env),
         sys_path=[path or os.getcwd() for path in sys.path],
         cwd=os.getcwd(),
         notice=notice,
@@ -181,7 +181,7 @@ def _check_numbers(**named: Any) -> None:
 def _choose_device(device: str | torch.device | None, gpus: Sequence[int] | None) -> tuple[str, int]:
     """The device type, and how many of it there are (0 for the CPU)."""
     if device is None:
-        found = _accelerator()
+        found = accelerator()
         if found is None and gpus is not None:
             raise LaunchError(f"gpus={list(gpus)}, but torch sees no GPU here. Leave gpus out to run on the CPU")
         return found or ("cpu", 0)
@@ -201,7 +201,7 @@ def _choose_device(device: str | torch.device | None, gpus: Sequence[int] | None
     return wanted.type, count
 
 
-def _accelerator() -> tuple[str, int] | None:
+def accelerator() -> tuple[str, int] | None:
     """This machine's accelerator, found without making a context on it."""
     current = torch.accelerator.current_accelerator(check_available=False)
     # MPS has one device and no collectives of its own: nothing to distribute over.
@@ -291,14 +291,16 @@ def _threads(nprocs: int) -> int:
 
 
 def _environ(
-    device_type: str, gpus: Sequence[int] | None, deterministic: bool, threads: int, env: Mapping[str, str] | None
+    device_type: str, gpus: Sequence[int] | None, deterministic: bool, threads: int | None, env: Mapping[str, str] | None
 ) -> dict[str, str]:
+    """The kernel's environment and what a run adds to it; ``threads`` None: as little as can be."""
     environ = dict(os.environ)
-    environ.setdefault("OMP_NUM_THREADS", str(threads))
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    if device_type == "cpu":
+    if threads is not None:
+        environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if device_type == "cpu" and threads is not None:
         # Without it accelerate takes no notice of the group and trains N separate models.
         environ.setdefault("ACCELERATE_USE_CPU", "true")
     if deterministic:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from nbddp.errors import LaunchError, RankDied, RankError
-from nbddp.kernel.plan import make_plan
+from nbddp.kernel.plan import accelerator, make_plan
 from nbddp.kernel.runner import Run, launch
 
 
@@ -118,9 +118,9 @@ def spawn(
     """
     if nprocs == 0:
         raise LaunchError("spawn(nprocs=0) would do nothing; torch.cuda.device_count() is 0 without a GPU")
-    plan = make_plan(
-        fn, args, {}, nprocs=nprocs, device="cpu", init=False, contract=False, pass_rank=True, cuda_visible=True
-    )
+    found = accelerator()
+    device = None if found is not None and found[1] >= nprocs else "cpu"
+    plan = make_plan(fn, args, {}, nprocs=nprocs, device=device, init=False, contract=False, pass_rank=True)
     context = SpawnContext(launch(plan, fn, tuple(args), {}, wait=False, show=False))
     if not join:
         return context
