@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from multiprocessing import forkserver, popen_forkserver, process, reduction, util
-from multiprocessing.context import set_spawning_popen  # type: ignore[attr-defined]
+from multiprocessing.context import set_spawning_popen
 from typing import Any
 
 PRELOAD = ["nbddp.worker.preload"]
@@ -56,7 +56,14 @@ def pid() -> int | None:
     return _server.pid()
 
 
+def _close_fds(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
 class _Popen(popen_forkserver.Popen):
+    _fds: list[int]
+
     def _launch(self, process_obj: Any) -> None:
         """As in the standard library, but from our server, and without a copy of the user's ``__main__``."""
         buffer = io.BytesIO()
@@ -68,7 +75,7 @@ class _Popen(popen_forkserver.Popen):
             set_spawning_popen(None)
         self.sentinel, writer = _server.get().connect_to_new_process(self._fds)
         # The child's sentinel for this process: it stays open for as long as the Popen object lives.
-        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(writer), self.sentinel))
+        self.finalizer = util.Finalize(self, _close_fds, (os.dup(writer), self.sentinel))
         with open(writer, "wb") as pipe:
             pipe.write(buffer.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)

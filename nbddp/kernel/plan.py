@@ -291,7 +291,11 @@ def _threads(nprocs: int) -> int:
 
 
 def _environ(
-    device_type: str, gpus: Sequence[int] | None, deterministic: bool, threads: int | None, env: Mapping[str, str] | None
+    device_type: str,
+    gpus: Sequence[int] | None,
+    deterministic: bool,
+    threads: int | None,
+    env: Mapping[str, str] | None,
 ) -> dict[str, str]:
     """The kernel's environment and what a run adds to it; ``threads`` None: as little as can be."""
     environ = dict(os.environ)

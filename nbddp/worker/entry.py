@@ -88,7 +88,7 @@ def _forget_the_fork_server() -> None:
     multiprocessing.set_start_method(None, force=True)  # the platform's own, not how we were started
     # Processes that the user's code starts are this rank's children, and so in its session; a child
     # of the server would be out of the switch's reach (the default method from Python 3.14 on).
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if getattr(server, "_forkserver_alive_fd", None) is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
@@ -102,9 +102,7 @@ def _set_up(job: wire.Job, ends: Ends) -> Any:
     sys.argv = list(job.argv)
     importlib.invalidate_caches()
     notebook = main_module.install()
-    context.enter(
-        context.Context(job.rank, job.local_rank, job.world_size, job.device, job.seed, job.restart_count)
-    )
+    context.enter(context.Context(job.rank, job.local_rank, job.world_size, job.device, job.seed, job.restart_count))
     metrics.enter(ends.metrics)
     output.answer_stacks(ends.stacks)
     _set_up_torch(job)

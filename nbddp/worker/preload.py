@@ -8,7 +8,7 @@ import gc
 import os
 from multiprocessing import forkserver
 
-import torch._dynamo  # 1 s at the first torch.optim.Optimizer otherwise, in every rank of every run
+import torch._dynamo  # noqa: F401 - 1 s at the first torch.optim.Optimizer otherwise, in every rank of every run
 
 import nbddp.worker.data
 import nbddp.worker.entry
@@ -19,7 +19,7 @@ _STARTED_BY = os.getppid()
 
 def _remove_socket_of_a_dead_kernel() -> None:
     """multiprocessing leaves this to the kernel's own exit, which a SIGKILL does not let happen."""
-    address = getattr(forkserver._forkserver, "_forkserver_address", None)  # type: ignore[attr-defined]
+    address = getattr(forkserver._forkserver, "_forkserver_address", None)
     if os.getppid() == _STARTED_BY or not isinstance(address, str):
         return
     with contextlib.suppress(OSError):
