@@ -14,7 +14,7 @@ from multiprocessing import forkserver, popen_forkserver, process, reduction, ut
 from multiprocessing.context import set_spawning_popen
 from typing import Any
 
-PRELOAD = ["nbddp.worker.preload"]
+PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
 
 
 class _Server:
@@ -32,6 +32,23 @@ class _Server:
                 self._server.set_forkserver_preload(PRELOAD)
                 self._owner = os.getpid()
             return self._server
+
+    def connect(self, fds: list[int]) -> tuple[int, int]:
+        """A new process: the fds of its exit code and of its input."""
+        try:
+            return self.get().connect_to_new_process(fds)  # type: ignore[no-any-return]
+        except (FileNotFoundError, ConnectionRefusedError):
+            self._give_up()
+            return self.get().connect_to_new_process(fds)  # type: ignore[no-any-return]
+
+    def _give_up(self) -> None:
+        """Leave a server whose socket is gone: systems clean their temporary folder of what is old."""
+        with self._lock:
+            alive_fd, self._server._forkserver_alive_fd = self._server._forkserver_alive_fd, None
+            if alive_fd is not None:
+                os.close(alive_fd)  # which ends it, once its last rank is gone
+            self._owner = 0
+            os.makedirs(util.get_temp_dir(), mode=0o700, exist_ok=True)
 
     def pid(self) -> int | None:
         """The running server's pid, or None before the first start."""
@@ -73,7 +90,7 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, buffer)
         finally:
             set_spawning_popen(None)
-        self.sentinel, writer = _server.get().connect_to_new_process(self._fds)
+        self.sentinel, writer = _server.connect(self._fds)
         # The child's sentinel for this process: it stays open for as long as the Popen object lives.
         self.finalizer = util.Finalize(self, _close_fds, (os.dup(writer), self.sentinel))
         with open(writer, "wb") as pipe:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nbddp import culprit, payload
+from nbddp import culprit, errors, payload
 from nbddp.errors import NbddpError
 from nbddp.kernel.history import History
 from nbddp.kernel.output import labelled
@@ -121,7 +121,7 @@ def launch(
     except KeyboardInterrupt:
         started._stop_insistently()
         started._show_end(view)
-        raise KeyboardInterrupt(f"{plan.name} was stopped") from None
+        raise errors.interrupt(f"{plan.name} was stopped") from None
     if wait and started.error is not None:
         raise started.error
     return started
