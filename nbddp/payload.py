@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import io
 import linecache
 import multiprocessing.connection
@@ -178,6 +179,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
             return self._reduce_code(obj)
+        if isinstance(obj, functools._lru_cache_wrapper) and getattr(obj, "__module__", "") == "__main__":
+            # It pickles by name, and the name is the notebook's.
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, torch.Tensor):
             self._note_span(obj)
             return NotImplemented
@@ -436,6 +440,10 @@ def _reading_now(reading: _Reading) -> Iterator[None]:
 
 def _itself(obj: Any) -> Any:
     return obj
+
+
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 def _main_namespace() -> dict[str, Any]:

@@ -90,11 +90,18 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, buffer)
         finally:
             set_spawning_popen(None)
+        try:
+            self._ask_server(buffer)
+        except (EOFError, BrokenPipeError):  # it died under our hands: a new one is started
+            self.finalizer()
+            self._ask_server(buffer)
+
+    def _ask_server(self, process_data: io.BytesIO) -> None:
         self.sentinel, writer = _server.connect(self._fds)
         # The child's sentinel for this process: it stays open for as long as the Popen object lives.
         self.finalizer = util.Finalize(self, _close_fds, (os.dup(writer), self.sentinel))
         with open(writer, "wb") as pipe:
-            pipe.write(buffer.getbuffer())
+            pipe.write(process_data.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
 
 
