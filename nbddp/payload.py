@@ -87,15 +87,16 @@ def pack(obj: object, fd: int, *, known: Sequence[Any] = (), inheriting: bool = 
         Whatever pickling raises; ``culprit.explain`` turns that into the name of the variable.
     """
     stream = io.BytesIO()
-    pickler = _Packer(stream, known=known, inheriting=inheriting)
-    # The list fills while obj is pickled, and comes after it: all its members are memo references.
-    pickler.dump((obj, pickler.by_value))
-    return pickler.write_block(fd, stream.getbuffer())
+    with contextlib.closing(_Packer(stream, known=known, inheriting=inheriting)) as pickler:
+        # The list fills while obj is pickled, and comes after it: all its members are memo references.
+        pickler.dump((obj, pickler.by_value))
+        return pickler.write_block(fd, stream.getbuffer())
 
 
 def probe(obj: object) -> None:
     """Pickle ``obj`` and forget the result: raises what :func:`pack` would, copies no array."""
-    _Packer(io.BytesIO(), known=(), inheriting=True).dump(obj)
+    with contextlib.closing(_Packer(io.BytesIO(), known=(), inheriting=True)) as pickler:
+        pickler.dump(obj)
 
 
 def unpack(
@@ -175,6 +176,11 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self._filenames: set[str] = set()
         main = sys.modules["__main__"].__dict__
         self.globals_ref[id(main)] = _NotebookNamespace(__name__="__main__")
+
+    def close(self) -> None:
+        """Let go of what was pickled: the pickler itself is a reference cycle, by its buffer_callback."""
+        self.clear_memo()
+        self._buffers, self._storages, self._inherited = [], {}, []
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):

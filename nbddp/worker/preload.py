@@ -14,6 +14,7 @@ import torch._dynamo  # noqa: F401 - 1 s at the first torch.optim.Optimizer othe
 import nbddp.worker.data
 import nbddp.worker.entry
 import nbddp.worker.snapshot  # noqa: F401
+from nbddp.worker import hugepages
 
 _STARTED_BY = os.getppid()
 _PARENT_GONE_S = 1.0
@@ -36,3 +37,4 @@ atexit.register(_remove_socket_of_a_dead_kernel)
 # Ranks share these pages for as long as the collector does not touch them.
 gc.collect()
 gc.freeze()
+hugepages.collapse()
