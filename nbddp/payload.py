@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib
 import io
 import linecache
 import multiprocessing.connection
@@ -185,6 +186,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
             return self._reduce_code(obj)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            # torch.backends.cudnn and the like: cloudpickle knows plain modules only.
+            return importlib.import_module, (obj.__name__,)
         if isinstance(obj, functools._lru_cache_wrapper) and getattr(obj, "__module__", "") == "__main__":
             # It pickles by name, and the name is the notebook's.
             return _cached, (obj.__wrapped__, obj.cache_parameters())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import multiprocessing
 import os
 import random
@@ -94,12 +93,11 @@ def _forget_the_fork_server() -> None:
 
 
 def _set_up(job: wire.Job, ends: Ends) -> Any:
-    os.environ.clear()
-    os.environ.update(job.environ)
+    _set_environ(job.environ)
     os.chdir(job.cwd)
     sys.path[:] = job.sys_path
     sys.argv = list(job.argv)
-    importlib.invalidate_caches()
+    _forget_missing_folders(job.sys_path)
     notebook = main_module.install()
     context.enter(context.Context(job.rank, job.local_rank, job.world_size, job.device, job.seed, job.restart_count))
     metrics.enter(ends.metrics)
@@ -108,20 +106,38 @@ def _set_up(job: wire.Job, ends: Ends) -> Any:
     return notebook
 
 
+def _set_environ(environ: dict[str, str]) -> None:
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update((name, value) for name, value in environ.items() if os.environ.get(name) != value)
+
+
+def _forget_missing_folders(paths: list[str]) -> None:
+    """A folder of the path that did not exist when the fork server looked may do so now.
+
+    Changes inside a folder are seen anyway (by its time); ``importlib.invalidate_caches()`` would touch
+    every finder, and so copy 400 pages of the server's memory.
+    """
+    for path in paths:
+        if sys.path_importer_cache.get(path, path) is None:
+            del sys.path_importer_cache[path]
+
+
 def _set_up_torch(job: wire.Job) -> None:
     if torch.cuda._is_in_bad_fork():
         raise RuntimeError(BAD_FORK)
     torch.set_num_threads(job.threads)
     if job.device != "cpu":
         torch.get_device_module(job.device).set_device(job.local_rank)
-    if job.seed is not None:
+    if job.seed is None:
+        _draw_fresh_seeds()
+    else:
         seed_everything(job.seed + job.rank)
     if job.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
     group.remember_address("127.0.0.1", job.store_port)
-    group.let_users_make_their_own()
     if job.backend is not None:
         group.open_group(
             backend=job.backend,
@@ -132,9 +148,19 @@ def _set_up_torch(job: wire.Job) -> None:
             prefix=job.store_prefix,
             timeout_s=job.pg_timeout_s,
         )
+    group.let_users_make_their_own()  # after ours, whose store it would take for a foreign one
 
 
 BAD_FORK = "CUDA was initialised in the fork server"  # the kernel side then starts ranks by spawn
+
+
+def _draw_fresh_seeds() -> None:
+    """New numbers on every rank of every run, as in a new interpreter; a fork begins with its server's.
+
+    Python's own generator sees to it by itself; an accelerator's is made in the rank.
+    """
+    np.random.seed()
+    torch.default_generator.seed()
 
 
 def seed_everything(seed: int) -> None:
