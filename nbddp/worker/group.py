@@ -15,6 +15,10 @@ from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: i
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 _ready_made: Any = None
+# A gloo group that is freed within milliseconds of a backward deadlocks (torch 2.13): ~ProcessGroupGloo holds the
+# GIL and waits for the run loop's lock, the run loop holds that and waits for the GIL to free the backward's work.
+# That is a tutorial's last line, destroy_process_group() while the DDP model still lives.
+_kept_alive: list[Any] = []
 
 
 def open_group(
@@ -67,6 +71,7 @@ def let_users_make_their_own() -> None:
             # Else torch's handlers wait for ever for a store that they believe an agent hosts.
             os.environ.pop(AGENT_STORE, None)
         original(backend, init_method, *args, **kwargs)
+        _kept_alive.append(dist.group.WORLD)
 
     distributed_c10d.init_process_group = init_process_group
     dist.init_process_group = init_process_group
