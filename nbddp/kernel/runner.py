@@ -114,10 +114,10 @@ def launch(
     view = None if show is False else TextView()
     try:
         started._supervisor.start()
+        if view is not None:
+            view.update(started._status(), started.history)  # a short run may be over at the next look
         if wait:
             started._watch(view)
-        elif view is not None:
-            view.update(started._status(), started.history)
     except KeyboardInterrupt:
         started._stop_insistently()
         started._show_end(view)
@@ -130,6 +130,11 @@ def launch(
 def last_run() -> Run | None:
     """The newest run of this kernel, or None: a lost variable loses nothing."""
     return _last
+
+
+def going() -> list[Run]:
+    """The runs of this kernel that are not over, oldest first."""
+    return sorted(_live, key=lambda run: -run.seconds)
 
 
 def _pack(

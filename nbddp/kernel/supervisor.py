@@ -211,7 +211,7 @@ class Supervisor:
                 self._history.feed(worker.rank, data)
 
     def _succeed(self, crew: Crew) -> None:
-        values = [self._result_of(worker) for worker in crew.workers]
+        values = self._plan.receive([self._result_of(worker) for worker in crew.workers])
         crew.dismiss_reported()
         self._watch_until(crew, time.monotonic() + LEAVE_GRACE_S)
         self.values = values
