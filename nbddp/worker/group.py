@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import multiprocessing.process
 import os
 from typing import Any
 from urllib.parse import urlparse
@@ -75,6 +76,26 @@ def let_users_make_their_own() -> None:
 
     distributed_c10d.init_process_group = init_process_group
     dist.init_process_group = init_process_group
+    _let_children_host_their_own_store()
+
+
+def _let_children_host_their_own_store() -> None:
+    """The rank that a script's own ``mp.spawn`` or ``Process`` starts is in no run of ours.
+
+    With the agent's variable it would wait for ever for a store on the port that it chose itself.
+    """
+    original = multiprocessing.process.BaseProcess.start
+
+    @functools.wraps(original)
+    def start(self: Any) -> None:
+        agent = os.environ.pop(AGENT_STORE, None)
+        try:
+            original(self)
+        finally:
+            if agent is not None:
+                os.environ[AGENT_STORE] = agent
+
+    multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign]
 
 
 def close_group() -> None:
