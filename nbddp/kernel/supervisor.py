@@ -7,6 +7,7 @@ Python raises KeyboardInterrupt in the main thread alone, and there it becomes a
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import psutil
 
 from nbddp import wire
 from nbddp.errors import LaunchError, NbddpError, PayloadError, RankDied, RankError, RunTimeout
-from nbddp.kernel import forkserver, stacks
+from nbddp.kernel import forkserver, oom, stacks
 from nbddp.kernel.history import History
 from nbddp.kernel.launcher import LEAVE_GRACE_S, Crew, Worker
 from nbddp.kernel.output import RankOutput
@@ -59,6 +60,7 @@ class Supervisor:
         self._stop_grace_s: float | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._start_method = plan.start_method
+        self._oom_kills = oom.kills()
         self._thread = threading.Thread(target=self._live, name=f"nbddp-{plan.name}", daemon=True)
 
     # ------------------------------------------------------------------ from other threads
@@ -270,9 +272,21 @@ class Supervisor:
             return self._raised(worker, report)
         assert worker.exitcode is not None
         died = RankDied(
-            rank, ranks, worker.exitcode, why=_why(worker), last_lines=worker.output.last_lines(_LAST_LINES)
+            rank,
+            ranks,
+            worker.exitcode,
+            why=_why(worker) or self._out_of_memory(worker),
+            last_lines=worker.output.last_lines(_LAST_LINES),
         )
         return died if worker.ready else LaunchError(f"before it was ready, {died}")
+
+    def _out_of_memory(self, worker: Worker) -> str:
+        if worker.exitcode != -signal.SIGKILL or oom.kills() == self._oom_kills:
+            return ""
+        return (
+            "was killed by the system's OOM killer: the machine or container is out of memory. "
+            "Try a smaller batch, fewer ranks or fewer DataLoader workers"
+        )
 
     def _raised(self, worker: Worker, report: wire.Failed) -> NbddpError:
         try:
