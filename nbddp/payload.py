@@ -175,8 +175,10 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self._buffers: list[memoryview] = []
         self._storages: dict[int, _Storage] = {}
         self._filenames: set[str] = set()
-        main = sys.modules["__main__"].__dict__
-        self.globals_ref[id(main)] = _NotebookNamespace(__name__="__main__")
+        if inheriting:
+            # On the way in only: what a rank's function reads must not overwrite the notebook's variables.
+            main = sys.modules["__main__"].__dict__
+            self.globals_ref[id(main)] = _NotebookNamespace(__name__="__main__")
 
     def close(self) -> None:
         """Let go of what was pickled: the pickler itself is a reference cycle, by its buffer_callback."""

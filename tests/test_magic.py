@@ -103,7 +103,6 @@ def test_a_trained_model_comes_back_as_another_class(magic: Notebook) -> None:
     assert out(magic.ok("type(model) is Net, (first - model.weight).tolist()")) == "(True, [[1.0, 1.0]])"
 
 
-@pytest.mark.xfail(strict=True, reason="a function's globals arrive in the notebook's own")
 def test_a_function_brought_back_changes_the_notebooks_variables(magic: Notebook) -> None:
     magic.ok("theirs = 'mine'")
     magic.ok("%%ddp -o f\ntheirs = 'the cell\\'s'\ndef f(): return theirs")
