@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, BinaryIO
@@ -315,4 +316,12 @@ def _stop_all() -> None:
         run._supervisor.join(_EXIT_S)
 
 
+def _disown_all() -> None:
+    """In a process forked from the kernel (a DataLoader worker, say): it neither keeps the ranks nor ends them."""
+    for run in _live:
+        run._supervisor.disown()
+    _live.clear()
+
+
 atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_disown_all)

@@ -103,6 +103,11 @@ class Supervisor:
         with self._lock:
             return [worker.pid for worker in self._crew.workers] if self._crew is not None else []
 
+    def disown(self) -> None:
+        """In a process forked from the kernel: this run is not its own."""
+        if self._crew is not None:
+            self._crew.disown()
+
     # ------------------------------------------------------------------ the run's own thread
 
     def _live(self) -> None:
