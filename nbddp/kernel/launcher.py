@@ -184,7 +184,9 @@ class Worker:
         """Close what a fork of the kernel inherited; the rank is not its own."""
         if self._channel is not None:
             self._channel.close()
-        self._process._popen.finalizer()  # the sentinels; multiprocessing's own close() would first poll
+        # The sentinels. multiprocessing's finalizer holds them, and does nothing in a fork (Python 3.10 to 3.14).
+        for fd in getattr(self._process._popen.finalizer, "_args", ()):
+            os.close(fd)
 
     def _close_process(self) -> None:
         # Closes the sentinel, and so pulls the switch on whatever might still be there.
