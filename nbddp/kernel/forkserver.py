@@ -58,9 +58,18 @@ class _Server:
 _server = _Server()
 
 
+_unfit = False
+
+
 def available() -> bool:
-    """Has this platform a fork server?"""
-    return bool(reduction.HAVE_SEND_HANDLE) and sys.platform != "win32"
+    """Has this platform a fork server, and can ranks come from it?"""
+    return bool(reduction.HAVE_SEND_HANDLE) and sys.platform != "win32" and not _unfit
+
+
+def mark_unfit() -> None:
+    """Something that it imports initialised CUDA: from now on ranks start by spawn."""
+    global _unfit
+    _unfit = True
 
 
 def warm() -> None:

@@ -141,6 +141,7 @@ class Supervisor:
                 self._attempt(restarts)
                 return
             except _BadFork:
+                forkserver.mark_unfit()
                 self._start_method = "spawn"
             except NbddpError:
                 if restarts == self._plan.max_restarts or self._stop_grace_s is not None:
