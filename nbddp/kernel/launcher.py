@@ -316,7 +316,7 @@ class Crew:
                 worker.dismiss()
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in every rank that is in the function; one that is still on its way there is killed."""
+        """KeyboardInterrupt in every rank that is in the function; one still on its way there is killed."""
         for worker in self.workers:
             if worker.report is None and worker.called:
                 worker.interrupt()
