@@ -290,7 +290,7 @@ class Crew:
             process = forkserver.WorkerProcess(**what)
             process.start()
             return process
-        with _default_method_untouched():
+        with forkserver.default_method_untouched():
             process = multiprocessing.get_context("spawn").Process(**what)
             process.start()
         return process
@@ -330,17 +330,6 @@ class Crew:
     @property
     def ready(self) -> bool:
         return all(worker.ready for worker in self.workers)
-
-
-@contextlib.contextmanager
-def _default_method_untouched() -> Iterator[None]:
-    """Starting a process by spawn fixes the kernel's default start method as a side effect; undo that."""
-    before = multiprocessing.get_start_method(allow_none=True)
-    try:
-        yield
-    finally:
-        if before is None:
-            multiprocessing.set_start_method(None, force=True)
 
 
 def _widen(fd: int) -> None:
