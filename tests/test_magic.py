@@ -11,7 +11,6 @@ import pytest
 
 from nbddp.errors import LaunchError
 from nbddp.kernel import cell as cells
-
 from tests.support import GONE_S, Notebook, Reply, wait_until
 
 
