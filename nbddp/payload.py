@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copyreg
 import functools
 import importlib
 import io
@@ -207,6 +208,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return _itself, (obj.module,)
         if obj is sys.stdout or obj is sys.stderr:
             return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
+        if id(type(obj)) in self._known and "__slots__" in vars(type(obj)) and hasattr(obj, "__dict__"):
+            # cloudpickle's copy of a class has no slots; the notebook's own has, and no __dict__ for a state.
+            return copyreg.__newobj__, (type(obj),), (None, vars(obj))  # type: ignore[attr-defined]
         refuse_unshippable(obj)
         return super().reducer_override(obj)
 

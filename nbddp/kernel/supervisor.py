@@ -24,6 +24,7 @@ from nbddp.kernel.output import RankOutput
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.rendezvous import Rendezvous, open_rendezvous
 from nbddp.payload import Packed
+from nbddp.tracebacks import drop_our_frames
 from nbddp.worker.entry import BAD_FORK
 
 _TICK_S = 0.1  # how often metrics and output are read while nothing else happens
@@ -230,6 +231,7 @@ class Supervisor:
         try:
             return worker.unpack_result(worker.report.nbytes, self._packed.by_value)
         except Exception as error:  # whatever unpickling a user's object raises
+            drop_our_frames(error)
             raise PayloadError(
                 f"what {self._plan.name} returned on rank {worker.rank} cannot be unpacked in the notebook: "
                 f"{type(error).__name__}: {error}"

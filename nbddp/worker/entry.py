@@ -102,8 +102,15 @@ def _set_up(job: wire.Job, ends: Ends) -> Any:
     context.enter(context.Context(job.rank, job.local_rank, job.world_size, job.device, job.seed, job.restart_count))
     metrics.enter(ends.metrics)
     output.answer_stacks(ends.stacks)
+    sys.breakpointhook = _no_terminal
     _set_up_torch(job)
     return notebook
+
+
+def _no_terminal(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "a rank has no terminal for breakpoint(); call the function itself in the notebook (rank 0 of 1)"
+    )
 
 
 def _set_environ(environ: dict[str, str]) -> None:
@@ -178,7 +185,7 @@ def _finished(value: Any, fd: int, known: Sequence[Any], job: wire.Job) -> wire.
         packed = payload.pack(value, fd, known=known, inheriting=False)
     except Exception as error:  # whatever a user's __reduce__ raises
         what = f"what {job.run_name} returned on rank {job.rank} cannot come back to the notebook"
-        raise culprit.explain({"the result": value}, error, what=what) from error
+        raise culprit.explain({"the result": value}, error, what=what) from None
     return wire.Finished(packed.nbytes, time.monotonic())
 
 
