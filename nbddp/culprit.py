@@ -36,6 +36,10 @@ def _search(obj: Any, path: tuple[str, ...], seen: set[int]) -> tuple[tuple[str,
     if error is None or id(obj) in seen or len(path) > _MAX_DEPTH:
         return None
     seen.add(id(obj))
+    try:
+        payload.refuse_unshippable(obj)
+    except TypeError as refusal:  # what is inside it is not the reader's business
+        return path, _reason(refusal)
     for label, child in _children(obj):
         found = _search(child, (*path, label), seen)
         if found is not None:

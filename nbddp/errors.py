@@ -12,14 +12,13 @@ A kernel interrupt is ``KeyboardInterrupt`` and none of these, so that "Run All"
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import traceback
 from types import TracebackType
 from typing import Any
 
-_PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+from nbddp.tracebacks import user_frames
 
 
 class NbddpError(Exception):
@@ -101,22 +100,12 @@ class RunTimeout(NbddpError):
     """The run was still going when its ``timeout`` (seconds of wall time) was over; its ranks were stopped."""
 
 
-def user_frames(tb: TracebackType | None) -> TracebackType | None:
-    """The same traceback without the frames of nbddp itself."""
-    kept = []
-    while tb is not None:
-        if not is_our_file(tb.tb_frame.f_code.co_filename):
-            kept.append(tb)
-        tb = tb.tb_next
-    result: TracebackType | None = None
-    for entry in reversed(kept):
-        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return result
-
-
-def is_our_file(filename: str) -> bool:
-    """Is this a source file of nbddp?"""
-    return filename.startswith(_PACKAGE_DIR)
+def interrupt(message: str) -> KeyboardInterrupt:
+    """A plain KeyboardInterrupt, which a cell shows without our frames."""
+    error = KeyboardInterrupt(message)
+    render = lambda: _render(type(error), error, user_frames(error.__traceback__), tb_offset=1)  # noqa: E731
+    error._render_traceback_ = render  # type: ignore[attr-defined]
+    return error
 
 
 def _render(etype: type[BaseException], error: BaseException, tb: TracebackType | None, tb_offset: int) -> list[str]:

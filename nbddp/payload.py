@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import io
 import linecache
 import multiprocessing.connection
@@ -86,15 +87,16 @@ def pack(obj: object, fd: int, *, known: Sequence[Any] = (), inheriting: bool = 
         Whatever pickling raises; ``culprit.explain`` turns that into the name of the variable.
     """
     stream = io.BytesIO()
-    pickler = _Packer(stream, known=known, inheriting=inheriting)
-    # The list fills while obj is pickled, and comes after it: all its members are memo references.
-    pickler.dump((obj, pickler.by_value))
-    return pickler.write_block(fd, stream.getbuffer())
+    with contextlib.closing(_Packer(stream, known=known, inheriting=inheriting)) as pickler:
+        # The list fills while obj is pickled, and comes after it: all its members are memo references.
+        pickler.dump((obj, pickler.by_value))
+        return pickler.write_block(fd, stream.getbuffer())
 
 
 def probe(obj: object) -> None:
     """Pickle ``obj`` and forget the result: raises what :func:`pack` would, copies no array."""
-    _Packer(io.BytesIO(), known=(), inheriting=True).dump(obj)
+    with contextlib.closing(_Packer(io.BytesIO(), known=(), inheriting=True)) as pickler:
+        pickler.dump(obj)
 
 
 def unpack(
@@ -175,9 +177,17 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         main = sys.modules["__main__"].__dict__
         self.globals_ref[id(main)] = _NotebookNamespace(__name__="__main__")
 
+    def close(self) -> None:
+        """Let go of what was pickled: the pickler itself is a reference cycle, by its buffer_callback."""
+        self.clear_memo()
+        self._buffers, self._storages, self._inherited = [], {}, []
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
             return self._reduce_code(obj)
+        if isinstance(obj, functools._lru_cache_wrapper) and getattr(obj, "__module__", "") == "__main__":
+            # It pickles by name, and the name is the notebook's.
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, torch.Tensor):
             self._note_span(obj)
             return NotImplemented
@@ -220,8 +230,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             entry = self._storage_of(tensor.untyped_storage())
         except (RuntimeError, NotImplementedError):  # a wrapper subclass without storage of its own
             return
-        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
-        start = tensor.storage_offset() * tensor.element_size()
+        last = int(sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride())))
+        start = int(tensor.storage_offset()) * tensor.element_size()
         entry.spans.append((start, start + (last + 1) * tensor.element_size()))
 
     def _storage_of(self, storage: torch.UntypedStorage) -> _Storage:
@@ -231,7 +241,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             entry = self._storages[storage._cdata] = _Storage(len(self._storages), storage)
         return entry
 
-    def _reduce_storage(self, obj: torch.UntypedStorage | torch.TypedStorage) -> Any:
+    def _reduce_storage(self, obj: Any) -> Any:
         dtype = None
         if isinstance(obj, torch.TypedStorage):
             obj, dtype = obj._untyped_storage, obj.dtype
@@ -326,11 +336,11 @@ class _Layout:
 
 def _storage_pieces(entry: _Storage) -> tuple[int, int, list[_Piece]]:
     """A storage's address, its size, and the bytes of it that some tensor sees."""
-    storage = entry.storage if entry.storage.device.type == "cpu" else entry.storage.cpu()
+    storage = entry.storage if entry.storage.device.type == "cpu" else entry.storage.cpu()  # type: ignore[no-untyped-call]
     nbytes = storage.nbytes()
     if nbytes == 0:
         return 0, 0, []
-    whole = memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())  # type: ignore[call-overload]
+    whole = _bytes_of(storage)
     base = _address(whole)
     spans = [(max(start, 0), min(stop, nbytes)) for start, stop in entry.spans]
     return base, nbytes, [_Piece(base + start, whole[start:stop]) for start, stop in spans]
@@ -417,8 +427,7 @@ class _Reading:
             offset, nbytes, was_on_device = self.table.storages[index]
             storage = _storage_over(self.memory[offset : offset + nbytes])
             if was_on_device and self.device is not None and self.device.type != "cpu":
-                on_device = torch.empty(0, dtype=torch.uint8).set_(storage).to(self.device)  # type: ignore[call-overload]
-                storage = on_device.untyped_storage()
+                storage = _as_bytes(storage).to(self.device).untyped_storage()
             self._storages[index] = storage
         return self._storages[index]
 
@@ -437,6 +446,10 @@ def _reading_now(reading: _Reading) -> Iterator[None]:
 
 def _itself(obj: Any) -> Any:
     return obj
+
+
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 def _main_namespace() -> dict[str, Any]:
@@ -458,12 +471,20 @@ def _take_storage(index: int, dtype: torch.dtype | None) -> Any:
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _as_bytes(storage: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _bytes_of(storage: Any) -> memoryview:
+    return memoryview(_as_bytes(storage).numpy())  # type: ignore[arg-type]
 
 
 def _storage_over(view: memoryview) -> torch.UntypedStorage:
     if not view.nbytes:
-        return torch.UntypedStorage(0)
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
     return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
 
@@ -477,6 +498,4 @@ def _map(fd: int, nbytes: int) -> memoryview:
         return memoryview(copy)
     # Not mmap.mmap: it keeps a duplicate of the fd open for as long as the mapping lives.
     storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", shared=False, nbytes=nbytes)
-    return memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())  # type: ignore[call-overload]
-
-
+    return _bytes_of(storage)

@@ -11,10 +11,10 @@ import os
 import sys
 import threading
 from multiprocessing import forkserver, popen_forkserver, process, reduction, util
-from multiprocessing.context import set_spawning_popen  # type: ignore[attr-defined]
+from multiprocessing.context import set_spawning_popen
 from typing import Any
 
-PRELOAD = ["nbddp.worker.preload"]
+PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
 
 
 class _Server:
@@ -32,6 +32,23 @@ class _Server:
                 self._server.set_forkserver_preload(PRELOAD)
                 self._owner = os.getpid()
             return self._server
+
+    def connect(self, fds: list[int]) -> tuple[int, int]:
+        """A new process: the fds of its exit code and of its input."""
+        try:
+            return self.get().connect_to_new_process(fds)  # type: ignore[no-any-return]
+        except (FileNotFoundError, ConnectionRefusedError):
+            self._give_up()
+            return self.get().connect_to_new_process(fds)  # type: ignore[no-any-return]
+
+    def _give_up(self) -> None:
+        """Leave a server whose socket is gone: systems clean their temporary folder of what is old."""
+        with self._lock:
+            alive_fd, self._server._forkserver_alive_fd = self._server._forkserver_alive_fd, None
+            if alive_fd is not None:
+                os.close(alive_fd)  # which ends it, once its last rank is gone
+            self._owner = 0
+            os.makedirs(util.get_temp_dir(), mode=0o700, exist_ok=True)
 
     def pid(self) -> int | None:
         """The running server's pid, or None before the first start."""
@@ -56,7 +73,14 @@ def pid() -> int | None:
     return _server.pid()
 
 
+def _close_fds(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
 class _Popen(popen_forkserver.Popen):
+    _fds: list[int]
+
     def _launch(self, process_obj: Any) -> None:
         """As in the standard library, but from our server, and without a copy of the user's ``__main__``."""
         buffer = io.BytesIO()
@@ -66,11 +90,18 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, buffer)
         finally:
             set_spawning_popen(None)
-        self.sentinel, writer = _server.get().connect_to_new_process(self._fds)
+        try:
+            self._ask_server(buffer)
+        except (EOFError, BrokenPipeError):  # it died under our hands: a new one is started
+            self.finalizer()
+            self._ask_server(buffer)
+
+    def _ask_server(self, process_data: io.BytesIO) -> None:
+        self.sentinel, writer = _server.connect(self._fds)
         # The child's sentinel for this process: it stays open for as long as the Popen object lives.
-        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(writer), self.sentinel))
+        self.finalizer = util.Finalize(self, _close_fds, (os.dup(writer), self.sentinel))
         with open(writer, "wb") as pipe:
-            pipe.write(buffer.getbuffer())
+            pipe.write(process_data.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
 
 

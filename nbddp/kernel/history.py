@@ -6,7 +6,7 @@ import csv
 import os
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,11 @@ _RECORD_DTYPE = np.dtype(
     [("kind", "u1"), ("op", "u1"), ("id", "<u2"), ("weight", "<f4"), ("step", "<i8"), ("value", "<f8"), ("time", "<f8")]
 )
 _RATE_WINDOW_S = 5.0
+_COMBINE: dict[int, Callable[[list[float]], float]] = {
+    wire.REDUCE_SUM: lambda values: sum(values),
+    wire.REDUCE_MIN: min,
+    wire.REDUCE_MAX: max,
+}
 
 
 class Series(NamedTuple):
@@ -104,7 +109,7 @@ class _Combined:
             total = sum(weight for _, weight, _ in points)
             value = sum(v * w for v, w, _ in points) / total if total else float("nan")
         else:
-            value = {wire.REDUCE_SUM: sum, wire.REDUCE_MIN: min, wire.REDUCE_MAX: max}[self.op](values)
+            value = _COMBINE[self.op](values)
         self.column.append(step, value, max(at for _, _, at in points))
 
 

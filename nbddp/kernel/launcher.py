@@ -1,8 +1,8 @@
 """Kernel side. The processes of one attempt at a run: start, watch, end. Knows no widget and no metric's meaning.
 
-    with Crew(...) as crew:      # leaving it: every rank and all its children are gone, every fd is closed
-        crew.start(...)
-        while ...: crew.watch(seconds)
+with Crew(...) as crew:      # leaving it: every rank and all its children are gone, every fd is closed
+    crew.start(...)
+    while ...: crew.watch(seconds)
 """
 
 from __future__ import annotations
@@ -267,9 +267,7 @@ class Crew:
             )
             target_args = (far_channel, ends, tuple(inherited))
             with _default_method_untouched():
-                process = self._process_class()(
-                    target=entry.main, args=target_args, name=f"{job.run_name}-{job.rank}"
-                )
+                process = self._process_class()(target=entry.main, args=target_args, name=f"{job.run_name}-{job.rank}")
                 process.start()
             ours.pop_all()  # from here on the worker's
         fds = {"metrics": metrics_r, "stacks": stacks_fd, "result": result_fd}

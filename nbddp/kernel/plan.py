@@ -203,7 +203,7 @@ def _choose_device(device: str | torch.device | None, gpus: Sequence[int] | None
 
 def accelerator() -> tuple[str, int] | None:
     """This machine's accelerator, found without making a context on it."""
-    current = torch.accelerator.current_accelerator(check_available=False)
+    current = torch.accelerator.current_accelerator()
     # MPS has one device and no collectives of its own: nothing to distribute over.
     if current is None or current.type == "mps":
         return None
@@ -291,7 +291,11 @@ def _threads(nprocs: int) -> int:
 
 
 def _environ(
-    device_type: str, gpus: Sequence[int] | None, deterministic: bool, threads: int | None, env: Mapping[str, str] | None
+    device_type: str,
+    gpus: Sequence[int] | None,
+    deterministic: bool,
+    threads: int | None,
+    env: Mapping[str, str] | None,
 ) -> dict[str, str]:
     """The kernel's environment and what a run adds to it; ``threads`` None: as little as can be."""
     environ = dict(os.environ)

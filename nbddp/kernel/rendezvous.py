@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 HOST = "127.0.0.1"
 PREFIX = "nbddp"
@@ -40,7 +40,7 @@ def open_rendezvous(world_size: int) -> Iterator[Rendezvous]:
         listener.bind((HOST, 0))
         listener.listen(max(128, 2 * world_size))
         port = listener.getsockname()[1]
-        store = dist.TCPStore(
+        store = TCPStore(
             HOST, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno()
         )
         listener.detach()  # the store closes it

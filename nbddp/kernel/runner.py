@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nbddp import culprit, payload
+from nbddp import culprit, errors, payload
 from nbddp.errors import NbddpError
 from nbddp.kernel.history import History
 from nbddp.kernel.output import labelled
@@ -121,7 +121,7 @@ def launch(
     except KeyboardInterrupt:
         started._stop_insistently()
         started._show_end(view)
-        raise KeyboardInterrupt(f"{plan.name} was stopped") from None
+        raise errors.interrupt(f"{plan.name} was stopped") from None
     if wait and started.error is not None:
         raise started.error
     return started
@@ -240,7 +240,7 @@ class Run:
 
         def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+                loop.call_soon_threadsafe(_resolve, ended)
 
         self._supervisor.when_done(tell)
         yield from ended
@@ -295,6 +295,11 @@ class Run:
     def _summary(self) -> str:
         processes = f"{self.nprocs} process{'es' * (self.nprocs != 1)}"
         return f"{processes} · {self._plan.backend or self._plan.device}"
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():  # cancelled: nobody waits any more
+        future.set_result(None)
 
 
 def _stop_all() -> None:

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from nbddp.errors import LaunchError, RankDied, RankError
 from nbddp.kernel.plan import accelerator, make_plan
@@ -17,37 +17,27 @@ class SpawnRaised(ProcessRaisedException, RankError):
     """A rank raised: both torch's exception, with its text, and nbddp's, which a cell shows as it is."""
 
     def __init__(self, error: RankError, pid: int) -> None:
-        text = "".join(traceback.format_exception(error.cause))
-        message = f"\n\n-- Process {error.rank} terminated with the following error:\n{text}"
-        RankError.__init__(self, error.rank, error.world_size, error.cause)
-        ProcessRaisedException.__init__(self, message, error.rank, pid)
-        self.msg = message
-
-    def __str__(self) -> str:
-        return self.msg
+        text = "".join(traceback.format_exception(error.cause)).rstrip("\n")
+        self.msg = f"\n\n-- Process {error.rank} terminated with the following error:\n{text}"
+        Exception.__init__(self, self.msg)
+        self.__dict__.update(error.__dict__)
+        self.__cause__ = error.cause
+        self.error_index = error.rank
+        self.pid = self.error_pid = pid
 
 
 class SpawnExited(ProcessExitedException, RankDied):
     """A rank ended without an exception: both torch's exception, with its text, and nbddp's."""
 
     def __init__(self, error: RankDied, pid: int) -> None:
-        if error.signal_name is not None:
-            message = f"process {error.rank} terminated with signal {error.signal_name}"
-        else:
-            message = f"process {error.rank} terminated with exit code {error.exitcode}"
+        by_signal = error.signal_name is not None
+        how = f"signal {error.signal_name}" if by_signal else f"exit code {error.exitcode}"
+        self.msg = f"process {error.rank} terminated with {how}"
+        Exception.__init__(self, self.msg)
         self.__dict__.update(error.__dict__)
-        ProcessExitedException.__init__(
-            self,
-            message,
-            error_index=error.rank,
-            error_pid=pid,
-            exit_code=error.exitcode,
-            signal_name=error.signal_name,
-        )
-        self.msg = message
-
-    def __str__(self) -> str:
-        return self.msg
+        self.error_index = error.rank
+        self.exit_code = error.exitcode
+        self.pid = self.error_pid = pid
 
 
 class SpawnContext:

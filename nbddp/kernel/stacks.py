@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 
-from nbddp.errors import is_our_file
+from nbddp.tracebacks import is_our_file
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+(?P<name> \[.*\])? \(most recent call first\):")

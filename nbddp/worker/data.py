@@ -117,7 +117,7 @@ def reduce(x: N, op: str = "mean") -> N:
         return cast(N, _all_reduce(wide, op).item())
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"the mean of {x.dtype} is not of that type; pass x.float()")
-    return cast(N, _all_reduce(x.detach().clone(), op))
+    return _all_reduce(x.detach().clone(), op)
 
 
 def _all_reduce(tensor: torch.Tensor, op: str) -> torch.Tensor:

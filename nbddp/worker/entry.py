@@ -18,11 +18,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import tblib.pickling_support
 import torch
 
 from nbddp import culprit, payload, wire
-from nbddp.errors import user_frames
+from nbddp.tracebacks import drop_our_frames, make_picklable
 from nbddp.worker import context, group, main_module, metrics, output, switch
 
 
@@ -88,7 +87,7 @@ def _forget_the_fork_server() -> None:
     multiprocessing.set_start_method(None, force=True)  # the platform's own, not how we were started
     # Processes that the user's code starts are this rank's children, and so in its session; a child
     # of the server would be out of the switch's reach (the default method from Python 3.14 on).
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if getattr(server, "_forkserver_alive_fd", None) is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
@@ -102,9 +101,7 @@ def _set_up(job: wire.Job, ends: Ends) -> Any:
     sys.argv = list(job.argv)
     importlib.invalidate_caches()
     notebook = main_module.install()
-    context.enter(
-        context.Context(job.rank, job.local_rank, job.world_size, job.device, job.seed, job.restart_count)
-    )
+    context.enter(context.Context(job.rank, job.local_rank, job.world_size, job.device, job.seed, job.restart_count))
     metrics.enter(ends.metrics)
     output.answer_stacks(ends.stacks)
     _set_up_torch(job)
@@ -116,7 +113,7 @@ def _set_up_torch(job: wire.Job) -> None:
         raise RuntimeError(BAD_FORK)
     torch.set_num_threads(job.threads)
     if job.device != "cpu":
-        torch.accelerator.set_device_index(job.local_rank)
+        torch.get_device_module(job.device).set_device(job.local_rank)
     if job.seed is not None:
         seed_everything(job.seed + job.rank)
     if job.deterministic:
@@ -171,25 +168,16 @@ def _exited(error: SystemExit, fd: int) -> wire.Message:
 
 def _failed(error: BaseException, at: float, phase: str, fd: int, known: Sequence[Any]) -> wire.Message:
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()[:10_000]
-    _drop_our_frames(error, set())
-    tblib.pickling_support.install(error)
+    drop_our_frames(error)
+    make_picklable(error)
     try:
         packed = payload.pack(error, fd, known=known, inheriting=False)
     except Exception:  # an exception that does not pickle: its name, text and frames still travel
         stand_in = type(type(error).__name__, (Exception,), {"__module__": type(error).__module__})(str(error))
         stand_in.__traceback__ = error.__traceback__
-        tblib.pickling_support.install(stand_in)
+        make_picklable(stand_in)
         packed = payload.pack(stand_in, fd, inheriting=False)
     return wire.Failed(packed.nbytes, at, phase, summary)
-
-
-def _drop_our_frames(error: BaseException | None, seen: set[int]) -> None:
-    if error is None or id(error) in seen:
-        return
-    seen.add(id(error))
-    error.__traceback__ = user_frames(error.__traceback__)
-    _drop_our_frames(error.__cause__, seen)
-    _drop_our_frames(error.__context__, seen)
 
 
 def _leave(channel: Connection) -> None:

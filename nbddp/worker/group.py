@@ -10,7 +10,7 @@ from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -34,12 +34,17 @@ def open_group(
     global _ready_made
     host, port = address
     timeout = datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None
-    store = dist.TCPStore(host, port, world_size, is_master=False)
+    store = TCPStore(host, port, world_size, is_master=False)
     options: dict[str, Any] = {}
     if backend == "nccl":
         options["device_id"] = device  # NCCL connects now, and barrier() knows its device
     dist.init_process_group(
-        backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world_size, timeout=timeout, **options
+        backend,
+        store=PrefixStore(prefix, store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        **options,
     )
     _ready_made = dist.group.WORLD
 

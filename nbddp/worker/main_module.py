@@ -17,7 +17,7 @@ def install() -> types.ModuleType:
     sys.modules["__main__"] = main
     # A child that a rank starts by spawn (a DataLoader worker, say) cannot import the notebook:
     # classes and functions of __main__ travel to it by value, too.
-    multiprocessing.reduction.ForkingPickler.reducer_override = _by_value  # type: ignore[attr-defined]
+    multiprocessing.reduction.ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign]
     return main
 
 

@@ -13,7 +13,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
 from nbddp import wire
@@ -228,7 +228,7 @@ def progress(iterable: Iterable[T], total: int | None = None, desc: str | None =
         desc: what an item is, e.g. ``"epoch"``.
     """
     global _open_bars
-    if total is None and hasattr(iterable, "__len__"):
+    if total is None and isinstance(iterable, Sized):
         total = len(iterable)
     level, _open_bars = _open_bars, _open_bars + 1
     done = 0

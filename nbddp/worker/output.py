@@ -47,7 +47,7 @@ def flush() -> None:
 class _NeverFull(io.FileIO):
     """A full disk loses lines of output; it does not end a training."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -58,6 +58,4 @@ class _NeverFull(io.FileIO):
 
 def _text(fd: int) -> io.TextIOWrapper:
     raw = _NeverFull(fd, "wb", closefd=False)
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
-    )
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)

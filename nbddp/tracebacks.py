@@ -1,0 +1,89 @@
+"""Both sides. Tracebacks that hold the reader's frames alone, and that travel between processes."""
+
+from __future__ import annotations
+
+import copyreg
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+import tblib.pickling_support
+
+_PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+Frame = tuple[str, str, int, int]  # file name, qualified function name, line, the function's first line
+
+
+def is_our_file(filename: str) -> bool:
+    """Is this a source file of nbddp?"""
+    return filename.startswith(_PACKAGE_DIR)
+
+
+def user_frames(tb: TracebackType | None) -> TracebackType | None:
+    """The same traceback without the frames of nbddp itself."""
+    result: TracebackType | None = None
+    for entry in reversed(_entries(tb)):
+        if not is_our_file(entry.tb_frame.f_code.co_filename):
+            result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
+
+
+def drop_our_frames(error: BaseException | None) -> None:
+    """Leave the reader's frames in an exception and in those that led to it."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        current = waiting.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            current.__traceback__ = user_frames(current.__traceback__)
+            waiting += [current.__cause__, current.__context__]
+
+
+def make_picklable(error: BaseException) -> None:
+    """Let ``error`` travel with its causes, notes and tracebacks (tblib; also odd ``__init__`` signatures)."""
+    tblib.pickling_support.install(error)
+    # tblib's own frames forget where their function began, and IPython then shows another one's lines.
+    copyreg.pickle(TracebackType, _reduce)
+
+
+def _entries(tb: TracebackType | None) -> list[TracebackType]:
+    entries = []
+    while tb is not None:
+        entries.append(tb)
+        tb = tb.tb_next
+    return entries
+
+
+def _reduce(tb: TracebackType) -> tuple[Any, ...]:
+    frames: list[Frame] = []
+    for entry in _entries(tb):
+        code = entry.tb_frame.f_code
+        name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
+        frames.append((code.co_filename, name, entry.tb_lineno, min(code.co_firstlineno, entry.tb_lineno)))
+    return _rebuild, (frames,)
+
+
+def _rebuild(frames: list[Frame]) -> TracebackType | None:
+    result: TracebackType | None = None
+    for filename, name, line, first_line in reversed(frames):
+        stub = _raised_at(filename, name, line, first_line)
+        result = TracebackType(result, stub.tb_frame, stub.tb_lasti, line)
+    return result
+
+
+def _raised_at(filename: str, name: str, line: int, first_line: int) -> TracebackType:
+    """A real traceback entry of code that claims to be that function, and that raises on that line."""
+    names = {"co_name": name.rpartition(".")[2]}
+    if sys.version_info >= (3, 11):
+        names["co_qualname"] = name
+    source = "\n" * (line - first_line) + "raise StopIteration"
+    code = compile(source, filename, "exec").replace(co_filename=filename, co_firstlineno=first_line, **names)  # type: ignore[arg-type]
+    here: Any = None
+    try:
+        exec(code, {"__name__": "__main__"})
+    except StopIteration as raised:
+        here = raised.__traceback__
+    entry: TracebackType = here.tb_next  # ours called exec, the stub's raised
+    return entry

@@ -1,0 +1,41 @@
+"""Run the notebooks in place, and keep what they show: ``python notebooks/execute.py [NAME or PATH ...]``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import nbclient
+import nbformat
+
+HERE = Path(__file__).parent
+CELL_TIMEOUT_S = 600
+
+
+def execute(path: Path) -> nbformat.NotebookNode:
+    """The notebook with fresh outputs, run from top to bottom by a kernel of its own in its own folder."""
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,
+    ).execute()
+    return notebook
+
+
+def main(names: list[str]) -> None:
+    paths = [Path(n) if n.endswith(".ipynb") else HERE / f"{n}.ipynb" for n in names] or sorted(HERE.glob("*.ipynb"))
+    for path in paths:
+        began = time.monotonic()
+        notebook = execute(path)
+        for cell in notebook.cells:
+            cell.get("metadata", {}).pop("execution", None)
+        nbformat.write(notebook, path)
+        print(f"{path.name}: {time.monotonic() - began:.0f} s, {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
