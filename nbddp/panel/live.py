@@ -17,15 +17,14 @@ import numpy.typing as npt
 from nbddp.kernel.history import History, Series, Spread
 from nbddp.panel import summary
 from nbddp.panel.picture import Picture
-from nbddp.panel.text import Echo
-from nbddp.panel.view import Source, Status
+from nbddp.panel.text import Echo, TextView
+from nbddp.panel.view import Source, Status, View
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbddp.panel.widget import PanelWidget
 
-_FRAME_S = 0.1
 _HEAD_S = 1.0  # numbers that have not changed are told again so often, for the page's clock
 _FRAME_POINTS = 400  # per metric and frame; more cannot be seen, and the server drops what is too much
 _SNAPSHOT_POINTS = 24_000  # of all metrics together
@@ -51,15 +50,16 @@ def has_page() -> bool:
     current = shell()
     if current is None:
         return False
-    parent: dict[str, Any] = current.kernel.get_parent() if hasattr(current.kernel, "get_parent") else {}
+    kernel: Any = getattr(current, "kernel")  # noqa: B009 (a plain shell has none)
+    parent: dict[str, Any] = kernel.get_parent() if hasattr(kernel, "get_parent") else {}
     by_page = "cellId" in parent.get("metadata", {})  # also when a server extension executes for JupyterLab
     return by_page or not _PYTHON_CLIENT.fullmatch(str(parent.get("header", {}).get("msg_id", "")))
 
 
 def kernel_id() -> str:
     """By which a Jupyter server knows this kernel: it names the connection file after it."""
-    current = shell()
-    connection_file = str(getattr(getattr(current, "parent", None), "connection_file", ""))
+    app = getattr(getattr(shell(), "kernel", None), "parent", None)
+    connection_file = str(getattr(app, "connection_file", ""))
     match = re.fullmatch(r"kernel-(.+)\.json", os.path.basename(connection_file))
     return match[1] if match else ""
 
@@ -214,8 +214,42 @@ def _packed(arrays: list[npt.NDArray[Any]]) -> bytes:
     return b"".join(np.ascontiguousarray(array, dtype="<f8").tobytes() for array in arrays)
 
 
+def view_for(source: Source, *, wanted: bool, again: bool, echo: bool) -> View:
+    """The best view that this place can show.
+
+    Args:
+        wanted: the user asked for the panel: where a kernel is, it is shown whatever the front end seems to be.
+        again: not the run's own cell, but ``run.show()``.
+        echo: rank 0's output is shown beside it.
+    """
+    if shell() is None:
+        return TextView()
+    if wanted or has_page():
+        return PanelView(source, echo=echo, stays_live=again and source.status().over)
+    return ExecutedView(source)
+
+
+class ExecutedView(TextView):
+    """For a notebook that no page shows while it runs (papermill, nbconvert): lines, and at the end the picture."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+
+    def _say_end(self, status: Status, history: History) -> None:
+        from IPython.display import display
+
+        if history.latest():
+            picture = Picture(history, status, self._source)
+            display(picture.bundle(), raw=True)  # type: ignore[no-untyped-call]
+        else:
+            super()._say_end(status, history)
+
+
 class PanelView:
     """The panel in a cell's output, from the first process to the picture that stays."""
+
+    live = True
 
     def __init__(self, source: Source, *, echo: bool = True, stays_live: bool = False) -> None:
         self._source = source
@@ -224,10 +258,13 @@ class PanelView:
         self._stays_live = stays_live
         self._widget: PanelWidget | None = None
         self._handle: Any = None
+        self._left = False
         self._began = time.monotonic()
         self._snapshots_due = list(_SOON_S)
 
     def update(self, status: Status, history: History) -> None:
+        if self._left:
+            return
         if self._widget is None:
             self._open(status)
         frame = self._feed.frame(status)
@@ -252,9 +289,9 @@ class PanelView:
         self._widget = PanelWidget(kernel_id(), self._feed.snapshot)
         self._widget.on_msg(self._hear)
         bundle = self._widget._repr_mimebundle_()
-        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        data: dict[str, Any] = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
         data["text/plain"] = f"{status.name}: {status.summary}"
-        self._handle = display(data, raw=True, display_id=True)
+        self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
 
     def _send(self, message: tuple[dict[str, Any], bytes]) -> None:
         content, data = message
@@ -282,5 +319,8 @@ class PanelView:
 
     def _leave_picture(self, status: Status, history: History) -> None:
         assert self._widget is not None
+        self._left = True
+        if self._echo is not None:
+            self._echo.finish()
         self._handle.update(Picture(history, status, self._source).bundle(), raw=True)
         self._widget.close()

@@ -1,4 +1,4 @@
-"""Kernel side. The picture that stays: a history's curves as SVG, and a run's last state as HTML, both without script."""
+"""Kernel side. The picture that stays: curves as SVG and a run's last state as HTML, both without script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from nbddp.kernel.history import History, Series, Spread
 from nbddp.panel import summary
-from nbddp.panel.text import duration, metrics_text
+from nbddp.panel.text import duration, end_text
 from nbddp.panel.view import Source, Status
 from nbddp.wire import fold
 
@@ -97,8 +97,7 @@ class Picture:
     def __repr__(self) -> str:
         if self._status is None:
             return f"Picture({self._history!r})"
-        parts = [f"{self._status.name}: {self._status.state} after {duration(self._status.seconds)}"]
-        return " · ".join([*parts, self._status.summary, *metrics_text(self._history)])
+        return end_text(self._status, self._history)
 
     def bundle(self) -> dict[str, str]:
         """What ``display(..., raw=True)`` takes: HTML without script, and plain text."""
@@ -168,7 +167,8 @@ def _metrics_table(history: History) -> Iterable[str]:
     named = [(name, series) for name, series in named if len(series.steps)]
     if not named:
         return
-    yield "<table><thead><tr><th>Metric</th><th>Last</th><th>Lowest</th><th>Highest</th><th>Points</th></tr></thead><tbody>"
+    headings = ("Metric", "Last", "Lowest", "Highest", "Points")
+    yield "<table><thead><tr>" + "".join(f"<th>{text}</th>" for text in headings) + "</tr></thead><tbody>"
     for name, (steps, values) in named:
         finite = values[np.isfinite(values)]
         low, high = (f"{finite.min():.4g}", f"{finite.max():.4g}") if len(finite) else ("–", "–")
@@ -241,8 +241,7 @@ def _draw(groups: list[list[_Line]]) -> str:
     rows = max(1, math.ceil(len(groups) / columns))
     width = (_WIDTH - _GAP * (columns - 1)) / columns
     body = "".join(
-        _chart(lines, (i % columns) * (width + _GAP), (i // columns) * _HEIGHT, width)
-        for i, lines in enumerate(groups)
+        _chart(lines, (i % columns) * (width + _GAP), (i // columns) * _HEIGHT, width) for i, lines in enumerate(groups)
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {rows * _HEIGHT}" '
@@ -251,9 +250,7 @@ def _draw(groups: list[list[_Line]]) -> str:
 
 
 def _chart(lines: list[_Line], x: float, y: float, width: float) -> str:
-    box = _Box(
-        x + _LEFT, y + _TOP, width - _LEFT - 8, _HEIGHT - _TOP - _BOTTOM, _x_range(lines), _y_range(lines)
-    )
+    box = _Box(x + _LEFT, y + _TOP, width - _LEFT - 14, _HEIGHT - _TOP - _BOTTOM, _x_range(lines), _y_range(lines))
     return _legend(lines, x, y + 16, width) + _axes(box) + "".join(_curves(line, box) for line in lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from dataclasses import dataclass
@@ -216,7 +217,7 @@ def thin(series: Series, points: int) -> Series:
     finite_low = np.where(np.isnan(values), np.inf, values)
     finite_high = np.where(np.isnan(values), -np.inf, values)
     kept = {0, len(steps) - 1}
-    for start, end in zip(edges[:-1], edges[1:]):
+    for start, end in itertools.pairwise(edges.tolist()):
         kept.add(start + int(np.argmin(finite_low[start:end])))
         kept.add(start + int(np.argmax(finite_high[start:end])))
     chosen = np.array(sorted(kept))

@@ -16,7 +16,7 @@ def _take_snapshot(_value: object, widget: PanelWidget) -> dict[str, Any]:
     return widget.take_snapshot()
 
 
-class PanelWidget(anywidget.AnyWidget):  # type: ignore[misc]
+class PanelWidget(anywidget.AnyWidget):
     """One live panel in the page.
 
     Attributes:

@@ -74,7 +74,7 @@ class Panel {
     this._error = h("p", { class: "nbddp-error", role: "alert", hidden: true });
     this._fill = h("i");
     this._bar = h("div", { class: "nbddp-progress", role: "progressbar", "aria-label": "Progress" }, this._fill);
-    this._tiles = h("dl", { class: "nbddp-tiles" });
+    this._tiles = h("div", { class: "nbddp-tiles", role: "list" });
     this._grid = h("div", { class: "nbddp-charts" });
     this._more = h("button", { type: "button", class: "nbddp-button", hidden: true });
     this._more.addEventListener("click", () => this._showAll());
@@ -213,14 +213,14 @@ class Panel {
   _setTiles(tiles) {
     while (this._tiles.children.length > tiles.length) this._tiles.lastChild.remove();
     while (this._tiles.children.length < tiles.length) {
-      this._tiles.append(h("div", {}, h("dt"), h("dd", {}, h("b"), h("small"))));
+      this._tiles.append(h("div", { role: "listitem" }, h("span"), h("div", {}, h("b"), h("small"))));
     }
     tiles.forEach(([label, value, unit], i) => {
-      const [dt, dd] = this._tiles.children[i].children;
-      say(dt, label);
-      dt.title = label;
-      say(dd.children[0], value);
-      say(dd.children[1], unit || "");
+      const [name, line] = this._tiles.children[i].children;
+      say(name, label);
+      name.title = label;
+      say(line.children[0], value);
+      say(line.children[1], unit || "");
     });
     show(this._tiles, tiles.length > 0);
   }

@@ -2,7 +2,9 @@
 
 import { Column, Lines } from "./numbers.js";
 
-const HELLO_EVERY_MS = 1000;
+const HELLO_EVERY_MS = 300;
+// JupyterLab opens its way into a busy kernel (a subshell) a moment after the model; what was sent before waits.
+const HELLO_AGAIN_MS = [400, 1200, 3000];
 
 export class Store {
   constructor(model) {
@@ -21,9 +23,11 @@ export class Store {
     model.on("change:snapshot", this._onSnapshot);
     this._takeSnapshot();
     this._hello();
+    this._timers = HELLO_AGAIN_MS.map((ms) => setTimeout(() => model.get("heard") || this._hello(), ms));
   }
 
   dispose() {
+    this._timers.forEach(clearTimeout);
     this.model.off("msg:custom", this._onMessage);
     this.model.off("change:snapshot", this._onSnapshot);
     this._views.clear();

@@ -58,8 +58,8 @@ class Memory {
     this._of = of;
     this._fill = h("i");
     this._text = h("span");
-    const bar = h("span", { class: "nbddp-bar", "aria-hidden": "true" }, this._fill);
-    this.el = h("span", { class: "nbddp-gauge", hidden: true }, bar, this._text);
+    this._bar = h("span", { class: "nbddp-bar", "aria-hidden": "true" }, this._fill);
+    this.el = h("span", { class: "nbddp-gauge", hidden: true }, this._bar, this._text);
   }
 
   update(used, total) {
@@ -67,6 +67,7 @@ class Memory {
     if (used === null) return;
     const whole = bytes(total ?? used);
     const part = bytes(used, total ?? used);
+    show(this._bar, Boolean(total));
     const share = total ? Math.min(1, used / total) : 0;
     this._fill.style.width = `${(share * 100).toFixed(1)}%`;
     this._fill.dataset.full = share > 0.92;
