@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -28,6 +29,7 @@ _CHARTS = 12
 _POINTS = 6_000  # of all lines together, at first
 _LOG_LINES = 12
 _LINE_CHARS = 300
+_COLOUR_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 # Seen on white and on near-black: a saved notebook does not know the theme of who opens it.
 _COLORS = ("#3b7df0", "#e0661f", "#22994f", "#a457e0", "#1492ac", "#d63f7c", "#b07a10", "#7c8696")
@@ -143,7 +145,7 @@ class Picture:
             alt = "Curves of " + ", ".join(self._history.names[:20])
             yield (
                 f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}" width="{_WIDTH}" '
-                'style="width:100%;max-width:1000px;height:auto">'
+                f'style="width:100%;max-width:{_WIDTH}px;height:auto">'
             )
 
     def _last_output(self) -> Iterable[str]:
@@ -159,7 +161,8 @@ class Picture:
 
 
 def _printable(lines: Sequence[str]) -> str:
-    return "\n".join("".join(c for c in line if c == "\t" or c.isprintable()) for line in lines)
+    plain = (_COLOUR_CODES.sub("", line) for line in lines)
+    return "\n".join("".join(c for c in line if c == "\t" or c.isprintable()) for line in plain)
 
 
 def _metrics_table(history: History) -> Iterable[str]:

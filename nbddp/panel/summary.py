@@ -15,7 +15,7 @@ from nbddp.panel.view import RankStatus, Status
 _STALLED_S = 5.0  # no sign of life for so long, and for ten of its steps
 _STALLED_STEPS = 10
 _SLOW = 1.5  # times the median step time
-_BEHIND_STEPS = 2  # ranks report a little apart; further apart they are
+_BEHIND_S = 1.0  # ranks report a little apart; so many seconds' worth of steps is more than that
 _STAGE = re.compile(r"(train|training|val|valid|validation|test|eval|dev)[_.\-](.+)", re.IGNORECASE)
 _TITLES = {"acc": "Accuracy", "lr": "Learning rate", "ppl": "Perplexity"}
 
@@ -186,7 +186,7 @@ def _note(progress: RankProgress, usual: float | None, furthest: int, now: float
     silent = now - progress.advanced_at
     if silent > max(_STALLED_S, _STALLED_STEPS * (progress.step_seconds or 0.0)):
         return f"silent for {silent:.0f} s"
-    if 0 <= progress.step < furthest - _BEHIND_STEPS:
+    if progress.step >= 0 and (furthest - progress.step) * (progress.step_seconds or 0.0) > _BEHIND_S:
         return f"{furthest - progress.step:,} steps behind"
     if usual and progress.step_seconds and progress.step_seconds > _SLOW * usual:
         return "slow"

@@ -106,7 +106,14 @@ class Lab:
     def write(self, name: str, cells: Sequence[str]) -> Path:
         """A notebook of these cells."""
         code = [
-            {"cell_type": "code", "id": f"c{i}", "source": source, "metadata": {}, "outputs": [], "execution_count": None}
+            {
+                "cell_type": "code",
+                "id": f"c{i}",
+                "source": source,
+                "metadata": {},
+                "outputs": [],
+                "execution_count": None,
+            }
             for i, source in enumerate(cells)
         ]
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
@@ -122,7 +129,9 @@ class Lab:
         page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=START_S * 1000)
         deadline = time.monotonic() + START_S
         # The page says idle a moment before it can execute.
-        while not any(kernel["connections"] and kernel["execution_state"] == "idle" for kernel in self.api("api/kernels")):
+        while not any(
+            kernel["connections"] and kernel["execution_state"] == "idle" for kernel in self.api("api/kernels")
+        ):
             assert time.monotonic() < deadline, "no kernel is ready"
             time.sleep(0.1)
         page.wait_for_timeout(500)
@@ -181,7 +190,11 @@ class Lab:
         }
         command = [sys.executable, "-m", "jupyter", self.app, "--no-browser", "--allow-root", "--ServerApp.port=0"]
         command += ["--ServerApp.ip=127.0.0.1", f"--IdentityProvider.token={TOKEN}"]
-        command += [f"--ServerApp.root_dir={self.notebooks}", "--LabApp.news_url=", "--LabApp.extension_manager=readonly"]
+        command += [
+            f"--ServerApp.root_dir={self.notebooks}",
+            "--LabApp.news_url=",
+            "--LabApp.extension_manager=readonly",
+        ]
         with open(self.folder / "server.log", "wb") as log:
             return subprocess.Popen(command, env=environ, stdout=log, stderr=log, cwd=self.notebooks)
 

@@ -169,18 +169,15 @@ export class Chart {
           return null;
         },
       },
-      points: { show: (u, at) => this._cursorPoint(u, at), size: 8 },
+      points: {
+        show: (u, at) => (at % PER_LINE === 2 ? h("div", { class: "u-cursor-pt" }) : null),
+        size: 9,
+        width: 1.5,
+        stroke: () => this.panel.colors.surface,
+        fill: (u, at) => this._color((at - 2) / PER_LINE),
+      },
       dataIdx: (u, at, index) => nearestFilled(u.data[at], index),
     };
-  }
-
-  _cursorPoint(u, at) {
-    if (at % PER_LINE !== 2) return null;
-    const point = h("div", { class: "u-cursor-pt" });
-    point.style.width = point.style.height = "8px";
-    point.style.marginLeft = point.style.marginTop = "-4px";
-    point.style.background = this._color((at - 2) / PER_LINE);
-    return point;
   }
 
   _yRange(u) {
