@@ -20,6 +20,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 START_S = 60.0
 TOKEN = "nbddp-tests"
+KERNEL = "nbddp-tests"  # the name python3 would always mean the server's own ipykernel
 CHROMIUM_FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -116,7 +117,7 @@ class Lab:
             }
             for i, source in enumerate(cells)
         ]
-        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        kernel = {"kernelspec": {"name": KERNEL, "display_name": "Python 3", "language": "python"}}
         path = self.notebooks / name
         path.write_text(json.dumps({"cells": code, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
         return path
@@ -174,7 +175,7 @@ class Lab:
             "language": "python",
             "env": {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         }
-        folder = self.folder / "data" / "kernels" / "python3"
+        folder = self.folder / "data" / "kernels" / KERNEL
         folder.mkdir(parents=True)
         (folder / "kernel.json").write_text(json.dumps(spec))
 
