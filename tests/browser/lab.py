@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -86,10 +87,11 @@ class Lab:
         self._temp.cleanup()
 
     def end_kernels(self) -> None:
-        for kernel in self.api("api/kernels"):
-            self.api(f"api/kernels/{kernel['id']}", "DELETE")
-        for session in self.api("api/sessions"):
-            self.api(f"api/sessions/{session['id']}", "DELETE")
+        """Of all open notebooks."""
+        for what in ("sessions", "kernels"):
+            for each in self.api(f"api/{what}"):
+                with contextlib.suppress(urllib.error.HTTPError):  # it went with its session
+                    self.api(f"api/{what}/{each['id']}", "DELETE")
 
     def api(self, path: str, method: str = "GET") -> Any:
         request = urllib.request.Request(f"{self.url}/{path}", method=method)
@@ -125,17 +127,20 @@ class Lab:
     def open(self, page: Page, name: str) -> None:
         """The notebook in the page, its kernel ready."""
         tree = "lab/tree" if self.app == "lab" else "notebooks"
-        page.goto(f"{self.url}/{tree}/{name}?token={TOKEN}")
+        page.goto(f"{self.url}/{tree}/{name}?token={TOKEN}&reset")  # reset: no other notebook is open
         page.wait_for_selector(".jp-CodeCell", timeout=START_S * 1000)
         page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=START_S * 1000)
         deadline = time.monotonic() + START_S
         # The page says idle a moment before it can execute.
-        while not any(
-            kernel["connections"] and kernel["execution_state"] == "idle" for kernel in self.api("api/kernels")
-        ):
+        while not self._is_ready():
             assert time.monotonic() < deadline, "no kernel is ready"
             time.sleep(0.1)
         page.wait_for_timeout(500)
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(urllib.error.HTTPError):  # while another kernel is on its way out
+            return any(k["connections"] and k["execution_state"] == "idle" for k in self.api("api/kernels"))
+        return False
 
     def run(self, page: Page, index: int) -> None:
         """Start a cell; returns as soon as the kernel has it."""

@@ -290,7 +290,7 @@ def go_dark(page: Page) -> None:
     page.locator('.lm-MenuBar-itemLabel:text-is("Settings")').click()
     page.locator('.lm-Menu-itemLabel:text-is("Theme")').hover()
     page.locator('.lm-Menu-itemLabel:text-is("JupyterLab Dark")').click()
-    page.wait_for_selector('body[data-jp-theme-light="false"]')
+    page.wait_for_selector('body[data-jp-theme-light="false"]', state="attached")
 
 
 # ---------------------------------------------------------------------------- what stays

@@ -7,12 +7,12 @@ import { h, say, show } from "./dom.js";
 import { Logs } from "./logs.js";
 import { count, duration, metric, tick } from "./numbers.js";
 import { Stop } from "./stop.js";
-import { Store } from "./store.js";
+import { SILENT_S, Store } from "./store.js";
 import { RankTable } from "./table.js";
 import { isDark, palette, watchTheme } from "./theme.js";
 
 const CHARTS = 6; // more families than this wait behind a button
-const TILES = 4; // metrics in the row of tiles
+const [FEWEST_METRICS, MOST_METRICS, TILE_PX] = [2, 5, 108]; // in the row of tiles, by its width
 const CLOCK_MS = 1000;
 let panels = 0;
 
@@ -195,19 +195,23 @@ class Panel {
     show(this._stopButton, can);
     this._stopButton.disabled = this._store.over || state === "stopping" || this._stop.asked;
     say(this._stopText, !this._store.over && (state === "stopping" || this._stop.asked) ? "Stopping" : "Stop");
-    const hint = this._stop.problem || (can ? "" : "to stop, use ■ in the toolbar");
+    const { silence } = this._store;
+    const lost = silence > SILENT_S ? `no news from the kernel for ${duration(silence)}` : "";
+    const hint = lost || this._stop.problem || (can ? "" : "to stop, use ■ in the toolbar");
     say(this._hint, this._store.over ? "" : hint);
   }
 
   _drawTiles() {
     const { head, over } = this._store;
-    const tiles = [];
-    if (head.step !== null) tiles.push([head.step_label, count(head.step), head.steps && `of ${count(head.steps)}`]);
-    if (head.outer !== null) tiles.push([head.outer_label, count(head.outer), head.outers && `of ${count(head.outers)}`]);
-    for (const { tile, column } of this._store.series.slice(0, TILES)) tiles.push([tile, metric(column.last), ""]);
-    if (head.throughput) tiles.push(["Throughput", count(head.throughput), "samples/s"]);
-    if (head.left !== null) tiles.push(["Time left", over ? "–" : duration(head.left), ""]);
-    this._setTiles(tiles);
+    const before = [];
+    const after = [];
+    if (head.step !== null) before.push([head.step_label, count(head.step), head.steps && `of ${count(head.steps)}`]);
+    if (head.outer !== null) before.push([head.outer_label, count(head.outer), head.outers && `of ${count(head.outers)}`]);
+    if (head.throughput) after.push(["Throughput", count(head.throughput), "samples/s"]);
+    if (head.left !== null) after.push(["Time left", over ? "–" : duration(head.left), ""]);
+    const room = Math.floor(this.el.clientWidth / TILE_PX) - before.length - after.length;
+    const metrics = foremost(this._store.series).slice(0, Math.min(MOST_METRICS, Math.max(FEWEST_METRICS, room)));
+    this._setTiles([...before, ...metrics.map(({ tile, column }) => [tile, metric(column.last), ""]), ...after]);
   }
 
   _setTiles(tiles) {
@@ -254,6 +258,15 @@ class Panel {
     this._all = true;
     this._drawCharts();
   }
+}
+
+/** The metrics worth a tile, first things first: of the first family the first, of the others how it validates. */
+function foremost(series) {
+  const used = series.filter(({ column }) => column.n);
+  const families = new Map();
+  for (const each of used) families.set(each.family, [...(families.get(each.family) ?? []), each]);
+  const heads = [...families.values()].map((family, i) => (i && family.find(({ label }) => /^val/.test(label))) || family[0]);
+  return [...heads, ...used.filter((each) => !heads.includes(each))];
 }
 
 export default () => {

@@ -6,6 +6,9 @@ const HELLO_EVERY_MS = 300;
 // JupyterLab opens its way into a busy kernel (a subshell) a moment after the model; what was sent before waits.
 const HELLO_AGAIN_MS = [400, 1200, 3000];
 
+/** The kernel speaks every second; after this long it is gone, or very busy. */
+export const SILENT_S = 5;
+
 export class Store {
   constructor(model) {
     this.model = model;
@@ -38,10 +41,14 @@ export class Store {
     return () => this._views.delete(view);
   }
 
-  /** Seconds since the run's start, by the kernel's clock carried on by ours. */
+  /** Seconds since the kernel last spoke; of a run that is over it says nothing more. */
+  get silence() {
+    return this.over ? 0 : (performance.now() - this.headAt) / 1000;
+  }
+
+  /** Seconds since the run's start, by the kernel's clock, carried on by ours for a moment. */
   get seconds() {
-    if (!this.head) return 0;
-    return this.head.seconds + (this.over ? 0 : (performance.now() - this.headAt) / 1000);
+    return this.head ? this.head.seconds + Math.min(this.silence, SILENT_S) : 0;
   }
 
   get over() {
