@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nbddp.kernel.history import History
     from nbddp.kernel.magic import load_ipython_extension
     from nbddp.kernel.runner import Run, last_run, run
+    from nbddp.kernel.script import run_script
     from nbddp.kernel.spawn import spawn
     from nbddp.worker.context import device, is_primary, local_rank, print, rank, restart_count, world_size
     from nbddp.worker.data import barrier, gather, loader, reduce, wrap
@@ -30,6 +31,7 @@ _HOMES = {
     "nbddp.kernel.history": ("History",),
     "nbddp.kernel.magic": ("load_ipython_extension",),
     "nbddp.kernel.runner": ("Run", "last_run", "run"),
+    "nbddp.kernel.script": ("run_script",),
     "nbddp.kernel.spawn": ("spawn",),
     "nbddp.worker.context": (
         "device",

@@ -36,9 +36,8 @@ def _search(obj: Any, path: tuple[str, ...], seen: set[int]) -> tuple[tuple[str,
     if error is None or id(obj) in seen or len(path) > _MAX_DEPTH:
         return None
     seen.add(id(obj))
-    try:
-        payload.refuse_unshippable(obj)
-    except TypeError as refusal:  # what is inside it is not the reader's business
+    refusal = _refusal_of(obj)
+    if refusal is not None:  # what is inside it is not the reader's business
         return path, _reason(refusal)
     for label, child in _children(obj):
         found = _search(child, (*path, label), seen)
@@ -50,6 +49,17 @@ def _search(obj: Any, path: tuple[str, ...], seen: set[int]) -> tuple[tuple[str,
 def _error_of(obj: Any) -> Exception | None:
     try:
         payload.probe(obj)
+    except Exception as error:  # whatever a user's __reduce__ raises
+        return error
+    return None
+
+
+def _refusal_of(obj: Any) -> Exception | None:
+    """What ``obj`` itself, or we for its type, say against pickling it."""
+    try:
+        payload.refuse_unshippable(obj)
+        if isinstance(getattr(type(obj), "__reduce__", None), types.FunctionType):
+            obj.__reduce__()
     except Exception as error:  # whatever a user's __reduce__ raises
         return error
     return None

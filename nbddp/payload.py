@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copyreg
 import functools
+import importlib
 import io
 import linecache
 import multiprocessing.connection
@@ -174,8 +176,10 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self._buffers: list[memoryview] = []
         self._storages: dict[int, _Storage] = {}
         self._filenames: set[str] = set()
-        main = sys.modules["__main__"].__dict__
-        self.globals_ref[id(main)] = _NotebookNamespace(__name__="__main__")
+        if inheriting:
+            # On the way in only: what a rank's function reads must not overwrite the notebook's variables.
+            main = sys.modules["__main__"].__dict__
+            self.globals_ref[id(main)] = _NotebookNamespace(__name__="__main__")
 
     def close(self) -> None:
         """Let go of what was pickled: the pickler itself is a reference cycle, by its buffer_callback."""
@@ -185,6 +189,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
             return self._reduce_code(obj)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            # torch.backends.cudnn and the like: cloudpickle knows plain modules only.
+            return importlib.import_module, (obj.__name__,)
         if isinstance(obj, functools._lru_cache_wrapper) and getattr(obj, "__module__", "") == "__main__":
             # It pickles by name, and the name is the notebook's.
             return _cached, (obj.__wrapped__, obj.cache_parameters())
@@ -201,6 +208,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return _itself, (obj.module,)
         if obj is sys.stdout or obj is sys.stderr:
             return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
+        if id(type(obj)) in self._known and "__slots__" in vars(type(obj)) and hasattr(obj, "__dict__"):
+            # cloudpickle's copy of a class has no slots; the notebook's own has, and no __dict__ for a state.
+            return copyreg.__newobj__, (type(obj),), (None, vars(obj))  # type: ignore[attr-defined]
         refuse_unshippable(obj)
         return super().reducer_override(obj)
 

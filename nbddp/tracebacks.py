@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import os
 import sys
 from types import TracebackType
@@ -46,6 +47,20 @@ def make_picklable(error: BaseException) -> None:
     tblib.pickling_support.install(error)
     # tblib's own frames forget where their function began, and IPython then shows another one's lines.
     copyreg.pickle(TracebackType, _reduce)
+    for cls in _FILLED_BY_INIT:
+        reduce = functools.partial(tblib.pickling_support.pickle_exception, builtin_inits=(cls.__init__,))
+        copyreg.pickle(cls, reduce)
+
+
+# Their line numbers and positions are slots of C, which nothing but a call of the class can fill.
+_FILLED_BY_INIT = (
+    SyntaxError,
+    IndentationError,
+    TabError,
+    UnicodeDecodeError,
+    UnicodeEncodeError,
+    UnicodeTranslateError,
+)
 
 
 def _entries(tb: TracebackType | None) -> list[TracebackType]:

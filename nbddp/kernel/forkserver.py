@@ -6,10 +6,13 @@ instance of the same class, so that neither changes what the other's children fi
 
 from __future__ import annotations
 
+import contextlib
 import io
+import multiprocessing
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing import forkserver, popen_forkserver, process, reduction, util
 from multiprocessing.context import set_spawning_popen
 from typing import Any
@@ -35,10 +38,12 @@ class _Server:
 
     def connect(self, fds: list[int]) -> tuple[int, int]:
         """A new process: the fds of its exit code and of its input."""
+        warm()
         try:
             return self.get().connect_to_new_process(fds)  # type: ignore[no-any-return]
         except (FileNotFoundError, ConnectionRefusedError):
             self._give_up()
+            warm()
             return self.get().connect_to_new_process(fds)  # type: ignore[no-any-return]
 
     def _give_up(self) -> None:
@@ -58,14 +63,35 @@ class _Server:
 _server = _Server()
 
 
+_unfit = False
+
+
 def available() -> bool:
-    """Has this platform a fork server?"""
-    return bool(reduction.HAVE_SEND_HANDLE) and sys.platform != "win32"
+    """Has this platform a fork server, and can ranks come from it?"""
+    return bool(reduction.HAVE_SEND_HANDLE) and sys.platform != "win32" and not _unfit
+
+
+def mark_unfit() -> None:
+    """Something that it imports initialised CUDA: from now on ranks start by spawn."""
+    global _unfit
+    _unfit = True
+
+
+@contextlib.contextmanager
+def default_method_untouched() -> Iterator[None]:
+    """multiprocessing fixes the process's default start method when it starts a server or spawns; undo that."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        yield
+    finally:
+        if before is None and multiprocessing.get_start_method(allow_none=True) is not None:
+            multiprocessing.set_start_method(None, force=True)
 
 
 def warm() -> None:
     """Start the server if it is not running. Returns at once; it imports torch meanwhile."""
-    _server.get().ensure_running()
+    with default_method_untouched():
+        _server.get().ensure_running()
 
 
 def pid() -> int | None:

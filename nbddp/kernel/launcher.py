@@ -14,7 +14,7 @@ import operator
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -28,7 +28,7 @@ from nbddp.kernel.output import RankOutput, open_output
 from nbddp.worker import entry
 from nbddp.worker.output import STACKS_SIGNAL
 
-LEAVE_GRACE_S = 5.0  # for exit handlers and NCCL's teardown, once every rank has reported
+LEAVE_GRACE_S = 30.0  # for exit handlers, threads that still save and NCCL's teardown, once every rank has reported
 _GONE_S = 2.0  # after a SIGKILL; a process in an uninterruptible disk wait may take longer
 _NAP_S = 0.002
 _PIPE_BYTES = 1 << 20
@@ -180,6 +180,14 @@ class Worker:
         self._process.join(0)  # takes it off multiprocessing's list of children
         self._close_process()
 
+    def disown(self) -> None:
+        """Close what a fork of the kernel inherited; the rank is not its own."""
+        if self._channel is not None:
+            self._channel.close()
+        # The sentinels. multiprocessing's finalizer holds them, and does nothing in a fork (Python 3.10 to 3.14).
+        for fd in getattr(self._process._popen.finalizer, "_args", ()):
+            os.close(fd)
+
     def _close_process(self) -> None:
         # Closes the sentinel, and so pulls the switch on whatever might still be there.
         with contextlib.suppress(ValueError):  # "still running": its fork server is gone, and cannot tell
@@ -231,6 +239,11 @@ class Crew:
         self._wake_r.close()
         self._wake_w.close()
 
+    def disown(self) -> None:
+        """In a process forked from the kernel: hold nothing of the ranks open, so that they see the kernel end."""
+        for worker in self.workers:
+            worker.disown()
+
     def start(self, jobs: Sequence[wire.Job], payload_fd: int, inherited: Sequence[Any]) -> None:
         """Start one process per job.
 
@@ -266,17 +279,21 @@ class Crew:
                 *(_Inherited(fd) for fd in (metrics_w, output_fd, stacks_fd, payload_fd, result_fd))  # type: ignore[arg-type]
             )
             target_args = (far_channel, ends, tuple(inherited))
-            with _default_method_untouched():
-                process = self._process_class()(target=entry.main, args=target_args, name=f"{job.run_name}-{job.rank}")
-                process.start()
+            process = self._new_process(target=entry.main, args=target_args, name=f"{job.run_name}-{job.rank}")
             ours.pop_all()  # from here on the worker's
         fds = {"metrics": metrics_r, "stacks": stacks_fd, "result": result_fd}
         return Worker(job.rank, process, channel, RankOutput(output_fd), fds)
 
-    def _process_class(self) -> Callable[..., Any]:
+    def _new_process(self, **what: Any) -> Any:
+        process: Any
         if self._start_method == "forkserver":
-            return forkserver.WorkerProcess
-        return multiprocessing.get_context("spawn").Process
+            process = forkserver.WorkerProcess(**what)
+            process.start()
+            return process
+        with forkserver.default_method_untouched():
+            process = multiprocessing.get_context("spawn").Process(**what)
+            process.start()
+        return process
 
     def watch(self, timeout_s: float) -> None:
         """Wait for news, at most so long, and take it in."""
@@ -299,10 +316,12 @@ class Crew:
                 worker.dismiss()
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in every rank that has not reported."""
+        """KeyboardInterrupt in every rank that is in the function; one still on its way there is killed."""
         for worker in self.workers:
-            if worker.report is None:
+            if worker.report is None and worker.called:
                 worker.interrupt()
+            elif worker.report is None:
+                worker.kill()  # it has nothing to finish, and would miss a signal that comes too early
 
     @property
     def alive(self) -> bool:
@@ -311,17 +330,6 @@ class Crew:
     @property
     def ready(self) -> bool:
         return all(worker.ready for worker in self.workers)
-
-
-@contextlib.contextmanager
-def _default_method_untouched() -> Iterator[None]:
-    """Starting a process by spawn fixes the kernel's default start method as a side effect; undo that."""
-    before = multiprocessing.get_start_method(allow_none=True)
-    try:
-        yield
-    finally:
-        if before is None:
-            multiprocessing.set_start_method(None, force=True)
 
 
 def _widen(fd: int) -> None:

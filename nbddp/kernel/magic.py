@@ -1,16 +1,414 @@
-"""Kernel side. What ``%load_ext nbddp`` does."""
+"""Kernel side. ``%load_ext nbddp``: the ``%%ddp`` cell and the ``%ddp`` line. Parse, call, return."""
+
+# IPython's decorators and parsers are untyped.
+# mypy: disable-error-code="no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
+import ast
+import dataclasses
+import glob
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from nbddp.kernel import forkserver
+# IPython is there: it alone imports this module, for %load_ext.
+from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher  # noqa: TID253
+from IPython.core.error import UsageError  # noqa: TID253
+from IPython.core.magic import (  # noqa: TID253
+    Magics,
+    cell_magic,
+    line_magic,
+    magics_class,
+    output_can_be_silenced,
+)
+from IPython.core.magic_arguments import (  # noqa: TID253
+    MagicArgumentParser,
+    argument,
+    magic_arguments,
+    parse_argstring,
+)
+
+from nbddp.errors import LaunchError, NbddpError
+from nbddp.kernel import cell as cells
+from nbddp.kernel import forkserver, runner
+from nbddp.kernel.plan import CPU_NPROCS, accelerator, make_plan
+from nbddp.kernel.script import run_script
+from nbddp.worker import script
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+_SMI = ("--query-gpu=index,name,memory.used,memory.total", "--format=csv,noheader")
+_SMI_S = 10.0
+
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Warm the fork server, so that the first run starts as fast as every later one."""
+    """Register the magics, and warm the fork server so that the first run starts as fast as every later one."""
+    shell.register_magics(DdpMagics)
+    if _complete not in shell.Completer.custom_matchers:
+        shell.Completer.custom_matchers.append(_complete)
     if forkserver.available():
         forkserver.warm()
+
+
+class CellSyntaxError(LaunchError):
+    """A ``%%ddp`` cell is no Python; shown as any cell's SyntaxError is, with the cell's own line."""
+
+    def __init__(self, shell: InteractiveShell, error: SyntaxError) -> None:
+        super().__init__(str(error))
+        self.__cause__ = error
+        self._shown: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, None)
+
+    def _render_traceback_(self) -> list[str]:
+        return self._shown
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of GPU numbers such as 0,1") from None
+
+
+def _names(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if not names or not all(name.isidentifier() for name in names):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of names such as model,losses")
+    return names
+
+
+_RUN_OPTIONS = [
+    argument("-n", "--nprocs", type=int, help="How many ranks. Default: all visible GPUs, else 2 on the CPU."),
+    argument("--device", help="cuda, cpu or another accelerator of torch."),
+    argument("--gpus", type=_numbers, help="Which GPUs, e.g. 0,1; one rank each."),
+    argument("--backend", help="Of the process group, e.g. nccl or gloo."),
+    argument("--seed", type=int, help="Seeds python, numpy and torch on each rank with seed + rank."),
+    argument("--deterministic", action="store_const", const=True, help="Torch's deterministic algorithms."),
+    argument("--max-restarts", type=int, help="After a failure all ranks start again, at most so often."),
+    argument("--timeout", type=float, help="Wall time of the run in seconds. Default: no limit."),
+]
+_OUTPUT_OPTIONS = [
+    argument("--background", action="store_const", const=True, help="Return at once; %%ddp status tells how it goes."),
+    argument("--as", dest="keep", metavar="NAME", type=_names, help="Keep the Run under this name."),
+]
+_CELL_OPTIONS = [
+    argument("-o", "--out", metavar="NAMES", type=_names, help="Bring these variables of rank 0 back, e.g. model,acc."),
+]
+
+
+def _with(options: Sequence[Any]) -> Callable[[Any], Any]:
+    def decorate(function: Any) -> Any:
+        for option in reversed(options):  # the help lists them in this order
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def _parser(command: str, options: Iterable[Any]) -> MagicArgumentParser:
+    parser = MagicArgumentParser(command, argument_default=argparse.SUPPRESS)
+    for option in options:
+        option.add_to_parser(parser, None)
+    return parser
+
+
+_DEFAULTS_PARSER = _parser("%ddp", _RUN_OPTIONS)
+_SCRIPT_PARSER = _parser("%ddp run", [*_RUN_OPTIONS, *_OUTPUT_OPTIONS])
+_SCRIPT_PARSER.add_argument("script")
+_SCRIPT_PARSER.add_argument("argv", nargs=argparse.REMAINDER)
+
+
+@magics_class
+class DdpMagics(Magics):
+    """The magics of one notebook, and the defaults it has set."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self._shell = shell
+        self._defaults: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------ %%ddp
+
+    @output_can_be_silenced
+    @cell_magic("ddp")
+    @magic_arguments("%%ddp")
+    @_with([*_CELL_OPTIONS, *_OUTPUT_OPTIONS, *_RUN_OPTIONS])
+    def cell(self, line: str, cell: str) -> Any:
+        """Run the cell on every rank: one fresh process per GPU, or on the CPU.
+
+        ::
+
+          %%ddp -n 2 -o model
+          model = nbddp.wrap(Net())
+          for x, y in nbddp.loader(train_set, 64, shuffle=True):
+              ...
+          evaluate(model)
+
+        The notebook's variables that the cell names come along; what it sets stays on the ranks, unless
+        -o asks for it. The last line's value on rank 0 is the cell's output. A process group is ready,
+        and nbddp, torch, dist, rank, world_size and device are there without imports.
+        """
+        options = _given(parse_argstring(self.cell, line))
+        source = _Source(self._shell, cell)
+        out = options.pop("out", [])
+        names = self._names_for(source, out)
+        return self._launch(source, names, _Return(self._shell, out), options)
+
+    def _names_for(self, source: _Source, out: list[str]) -> dict[str, Any]:
+        """The notebook's variables that the cell reads."""
+        tree = source.parse()
+        names = cells.names_of(tree)
+        for name in out:
+            if name not in names.bound | names.needed and not names.open_ended:
+                raise LaunchError(f"-o {name}: the cell never sets {name}")
+        theirs = {name for name in names.needed if self._is_ipythons(name)}
+        cells.refuse_notebook_names(tree, theirs | ({"display"} & names.needed - set(self._shell.user_ns)))
+        return {name: self._shell.user_ns[name] for name in names.needed - theirs if name in self._shell.user_ns}
+
+    def _is_ipythons(self, name: str) -> bool:
+        """Is it a name that IPython put into the notebook (``exit``, ``open``, ``get_ipython``)?"""
+        value = self._shell.user_ns.get(name)
+        return value is not None and value is self._shell.user_ns_hidden.get(name) and callable(value)
+
+    def _launch(self, source: _Source, names: dict[str, Any], back: _Return, options: dict[str, Any]) -> Any:
+        keep, background = options.pop("keep", []), options.pop("background", False)
+        body = script.Cell(source.text, source.filename, tuple(back.names))
+        plan = make_plan(script.run_cell, (body,), names, name=source.name, **{**self._defaults, **options})
+        plan = dataclasses.replace(plan, receive=back.receive)
+        with _Keeping(self._shell, keep):
+            run = runner.launch(plan, script.run_cell, (body,), names, wait=not background, show=None)
+        return run if background else run.value
+
+    # ------------------------------------------------------------------ %ddp
+
+    @line_magic("ddp")  # type: ignore[arg-type]
+    def line(self, line: str) -> Any:
+        """Look after runs, set defaults, run scripts.
+
+        ::
+
+          %ddp status              the defaults and the newest run
+          %ddp stop                end every run that is going on
+          %ddp logs [RANK]         what the newest run printed
+          %ddp stacks              where each rank is now
+          %ddp show                the newest run, shown here
+          %ddp devices             what there is to run on
+          %ddp run [options] train.py --lr 0.1     a script on every rank, as torchrun does
+
+          %ddp --nprocs 4 --device cpu     defaults for every %%ddp and %ddp run from now on
+          %ddp --reset                     no defaults any more
+        """
+        words = shlex.split(line)
+        command = words[0] if words else "status"
+        if command.startswith("-"):
+            return self._set_defaults(words)
+        if command not in _COMMANDS:
+            raise UsageError(f"%ddp {command}: there is no such command, only {', '.join(_COMMANDS)}")
+        if len(words) > 1 and command not in ("run", "logs"):
+            raise UsageError(f"%ddp {command} takes no arguments")
+        return getattr(self, f"_{command}")(words[1:])
+
+    def _set_defaults(self, words: list[str]) -> None:
+        if words == ["--reset"]:
+            self._defaults.clear()
+        else:
+            self._defaults.update(_given(_DEFAULTS_PARSER.parse_args(words)))
+        self._say_defaults()
+
+    def _say_defaults(self) -> None:
+        text = " ".join(_option_text(name, value) for name, value in self._defaults.items())
+        print(f"defaults: {text or 'none'}")
+
+    def _status(self, _: list[str]) -> None:
+        self._say_defaults()
+        newest = runner.last_run()
+        print(newest if newest is not None else "no run yet")
+        for run in runner.going():
+            if run is not newest:
+                print(run)
+
+    def _stop(self, _: list[str]) -> None:
+        going = runner.going()
+        for run in going:
+            run.stop()
+            print(run)
+        if not going:
+            print("nothing is running")
+
+    def _logs(self, words: list[str]) -> None:
+        if len(words) > 1 or not all(word.isdigit() for word in words):
+            raise UsageError("%ddp logs takes one rank, or nothing for all of them")
+        rank = int(words[0]) if words else None
+        run = _newest()
+        if rank is not None and rank >= run.nprocs:
+            raise UsageError(f"there is no rank {rank}: {run.name} has ranks 0 to {run.nprocs - 1}")
+        print(run.logs(rank), end="")
+
+    def _stacks(self, _: list[str]) -> None:
+        print(_newest().stacks())
+
+    def _show(self, _: list[str]) -> None:
+        _newest().show()
+
+    def _devices(self, _: list[str]) -> None:
+        print(_devices_text())
+
+    def _run(self, words: list[str]) -> Any:
+        options = _given(_SCRIPT_PARSER.parse_args(words))
+        path, argv = options.pop("script"), options.pop("argv")
+        keep, background = options.pop("keep", []), options.pop("background", False)
+        with _Keeping(self._shell, keep):
+            return run_script(path, argv, wait=not background, **{**self._defaults, **options})
+
+
+_COMMANDS = ("status", "stop", "logs", "stacks", "show", "devices", "run")
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if value is not None}
+
+
+def _option_text(name: str, value: Any) -> str:
+    option = "--" + name.replace("_", "-")
+    if value is True:
+        return option
+    return f"{option} {','.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+def _newest() -> runner.Run:
+    newest = runner.last_run()
+    if newest is None:
+        raise UsageError("there is no run yet")
+    return newest
+
+
+def _devices_text() -> str:
+    found = accelerator()
+    if found is None:
+        return f"no GPU: runs use {CPU_NPROCS} processes on the CPU with gloo, of {os.cpu_count()} cores"
+    kind, count = found
+    smi = shutil.which("nvidia-smi") if kind == "cuda" else None
+    if smi is None:
+        return f"{count} × {kind}"
+    # Asked of the driver's own tool: torch would make a CUDA context in the notebook.
+    asked = subprocess.run([smi, *_SMI], capture_output=True, text=True, timeout=_SMI_S, check=False)
+    return asked.stdout.strip() or f"{count} × {kind}"
+
+
+class _Source:
+    """A cell's body under the name that the notebook's tracebacks know the cell by, line for line."""
+
+    def __init__(self, shell: InteractiveShell, body: str) -> None:
+        self._shell = shell
+        raw, number = _typed_cell(shell, body)
+        before = _before(raw, body).splitlines()
+        # Comments stand for the lines before the body, so that the whole is Python.
+        self.text = "".join(f"# {line}\n" if line.strip() else "\n" for line in before) + body
+        self.name = f"In[{number}]"
+        self.filename: str = shell.compile.cache(self.text, number, raw_code=raw)
+
+    def parse(self) -> ast.Module:
+        try:
+            return cells.parse(self.text, self.filename)
+        except SyntaxError as error:
+            raise CellSyntaxError(self._shell, error) from error
+
+
+def _typed_cell(shell: InteractiveShell, body: str) -> tuple[str, int]:
+    """The cell as it was typed and its number, if it ends with this body; else as a plain ``%%ddp`` cell."""
+    history = shell.history_manager
+    if history is not None and history.input_hist_raw and _before(history.input_hist_raw[-1], body):
+        return history.input_hist_raw[-1], len(history.input_hist_raw) - 1
+    return f"%%ddp\n{body}", shell.execution_count
+
+
+def _before(raw: str, body: str) -> str:
+    """What stands before the body; "" if that is not how the cell ends."""
+    raw, body = raw.rstrip(), body.rstrip()
+    return raw[: -len(body)] if body and raw.endswith(body) else ""
+
+
+class _Return:
+    """Takes a cell's results apart on their way to the Run, and gives the notebook its variables."""
+
+    def __init__(self, shell: InteractiveShell, names: list[str]) -> None:
+        self.names = names
+        self._shell = shell
+
+    def receive(self, results: list[script.CellResult]) -> list[Any]:
+        """On the run's thread, when every rank has finished."""
+        outputs = results[0].outputs
+        for name in self.names:
+            if name not in outputs:
+                raise NbddpError(f"-o {name}: rank 0 has no {name} at the end of the cell")
+        self._shell.user_ns.update(outputs)
+        return [result.value for result in results]
+
+
+class _Keeping:
+    """Within it, a new Run gets the user's name, also one that fails."""
+
+    def __init__(self, shell: InteractiveShell, names: list[str]) -> None:
+        if len(names) > 1:
+            raise UsageError("--as takes one name")
+        self._shell = shell
+        self._names = names
+        self._before = runner.last_run()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc_info: object) -> None:
+        run = runner.last_run()
+        if run is not self._before:
+            self._shell.user_ns.update(dict.fromkeys(self._names, run))
+
+
+# ---------------------------------------------------------------------------- Tab
+
+_VALUES: dict[str, Callable[[], list[str]]] = {
+    "--device": lambda: ["cpu", *([found[0]] if (found := accelerator()) else [])],
+    "--backend": lambda: ["gloo", "nccl"],
+    "logs": lambda: [str(rank) for rank in range(_newest().nprocs)] if runner.last_run() else [],
+}
+
+
+@context_matcher(identifier="nbddp", priority=200)
+def _complete(context: CompletionContext) -> dict[str, Any]:
+    """IPython's hook for Tab. What we know of a line of ours is all there is to know."""
+    command, space, rest = context.text_until_cursor.lstrip().partition(" ")
+    found = _candidates(command, rest) if space and command in ("%ddp", "%%ddp") else []
+    return {"completions": [SimpleCompletion(text) for text in found], "suppress": bool(found), "ordered": True}
+
+
+def _candidates(command: str, rest: str) -> list[str]:
+    """What may follow: an option, an option's value, a command, a script."""
+    words = rest.split()
+    word = words.pop() if words and not rest[-1:].isspace() else ""
+    before = words[-1] if words else ""
+    if before in _VALUES:
+        fitting = _VALUES[before]()
+    elif word.startswith("-"):
+        fitting = _options_of(command, words)
+    elif command == "%ddp" and words[:1] == ["run"]:
+        fitting = _scripts(word)
+    else:
+        fitting = list(_COMMANDS) if command == "%ddp" and not words else []
+    return [text for text in fitting if text.startswith(word)]
+
+
+def _options_of(command: str, words: list[str]) -> list[str]:
+    parsers = {"%%ddp": DdpMagics.cell.parser, "run": _SCRIPT_PARSER}
+    parser = parsers.get(command) or parsers.get("".join(words[:1]), _DEFAULTS_PARSER)
+    extra = ["--reset"] if parser is _DEFAULTS_PARSER else []
+    return [option for action in parser._actions for option in action.option_strings] + extra
+
+
+def _scripts(start: str) -> list[str]:
+    folders = [path + "/" for path in glob.glob(start + "*") if os.path.isdir(path)]
+    return sorted(glob.glob(start + "*.py") + folders)

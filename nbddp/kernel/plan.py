@@ -30,6 +30,7 @@ class Plan:
         contract: do the ranks get torchrun's environment variables?
         environ, sys_path, cwd: the kernel's own at this moment.
         notice: a default that the user should hear of, or "".
+        receive: makes the run's values of what the ranks returned, on the run's thread.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Plan:
     sys_path: list[str]
     cwd: str
     notice: str = ""
+    receive: Callable[[list[Any]], list[Any]] = list
 
     def rank_environ(self, rank: int, rendezvous: Rendezvous, restart_count: int) -> dict[str, str]:
         """The whole environment of one rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -134,6 +135,11 @@ def launch(
 def last_run() -> Run | None:
     """The newest run of this kernel, or None: a lost variable loses nothing."""
     return _last
+
+
+def going() -> list[Run]:
+    """The runs of this kernel that are not over, oldest first."""
+    return sorted(_live, key=lambda run: -run.seconds)
 
 
 def _pack(
@@ -361,4 +367,12 @@ def _stop_all() -> None:
         run._supervisor.join(_EXIT_S)
 
 
+def _disown_all() -> None:
+    """In a process forked from the kernel (a DataLoader worker, say): it neither keeps the ranks nor ends them."""
+    for run in _live:
+        run._supervisor.disown()
+    _live.clear()
+
+
 atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_disown_all)

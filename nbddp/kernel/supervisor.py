@@ -7,6 +7,7 @@ Python raises KeyboardInterrupt in the main thread alone, and there it becomes a
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -16,13 +17,14 @@ import psutil
 
 from nbddp import wire
 from nbddp.errors import LaunchError, NbddpError, PayloadError, RankDied, RankError, RunTimeout
-from nbddp.kernel import forkserver, stacks
+from nbddp.kernel import forkserver, oom, stacks
 from nbddp.kernel.history import History
 from nbddp.kernel.launcher import LEAVE_GRACE_S, Crew, Worker
 from nbddp.kernel.output import RankOutput
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.rendezvous import Rendezvous, open_rendezvous
 from nbddp.payload import Packed
+from nbddp.tracebacks import drop_our_frames
 from nbddp.worker.entry import BAD_FORK
 
 _TICK_S = 0.1  # how often metrics and output are read while nothing else happens
@@ -60,6 +62,7 @@ class Supervisor:
         self._stop_grace_s: float | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._start_method = plan.start_method
+        self._oom_kills = oom.kills()
         self._thread = threading.Thread(target=self._live, name=f"nbddp-{plan.name}", daemon=True)
 
     # ------------------------------------------------------------------ from other threads
@@ -109,6 +112,11 @@ class Supervisor:
                 self._rank_states = [_state_of(worker) for worker in self._crew.workers]
             return self._rank_states
 
+    def disown(self) -> None:
+        """In a process forked from the kernel: this run is not its own."""
+        if self._crew is not None:
+            self._crew.disown()
+
     # ------------------------------------------------------------------ the run's own thread
 
     def _live(self) -> None:
@@ -142,6 +150,7 @@ class Supervisor:
                 self._attempt(restarts)
                 return
             except _BadFork:
+                forkserver.mark_unfit()
                 self._start_method = "spawn"
             except NbddpError:
                 if restarts == self._plan.max_restarts or self._stop_grace_s is not None:
@@ -220,7 +229,7 @@ class Supervisor:
                 self._history.feed(worker.rank, data)
 
     def _succeed(self, crew: Crew) -> None:
-        values = [self._result_of(worker) for worker in crew.workers]
+        values = self._plan.receive([self._result_of(worker) for worker in crew.workers])
         crew.dismiss_reported()
         self._watch_until(crew, time.monotonic() + LEAVE_GRACE_S)
         self.values = values
@@ -231,6 +240,7 @@ class Supervisor:
         try:
             return worker.unpack_result(worker.report.nbytes, self._packed.by_value)
         except Exception as error:  # whatever unpickling a user's object raises
+            drop_our_frames(error)
             raise PayloadError(
                 f"what {self._plan.name} returned on rank {worker.rank} cannot be unpacked in the notebook: "
                 f"{type(error).__name__}: {error}"
@@ -279,9 +289,21 @@ class Supervisor:
             return self._raised(worker, report)
         assert worker.exitcode is not None
         died = RankDied(
-            rank, ranks, worker.exitcode, why=_why(worker), last_lines=worker.output.last_lines(_LAST_LINES)
+            rank,
+            ranks,
+            worker.exitcode,
+            why=_why(worker) or self._out_of_memory(worker),
+            last_lines=worker.output.last_lines(_LAST_LINES),
         )
         return died if worker.ready else LaunchError(f"before it was ready, {died}")
+
+    def _out_of_memory(self, worker: Worker) -> str:
+        if worker.exitcode != -signal.SIGKILL or oom.kills() == self._oom_kills:
+            return ""
+        return (
+            "was killed by the system's OOM killer: the machine or container is out of memory. "
+            "Try a smaller batch, fewer ranks or fewer DataLoader workers"
+        )
 
     def _raised(self, worker: Worker, report: wire.Failed) -> NbddpError:
         try:

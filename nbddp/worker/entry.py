@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import multiprocessing
 import os
 import random
@@ -94,18 +93,41 @@ def _forget_the_fork_server() -> None:
 
 
 def _set_up(job: wire.Job, ends: Ends) -> Any:
-    os.environ.clear()
-    os.environ.update(job.environ)
+    _set_environ(job.environ)
     os.chdir(job.cwd)
     sys.path[:] = job.sys_path
     sys.argv = list(job.argv)
-    importlib.invalidate_caches()
+    _forget_missing_folders(job.sys_path)
     notebook = main_module.install()
     context.enter(context.Context(job.rank, job.local_rank, job.world_size, job.device, job.seed, job.restart_count))
     metrics.enter(ends.metrics)
     output.answer_stacks(ends.stacks)
+    sys.breakpointhook = _no_terminal
     _set_up_torch(job)
     return notebook
+
+
+def _no_terminal(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "a rank has no terminal for breakpoint(); call the function itself in the notebook (rank 0 of 1)"
+    )
+
+
+def _set_environ(environ: dict[str, str]) -> None:
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update((name, value) for name, value in environ.items() if os.environ.get(name) != value)
+
+
+def _forget_missing_folders(paths: list[str]) -> None:
+    """A folder of the path that did not exist when the fork server looked may do so now.
+
+    Changes inside a folder are seen anyway (by its time); ``importlib.invalidate_caches()`` would touch
+    every finder, and so copy 400 pages of the server's memory.
+    """
+    for path in paths:
+        if sys.path_importer_cache.get(path, path) is None:
+            del sys.path_importer_cache[path]
 
 
 def _set_up_torch(job: wire.Job) -> None:
@@ -114,14 +136,15 @@ def _set_up_torch(job: wire.Job) -> None:
     torch.set_num_threads(job.threads)
     if job.device != "cpu":
         torch.get_device_module(job.device).set_device(job.local_rank)
-    if job.seed is not None:
+    if job.seed is None:
+        _draw_fresh_seeds()
+    else:
         seed_everything(job.seed + job.rank)
     if job.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
     group.remember_address("127.0.0.1", job.store_port)
-    group.let_users_make_their_own()
     if job.backend is not None:
         group.open_group(
             backend=job.backend,
@@ -132,9 +155,19 @@ def _set_up_torch(job: wire.Job) -> None:
             prefix=job.store_prefix,
             timeout_s=job.pg_timeout_s,
         )
+    group.let_users_make_their_own()  # after ours, whose store it would take for a foreign one
 
 
 BAD_FORK = "CUDA was initialised in the fork server"  # the kernel side then starts ranks by spawn
+
+
+def _draw_fresh_seeds() -> None:
+    """New numbers on every rank of every run, as in a new interpreter; a fork begins with its server's.
+
+    Python's own generator sees to it by itself; an accelerator's is made in the rank.
+    """
+    np.random.seed()
+    torch.default_generator.seed()
 
 
 def seed_everything(seed: int) -> None:
@@ -152,7 +185,7 @@ def _finished(value: Any, fd: int, known: Sequence[Any], job: wire.Job) -> wire.
         packed = payload.pack(value, fd, known=known, inheriting=False)
     except Exception as error:  # whatever a user's __reduce__ raises
         what = f"what {job.run_name} returned on rank {job.rank} cannot come back to the notebook"
-        raise culprit.explain({"the result": value}, error, what=what) from error
+        raise culprit.explain({"the result": value}, error, what=what) from None
     return wire.Finished(packed.nbytes, time.monotonic())
 
 

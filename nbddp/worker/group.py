@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import multiprocessing.process
 import os
 from typing import Any
 from urllib.parse import urlparse
@@ -15,6 +16,10 @@ from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: i
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 _ready_made: Any = None
+# A gloo group that is freed within milliseconds of a backward deadlocks (torch 2.13): ~ProcessGroupGloo holds the
+# GIL and waits for the run loop's lock, the run loop holds that and waits for the GIL to free the backward's work.
+# That is a tutorial's last line, destroy_process_group() while the DDP model still lives.
+_kept_alive: list[Any] = []
 
 
 def open_group(
@@ -67,9 +72,30 @@ def let_users_make_their_own() -> None:
             # Else torch's handlers wait for ever for a store that they believe an agent hosts.
             os.environ.pop(AGENT_STORE, None)
         original(backend, init_method, *args, **kwargs)
+        _kept_alive.append(dist.group.WORLD)
 
     distributed_c10d.init_process_group = init_process_group
     dist.init_process_group = init_process_group
+    _let_children_host_their_own_store()
+
+
+def _let_children_host_their_own_store() -> None:
+    """The rank that a script's own ``mp.spawn`` or ``Process`` starts is in no run of ours.
+
+    With the agent's variable it would wait for ever for a store on the port that it chose itself.
+    """
+    original = multiprocessing.process.BaseProcess.start
+
+    @functools.wraps(original)
+    def start(self: Any) -> None:
+        agent = os.environ.pop(AGENT_STORE, None)
+        try:
+            original(self)
+        finally:
+            if agent is not None:
+                os.environ[AGENT_STORE] = agent
+
+    multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign]
 
 
 def close_group() -> None:

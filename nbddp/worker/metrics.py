@@ -96,9 +96,10 @@ class MetricsPipe:
     def _fetch(self, tensor: Any, ident: int, step: int, op: int, weight: float, now: float) -> None:
         import torch
 
-        pinned = torch.empty((), dtype=torch.float64, pin_memory=True)
+        wide = torch.float32 if tensor.device.type == "mps" else torch.float64  # MPS has no float64
+        pinned = torch.empty((), dtype=wide, pin_memory=True)
         # The conversion runs on the device, in order; the copy to pinned memory does not wait.
-        pinned.copy_(tensor.reshape(()).to(torch.float64), non_blocking=True)
+        pinned.copy_(tensor.reshape(()).to(wide), non_blocking=True)
         event = torch.Event(tensor.device)
         event.record()
         self._on_device.append((event, pinned, op, ident, weight, step, now))

@@ -1,0 +1,92 @@
+"""Kernel side. ``nbddp.run_script``: a whole script on every rank, as torchrun would start it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nbddp.errors import LaunchError
+from nbddp.kernel.plan import make_plan
+from nbddp.kernel.runner import Run, launch
+from nbddp.worker import script
+
+Argument = str | os.PathLike[str] | int | float
+
+
+def run_script(
+    path: str | os.PathLike[str],
+    argv: Sequence[Argument] | Callable[[int], Sequence[Argument]] = (),
+    *,
+    nprocs: int | None = None,
+    device: str | torch.device | None = None,
+    gpus: Sequence[int] | None = None,
+    backend: str | None = None,
+    init: bool = True,
+    seed: int | None = None,
+    deterministic: bool = False,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    pg_timeout: float | None = None,
+    max_restarts: int = 0,
+    wait: bool = True,
+    show: bool | None = None,
+    name: str | None = None,
+    start_method: str | None = None,
+) -> Run:
+    """``torchrun --standalone --nproc_per_node=nprocs path argv``, without leaving the notebook.
+
+    The script is ``__main__`` on every rank, with its folder on ``sys.path``, the notebook's working
+    directory, and torchrun's environment variables. A process group is ready; a script that makes its
+    own gets that. A script that itself calls ``mp.spawn`` is one process: ``nprocs=1``.
+
+    Args:
+        argv: the arguments after the script's name, or a function from the rank to them.
+        init: False: no process group, as under torchrun; the script makes its own.
+        name: default: the file's name.
+
+    The other arguments, and what is raised, are those of :func:`nbddp.run`; ``sys.exit(0)`` is success.
+
+    Returns:
+        The run; its ``value`` is None.
+
+    Raises:
+        LaunchError: also when there is no such file.
+    """
+    file = _existing(path)
+    plan = make_plan(
+        script.run_script,
+        (None,),
+        {},
+        nprocs=nprocs,
+        device=device,
+        gpus=gpus,
+        backend=backend,
+        init=init,
+        seed=seed,
+        deterministic=deterministic,
+        env=env,
+        timeout=timeout,
+        pg_timeout=pg_timeout,
+        max_restarts=max_restarts,
+        name=name or os.path.basename(file),
+        start_method=start_method,
+    )
+    by_rank = tuple(_words(argv(rank) if callable(argv) else argv) for rank in range(plan.nprocs))
+    return launch(plan, script.run_script, (script.Script(file, by_rank),), {}, wait=wait, show=show)
+
+
+def _existing(path: str | os.PathLike[str]) -> str:
+    file = os.path.expanduser(os.fspath(path))
+    if os.path.isfile(file):
+        return file
+    what = "is a folder, not a script" if os.path.isdir(file) else f"is not there; the notebook runs in {os.getcwd()}"
+    raise LaunchError(f"{file} {what}")
+
+
+def _words(argv: Any) -> tuple[str, ...]:
+    if isinstance(argv, (str, bytes)) or not isinstance(argv, Sequence):
+        raise LaunchError(f"argv is a list of words, e.g. argv=['--lr', '0.1'], not {argv!r}; shlex.split() makes one")
+    return tuple(os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in argv)

@@ -1,0 +1,110 @@
+"""Every test's aftermath: nothing of a run may be left, and the process is as it was before."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before multiprocessing asks where temporary files go; short, because a socket's path has 108 bytes.
+_TEMP = tempfile.mkdtemp(prefix="nbt-", dir="/tmp")
+os.environ["TMPDIR"] = tempfile.tempdir = _TEMP
+atexit.register(shutil.rmtree, _TEMP, ignore_errors=True)  # before multiprocessing's own exit handler, to run after it
+
+import pytest
+import torch
+from tests.support import GONE_S, MARK, Cells, Notebook, Surroundings, fresh_main, marked_pids, run, strangers, wait_until
+
+name, _, value = MARK.partition("=")
+os.environ[name] = value
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and this machine has none")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm() -> Iterator[None]:
+    """What a process opens once and keeps: torch's two event loop fds, the fork server, the resource tracker."""
+    home = tempfile.mkdtemp(prefix="home-", dir=_TEMP)
+    for variable in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR"):
+        os.environ[variable] = home
+    os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
+    with fresh_main() as cells:
+        assert run(cells("def nothing(): return 1").nothing).values == [1, 1]
+    yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(_warm: None) -> Iterator[None]:
+    """Fail a test that leaves a process, port, thread, fd, file, or a changed environment."""
+    allowed = marked_pids()
+    before = Surroundings()
+    yield
+    deadline = time.monotonic() + GONE_S
+    while (left := strangers(allowed)) or (changed := before.changed()):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    else:
+        return
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes are left: {left}"
+    assert not (changed := before.changed()), f"this process is not as it was: {changed}"
+
+
+@pytest.fixture
+def cell() -> Iterator[Cells]:
+    """Cells of an empty notebook, executed in this process."""
+    with fresh_main() as cells:
+        yield cells
+
+
+@pytest.fixture(scope="session")
+def _shared_notebook(_warm: None) -> Iterator[list[Notebook]]:
+    box: list[Notebook] = []
+    yield box
+    for notebook in box:
+        notebook.close()
+
+
+def _prepared() -> Notebook:
+    notebook = Notebook()
+    # Everything a kernel opens once: the fork server and torch's event loop.
+    notebook.ok("import nbddp\nnbddp.run(lambda: 1, nprocs=2, device='cpu', show=False).values")
+    return notebook
+
+
+@pytest.fixture(scope="session")
+def _notebook(_shared_notebook: list[Notebook]) -> Notebook:
+    _shared_notebook.append(_prepared())
+    return _shared_notebook[0]
+
+
+@pytest.fixture
+def notebook(_notebook: Notebook) -> Iterator[Notebook]:
+    """A running notebook, shared by the tests: variables stay, the kernel must survive."""
+    yield _notebook
+    assert _notebook.ok("40 + 2").shown.strip() == "42"
+    wait_until(lambda: not strangers({_notebook.pid}), GONE_S, "no process is left by the notebook")
+
+
+@pytest.fixture
+def own_notebook() -> Iterator[Notebook]:
+    """A running notebook of this test alone, which may be killed."""
+    with _prepared() as notebook:
+        yield notebook
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

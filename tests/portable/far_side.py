@@ -1,0 +1,42 @@
+"""What the tests run in processes from nbddp's fork server."""
+
+from __future__ import annotations
+
+import os
+import time
+from multiprocessing.connection import Connection
+
+from nbddp.worker import output, switch
+
+
+def answer(channel: Connection) -> None:
+    """Say who we are, and leave with code 7."""
+    import __main__
+
+    channel.send((os.getpid(), os.getppid(), "marker" in vars(__main__)))
+    raise SystemExit(7)
+
+
+def live_for_ever(channel: Connection) -> None:
+    """Arm the switch, start a child, and swallow everything."""
+    switch.arm()
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+    channel.send((os.getpid(), child, os.getsid(0)))
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            continue
+
+
+def show_stacks(channel: Connection, path: str) -> None:
+    """Answer the request for stacks, from inside a sleep."""
+    output.answer_stacks(os.open(path, os.O_WRONLY))
+    channel.send(os.getpid())
+    wait_somewhere()
+
+
+def wait_somewhere() -> None:
+    time.sleep(600)

@@ -1,0 +1,335 @@
+"""What the tests share: cells without a notebook, real notebooks, and a look at what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import json
+import linecache
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import psutil
+import torch
+from jupyter_client.manager import KernelManager
+
+import nbddp
+
+MARK = f"NBDDP_TESTS={os.getpid()}-{uuid.uuid4().hex}"  # in the environment of all that these tests start
+GONE_S = 3.0
+START_TIMEOUT_S = 60.0
+_numbers = itertools.count(1)
+
+
+# ---------------------------------------------------------------------------- waiting and running
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "") -> Any:
+    """Poll until the condition holds, and return its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what or inspect.getsource(condition).strip()}")
+        time.sleep(0.005)
+    return value
+
+
+def run(fn: Callable[..., Any], *args: Any, nprocs: int = 2, **options: Any) -> nbddp.Run:
+    """``nbddp.run`` on the CPU, silent."""
+    return nbddp.run(fn, args, nprocs=nprocs, device="cpu", show=False, **options)
+
+
+def start(fn: Callable[..., Any], *args: Any, **options: Any) -> nbddp.Run:
+    """The same in the background, once every rank is ready."""
+    started = run(fn, *args, wait=False, **options)
+    wait_until(lambda: started.state != "starting", what="the run is beyond starting")
+    return started
+
+
+class Cells:
+    """Executes source as a notebook's cell: in ``__main__``, with its lines in ``linecache`` and no file."""
+
+    def __init__(self, main: ModuleType) -> None:
+        self.main = main
+
+    def __call__(self, source: str) -> SimpleNamespace:
+        """Run a cell; returns the names in ``__main__`` after it."""
+        source = textwrap.dedent(source)
+        filename = f"/tmp/ipykernel_{os.getpid()}/{next(_numbers)}.py"
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        exec(compile(source, filename, "exec"), self.main.__dict__)
+        return SimpleNamespace(**self.main.__dict__)
+
+
+@contextlib.contextmanager
+def fresh_main() -> Iterator[Cells]:
+    """An empty ``__main__`` for one test, without a file, as in a kernel."""
+    before = sys.modules["__main__"]
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    try:
+        yield Cells(main)
+    finally:
+        sys.modules["__main__"] = before
+
+
+def script(source: str, *args: str, timeout_s: float = 120.0, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run source as a plain script, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source), *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, **env},
+    )
+
+
+# ---------------------------------------------------------------------------- what is left behind
+
+
+def marked_pids() -> set[int]:
+    """Every process that these tests have started, directly or not, and wherever it hangs now."""
+    found = {child.pid for child in psutil.Process().children(recursive=True)}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{entry}/environ", "rb") as file:
+                    if MARK.encode() in file.read():
+                        found.add(int(entry))
+    return found - {os.getpid()}
+
+
+def strangers(allowed: set[int] = frozenset()) -> dict[int, str]:  # type: ignore[assignment]
+    """Processes of ours that should not be: all but the warm fork servers and resource trackers."""
+    found = {}
+    for pid in marked_pids() - allowed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if not _is_allowed(process, allowed):
+                found[pid] = f"{process.status()} {' '.join(process.cmdline())[:300]}"
+    return found
+
+
+def _is_allowed(process: psutil.Process, allowed: set[int]) -> bool:
+    if process.ppid() not in allowed | {os.getpid()} or process.status() == psutil.STATUS_ZOMBIE:
+        return False
+    # A rank has its fork server's command line, but another parent.
+    command = " ".join(process.cmdline())
+    return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The pids of all processes below a kernel's fork server."""
+    return [p.pid for p in psutil.Process(pid).children(recursive=True) if os.getsid(p.pid) != os.getsid(pid)]
+
+
+def listening_ports(pid: int | None = None) -> set[tuple[str, int]]:
+    """Address and port of every TCP socket that this process or that one listens on."""
+    connections = psutil.Process(pid).net_connections(kind="tcp")
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def open_fds(pid: int | str = "self") -> dict[int, str]:
+    """Every open file descriptor and what it is."""
+    fds = {}
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            fds[int(entry)] = os.readlink(f"/proc/{pid}/fd/{entry}")
+    # What listed the folder had it open.
+    return {fd: target for fd, target in fds.items() if not target.endswith("/fd")}
+
+
+def store_threads() -> int:
+    """How many native threads of a TCPStore this process has."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            with open(f"/proc/self/task/{task}/comm") as file:
+                names.append(file.read())
+    return sum("tcpstore" in name for name in names)
+
+
+def handlers() -> dict[int, Any]:
+    # SIGALRM is pytest-timeout's.
+    return {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}}
+
+
+@dataclass
+class Surroundings:
+    """Everything of this process that a run must leave as it was."""
+
+    environ: dict[str, str] = field(default_factory=lambda: _environ())
+    cwd: str = field(default_factory=os.getcwd)
+    sys_path: list[str] = field(default_factory=lambda: list(sys.path))
+    handlers: dict[int, Any] = field(default_factory=handlers)
+    threads: set[str] = field(default_factory=lambda: {t.name for t in threading.enumerate()})
+    store_threads: int = field(default_factory=store_threads)
+    fds: dict[int, str] = field(default_factory=open_fds)
+    ports: set[tuple[str, int]] = field(default_factory=listening_ports)
+    files: set[str] = field(default_factory=lambda: _temporary_files())
+    shared_memory: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
+    start_method: str | None = field(default_factory=lambda: multiprocessing.get_start_method(allow_none=True))
+    torch_threads: int = field(default_factory=torch.get_num_threads)
+    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
+
+    def changed(self) -> dict[str, str]:
+        """What differs now, by name; things that are gone are no harm, except where order counts."""
+        now = Surroundings()
+        found = {}
+        for name, before in vars(self).items():
+            after = getattr(now, name)
+            if isinstance(before, set):
+                wrong = after - before
+            elif name == "fds":
+                wrong = {fd: target for fd, target in after.items() if before.get(fd) != target}
+            else:
+                wrong = {} if after == before else {"before": before, "after": after}
+            if wrong:
+                found[name] = str(wrong)
+        return found
+
+
+def _temporary_files() -> set[str]:
+    return {name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("pytest-of-")}
+
+
+def _environ() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+
+
+# ---------------------------------------------------------------------------- real notebooks
+
+
+@dataclass
+class Reply:
+    """What a cell did.
+
+    Attributes:
+        status: ``"ok"`` or ``"error"``.
+        shown: stdout, stderr and displayed text, in order.
+        traceback: as the cell shows it, without colours.
+        seconds: from request to reply.
+    """
+
+    status: str = ""
+    ename: str = ""
+    evalue: str = ""
+    traceback: str = ""
+    shown: str = ""
+    streams: int = 0
+    seconds: float = 0.0
+
+    def json(self) -> Any:
+        """The last line shown, decoded."""
+        assert self.status == "ok", self.traceback
+        return json.loads(self.shown.strip().splitlines()[-1])
+
+
+class Notebook:
+    """A real ipykernel, spoken to as a front end does."""
+
+    def __init__(self) -> None:
+        self._manager = KernelManager(kernel_name="python3")
+        self._manager.start_kernel(env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"})
+        self._client = self._manager.blocking_client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=START_TIMEOUT_S)
+
+    @property
+    def pid(self) -> int:
+        return int(self._manager.provisioner.pid)  # type: ignore[union-attr]
+
+    def cell(self, source: str, timeout_s: float = 60.0) -> Reply:
+        """Run a cell to its end."""
+        return self.end_of(self.begin(source), timeout_s)
+
+    def ok(self, source: str, timeout_s: float = 60.0) -> Reply:
+        """Run a cell that must not fail."""
+        reply = self.cell(source, timeout_s)
+        assert reply.status == "ok", f"{reply.shown}\n{reply.traceback}"
+        return reply
+
+    def begin(self, source: str, stop_on_error: bool = True) -> str:
+        """Start a cell; returns its message id."""
+        return self._client.execute(textwrap.dedent(source), stop_on_error=stop_on_error)
+
+    def shown_so_far(self, message_id: str, until: str, timeout_s: float = 60.0) -> str:
+        """Read a running cell's output until it contains a text."""
+        shown = ""
+        deadline = time.monotonic() + timeout_s
+        while until not in shown:
+            message = self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+            if message["parent_header"].get("msg_id") == message_id and message["msg_type"] == "stream":
+                shown += message["content"]["text"]
+        return shown
+
+    def end_of(self, message_id: str, timeout_s: float = 60.0) -> Reply:
+        """Read until that cell is over."""
+        began, reply = time.monotonic(), Reply()
+        deadline = began + timeout_s
+        while True:
+            message = self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+            if message["parent_header"].get("msg_id") != message_id:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                reply.streams += 1
+                reply.shown += content["text"]
+            elif kind in ("execute_result", "display_data"):
+                reply.shown += content["data"].get("text/plain", "") + "\n"
+            elif kind == "error":
+                reply.ename, reply.evalue = content["ename"], content["evalue"]
+                reply.traceback = without_colours("\n".join(content["traceback"]))
+            elif kind == "status" and content["execution_state"] == "idle":
+                break
+        while (shell := self._client.get_shell_msg(timeout=timeout_s))["parent_header"].get("msg_id") != message_id:
+            pass
+        reply.status = shell["content"]["status"]
+        reply.seconds = time.monotonic() - began
+        return reply
+
+    def interrupt(self, how: str = "killpg") -> None:
+        """As Jupyter (the kernel's whole process group) or VS Code (the kernel alone) interrupt."""
+        if how == "killpg":
+            os.killpg(os.getpgid(self.pid), signal.SIGINT)
+        else:
+            os.kill(self.pid, signal.SIGINT)
+
+    def restart(self) -> None:
+        """As the front end's button: SIGTERM or shutdown message, and a new kernel."""
+        self._manager.restart_kernel(now=False)
+        self._client.wait_for_ready(timeout=START_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """SIGKILL to the kernel alone, as the OOM killer does."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
+        self._manager.cleanup_resources()
+
+    def __enter__(self) -> Notebook:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)

@@ -1,0 +1,355 @@
+"""``%%ddp`` and ``%ddp`` in a real notebook: what a cell takes, leaves, returns and says when it cannot run."""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbddp.errors import LaunchError
+from nbddp.kernel import cell as cells
+from tests.support import GONE_S, Notebook, Reply, wait_until
+
+
+@pytest.fixture
+def magic(notebook: Notebook) -> Iterator[Notebook]:
+    """The shared notebook with the extension, two CPU ranks by default."""
+    notebook.ok("%load_ext nbddp\nimport nbddp, json\n%ddp --nprocs 2 --device cpu")
+    yield notebook
+    notebook.ok("%ddp --reset")
+
+
+def out(reply: Reply) -> str:
+    """The cell's ``Out``, which comes after all lines of text."""
+    assert reply.status == "ok", reply.traceback
+    return reply.shown.strip().splitlines()[-1]
+
+
+# ---------------------------------------------------------------------------- names and values
+
+
+def test_names_of_the_notebook_do_not_reach_the_cell_or_the_cells_names_leak_back(magic: Notebook) -> None:
+    magic.ok("scale = 10\nx = 'mine'\ndef scaled(v): return v * scale")
+    reply = magic.cell("%%ddp\nx = scaled(rank + 1)\nextra = x\nnbddp.gather(x)")
+    assert out(reply) == "[10, 20]"
+    assert out(magic.ok("x, 'extra' in globals()")) == "('mine', False)"
+
+
+def test_an_edited_variable_is_the_old_one_in_the_next_cell(magic: Notebook) -> None:
+    for value in (1, 2):
+        magic.ok(f"edited = {value}")
+        assert out(magic.cell("%%ddp\nedited * 100")) == str(value * 100)
+
+
+def test_everything_must_be_imported_again_in_the_cell(magic: Notebook) -> None:
+    reply = magic.cell(
+        "%%ddp -n 3\nt = torch.tensor([float(rank)], device=device)\ndist.all_reduce(t)\n"
+        "(t.item(), rank, world_size, str(device), nbddp.world_size(), __name__)"
+    )
+    assert out(reply) == "(3.0, 0, 3, 'cpu', 3, '__main__')"
+
+
+def test_the_notebooks_own_rank_is_shadowed_by_the_ready_made_one(magic: Notebook) -> None:
+    magic.ok("world_size = 'as I said'")
+    assert out(magic.cell("%%ddp\nworld_size")) == "'as I said'"
+    magic.ok("del world_size")
+    assert out(magic.cell("%%ddp\nworld_size")) == "2"
+
+
+def test_functions_and_classes_of_the_cell_do_not_find_each_other_or_pickle(magic: Notebook) -> None:
+    reply = magic.cell(
+        """\
+        %%ddp
+        import pickle
+        from dataclasses import dataclass
+        from torch.utils.data import DataLoader, Dataset
+        def even(n): return n == 0 or odd(n - 1)
+        def odd(n): return n != 0 and even(n - 1)
+        @dataclass
+        class Point:
+            x: int
+        class Tens(Dataset):
+            def __len__(self): return 4
+            def __getitem__(self, i): return Point(i).x * 10
+        batches = [b.tolist() for b in DataLoader(Tens(), batch_size=2, num_workers=1)]
+        (even(10), pickle.loads(pickle.dumps(Point(3))), batches)"""
+    )
+    assert out(reply) == "(True, Point(x=3), [[0, 10], [20, 30]])"
+
+
+def test_asked_for_names_come_from_the_wrong_rank_or_not_at_all(magic: Notebook) -> None:
+    magic.ok("kept = [1]")
+    magic.ok("%%ddp -o best,weights,kept\nbest = f'rank {rank}'\nweights = torch.ones(2) * rank\nkept.append(2)")
+    assert out(magic.ok("best, weights.tolist(), kept")) == "('rank 0', [0.0, 0.0], [1, 2])"
+
+
+def test_a_trained_model_comes_back_as_another_class(magic: Notebook) -> None:
+    magic.ok("import torch\nclass Net(torch.nn.Linear): pass\nbefore = Net(2, 1)")
+    magic.ok(
+        """\
+        %%ddp -o model,first
+        torch.manual_seed(rank)
+        model = nbddp.wrap(Net(2, 1))
+        first = model.module.weight.detach().clone()
+        model(torch.ones(1, 2)).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= p.grad"""
+    )
+    assert out(magic.ok("type(model) is Net, (first - model.weight).tolist()")) == "(True, [[1.0, 1.0]])"
+
+
+def test_a_function_brought_back_changes_the_notebooks_variables(magic: Notebook) -> None:
+    magic.ok("theirs = 'mine'")
+    magic.ok("%%ddp -o f\ntheirs = 'the cell\\'s'\ndef f(): return theirs")
+    assert out(magic.ok("theirs, f()")) == "('mine', \"the cell's\")"
+
+
+def test_a_last_line_that_does_not_pickle_loses_the_training(magic: Notebook) -> None:
+    reply = magic.cell("%%ddp -o loss\nloss = 0.25\n(i for i in range(3))")
+    assert reply.status == "ok"
+    assert "<generator object" in reply.shown
+    assert "stayed on its rank" in reply.shown
+    assert out(magic.ok("loss")) == "0.25"
+
+
+def test_a_semicolon_shows_the_value_all_the_same(magic: Notebook) -> None:
+    assert "12345" not in magic.ok("%%ddp\n12345;").shown
+    assert "12345" in magic.ok("%%ddp\n12345").shown
+
+
+def test_ranks_import_ipython_by_the_names_it_puts_into_a_notebook(magic: Notebook) -> None:
+    reply = magic.cell(
+        "%%ddp\nimport sys\nopen('/dev/null').close()\n[m for m in ('IPython', 'ipywidgets') if m in sys.modules]"
+    )
+    assert out(reply) == "[]"
+
+
+# ---------------------------------------------------------------------------- what cannot run
+
+
+def test_an_error_points_at_a_line_of_our_own(magic: Notebook) -> None:
+    reply = magic.cell("\n%%ddp\n\ndef half(x):\n    return x / (rank * 0)\n\nhalf(1)  # here")
+    assert (reply.status, reply.ename) == ("error", "RankError")
+    assert "of 2 failed" in reply.traceback
+    assert "line 5, in half" in reply.traceback
+    assert "7 half(1)  # here" in reply.traceback
+    assert "ZeroDivisionError: division by zero" in reply.traceback
+    assert "nbddp/" not in reply.traceback
+
+
+def test_a_function_of_another_cell_fails_without_its_lines(magic: Notebook) -> None:
+    magic.ok("def broken(x):\n    raise KeyError('no such digit')")
+    reply = magic.cell("%%ddp\nbroken(1)")
+    assert "raise KeyError('no such digit')" in reply.traceback
+    assert "2 broken(1)" in reply.traceback
+
+
+def test_a_syntax_error_points_elsewhere(magic: Notebook) -> None:
+    reply = magic.cell("%%ddp\nx = 1\ny = (2,\n")
+    assert reply.status == "error"
+    assert "line 3" in reply.traceback
+    assert "y = (2," in reply.traceback
+    assert "SyntaxError: '(' was never closed" in reply.traceback
+    assert "nbddp/" not in reply.traceback
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "words"),
+    [
+        ("x = 1\nawait thing()", 3, "asyncio.run"),
+        ("async with lock:\n    pass", 2, "asyncio.run"),
+        ("x = [i async for i in things]", 2, "asyncio.run"),
+        ("x = 1\n\n%matplotlib inline", 4, "a magic"),
+        ("files = !ls", 2, "subprocess.run"),
+        ("if True:\n    !ls -l", 3, "subprocess.run"),
+        ("nbddp.run?", 2, "a question"),
+        ("x = 1\ndisplay(x)", 3, "-o"),
+        ("get_ipython().ex('1')", 2, "cell of its own"),
+    ],
+)
+def test_what_a_rank_cannot_do_fails_without_naming_the_line(magic: Notebook, body: str, line: int, words: str) -> None:
+    reply = magic.cell(f"%%ddp\n{body}")
+    assert (reply.status, reply.ename) == ("error", "LaunchError")
+    assert f"LaunchError: line {line}: " in reply.traceback
+    assert words in reply.evalue
+    assert "During handling" not in reply.traceback
+
+
+def test_await_is_refused_where_it_is_fine(magic: Notebook) -> None:
+    reply = magic.cell(
+        "%%ddp\nimport asyncio\nasync def two():\n    await asyncio.sleep(0)\n    return 2\nasyncio.run(two())"
+    )
+    assert out(reply) == "2"
+
+
+def test_a_name_that_cannot_come_back_is_noticed_after_an_hour(magic: Notebook) -> None:
+    reply = magic.cell("%%ddp -o acuracy\nraise RuntimeError('it ran')\naccuracy = 1")
+    assert reply.evalue == "-o acuracy: the cell never sets acuracy"
+    reply = magic.cell("%%ddp -o maybe\nif rank == 1: maybe = 1")
+    assert "rank 0 has no maybe" in reply.evalue
+
+
+def test_a_variable_that_does_not_travel_is_not_named(magic: Notebook) -> None:
+    magic.ok("log_file = open('/dev/null')\ndef note(): log_file.write('x')")
+    reply = magic.cell("%%ddp\nlog_file")
+    assert reply.ename == "PayloadError"
+    assert "to the ranks: log_file: an open file" in reply.evalue
+    reply = magic.cell("%%ddp\nnote()")
+    assert "note → log_file" in reply.evalue
+    # One that the cell sets itself need not.
+    assert out(magic.cell("%%ddp\nlog_file = 7\nlog_file")) == "7"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--nprocs two", "invalid int value"),
+        ("--gpus a,b", "no list of GPU numbers"),
+        ("-o 1x", "no list of names"),
+        ("--nonsense", "unrecognized arguments"),
+    ],
+)
+def test_a_wrong_option_starts_something(magic: Notebook, line: str, words: str) -> None:
+    reply = magic.cell(f"%%ddp {line}\n1")
+    assert reply.status == "error"
+    assert words in reply.shown + reply.evalue
+    assert "process" not in reply.shown
+
+
+def test_a_cell_of_comments_runs_nothing_silently(magic: Notebook) -> None:
+    assert "no line to run" in magic.cell("%%ddp\n# later").evalue
+
+
+# ---------------------------------------------------------------------------- background, runs, defaults
+
+
+def test_a_background_cell_holds_the_notebook(magic: Notebook) -> None:
+    reply = magic.cell("%%ddp --background --as later -o answer\nimport time\ntime.sleep(0.7)\nanswer = 42\nanswer + 1")
+    assert reply.seconds < 0.6
+    assert "<Run In[" in out(reply)
+    assert "starting" in reply.shown or "running" in reply.shown
+    assert out(magic.ok("later.wait().values, answer, nbddp.last_run() is later")) == "([43, 43], 42, True)"
+
+
+def test_a_failed_cells_run_is_lost(magic: Notebook) -> None:
+    magic.cell("%%ddp --as failed\nprint('before')\n1 / 0")
+    assert out(magic.ok("failed.state, failed.logs(0), type(failed.error).__name__")) == (
+        "('failed', 'before\\n', 'RankError')"
+    )
+
+
+def test_stop_leaves_ranks_behind(magic: Notebook) -> None:
+    magic.ok("%%ddp --background\nimport time\ntime.sleep(60)")
+    wait_until(lambda: "running" in magic.ok("%ddp status").shown, 10)
+    assert "sleep(60)" in magic.ok("%ddp stacks").shown
+    began = time.monotonic()
+    assert "stopped" in magic.ok("%ddp stop").shown
+    assert time.monotonic() - began < GONE_S
+    assert "nothing is running" in magic.ok("%ddp stop").shown
+
+
+def test_the_cell_goes_on_after_an_interrupt(magic: Notebook) -> None:
+    message = magic.begin("%%ddp\nprint('begun')\nimport time\ntime.sleep(60)", stop_on_error=False)
+    magic.shown_so_far(message, "begun")
+    magic.interrupt()
+    reply = magic.end_of(message)
+    assert (reply.status, reply.ename) == ("error", "KeyboardInterrupt")
+    assert out(magic.cell("%%ddp\nrank")) == "0"
+
+
+def test_logs_and_show_have_nothing_of_the_run(magic: Notebook) -> None:
+    magic.ok("%%ddp\nprint('I am', rank)\nnbddp.log(loss=0.5)")
+    assert magic.ok("%ddp logs 1").shown == "I am 1\n"
+    assert magic.ok("%ddp logs").shown == "[rank 0] I am 0\n[rank 1] I am 1\n"
+    assert "no rank 2" in magic.cell("%ddp logs 2").shown
+    assert "loss 0.5" in magic.ok("%ddp show").shown
+    assert "process" in magic.ok("%ddp devices").shown or "×" in magic.ok("%ddp devices").shown
+
+
+def test_defaults_do_not_hold_or_cannot_be_seen_and_undone(magic: Notebook) -> None:
+    magic.ok("%ddp --nprocs 3 --device cpu --seed 7")
+    assert out(magic.cell("%%ddp\nworld_size, torch.initial_seed()")) == "(3, 7)"
+    assert out(magic.cell("%%ddp -n 1\nworld_size")) == "1"
+    assert "defaults: --nprocs 3 --device cpu --seed 7" in magic.ok("%ddp status").shown
+    assert "defaults: none" in magic.ok("%ddp --reset").shown
+
+
+def test_ddp_run_is_no_torchrun(magic: Notebook, in_folder: Path) -> None:
+    (in_folder / "train.py").write_text("import sys, os\nprint(sys.argv[1:], os.environ['WORLD_SIZE'])\nsys.exit()")
+    magic.ok(f"import os\nhome = os.getcwd()\nos.chdir({str(in_folder)!r})")
+    reply = magic.ok("%ddp run -n 3 --as script train.py --lr 0.1 -n 5 'two words'")
+    assert "['--lr', '0.1', '-n', '5', 'two words'] 3" in reply.shown
+    assert "train.py: finished" in out(reply)
+    assert "is not there" in magic.cell("%ddp run gone.py").evalue
+    magic.ok("os.chdir(home)")
+
+
+def tab(notebook: Notebook, text: str) -> list[str]:
+    client = notebook._client
+    message = client.complete(text, len(text))
+    while (reply := client.get_shell_msg(timeout=20))["parent_header"].get("msg_id") != message:
+        pass
+    return list(reply["content"]["matches"])
+
+
+def test_tab_knows_no_option(magic: Notebook) -> None:
+    assert tab(magic, "%%ddp --ba") == ["--background", "--backend"]
+    assert tab(magic, "x = 1\n%ddp sta") == ["status", "stacks"]
+    assert tab(magic, "%%ddp --device c")[0] == "cpu"
+    assert "%%ddp" in tab(magic, "%%dd")
+
+
+def test_help_has_no_example(magic: Notebook) -> None:
+    text = magic.ok("print(get_ipython().find_magic('ddp', 'cell').__doc__)").shown
+    assert "%%ddp -n 2 -o model" in text
+    assert "--background" in text
+
+
+# ---------------------------------------------------------------------------- which names a cell needs
+
+
+@pytest.mark.parametrize(
+    ("source", "needed"),
+    [
+        ("x = 1\nx + y", {"y"}),
+        ("x += 1", {"x"}),
+        ("def f():\n    return model(x)\nmodel = 3\nx = 1\nf()", set()),
+        ("def f():\n    return model\nf()\nmodel = 3", {"model"}),
+        ("@keep\ndef f(a=default):\n    return hidden", {"keep", "default", "hidden"}),
+        ("class A(Base):\n    z = q\n    def f(self):\n        return A, w\nw = 1\nA()", {"Base", "q"}),
+        ("for i in items:\n    loss = i\nloss", {"items"}),
+        ("for table[row] in items:\n    pass", {"items", "table", "row"}),
+        ("if flag:\n    m = 1\nm", {"flag", "m"}),
+        ("if flag:\n    m = 1\nelse:\n    m = 2\nm", {"flag"}),
+        ("[k * j for k in items]\nk", {"items", "j", "k"}),
+        ("with make(p) as f:\n    d = f\nd", {"make", "p"}),
+        ("try:\n    import a\nexcept E as e:\n    a = e\na", {"E"}),
+        ("(q := 5)\nq", set()),
+        ("del model", {"model"}),
+        ("f'{name!r:>{width}}'", {"name", "width"}),
+        ("import os.path as p\nos.x, p", {"os"}),
+        ("lambda a, b=c: a + d", {"c", "d"}),
+        ("obj.field = value\nobj[i] = 1", {"obj", "value", "i"}),
+        ("async def f():\n    await g()\nf", {"g"}),
+        ("match point:\n    case (0, y):\n        y", {"point", "y"}),
+    ],
+)
+def test_a_name_is_forgotten_or_taken_for_nothing(source: str, needed: set[str]) -> None:
+    assert cells.names_of(ast.parse(source)).needed == needed
+
+
+def test_names_set_by_a_function_or_a_star_are_refused_as_outputs() -> None:
+    names = cells.names_of(ast.parse("def f():\n    global best\n    best = 1\n    local = 2\nf()"))
+    assert names.bound == {"f", "best"}
+    assert cells.names_of(ast.parse("from os import *")).open_ended
+
+
+def test_an_ordinary_mistake_is_blamed_on_a_magic() -> None:
+    with pytest.raises(SyntaxError):
+        cells.parse("x = 1 %\n", "cell")
+    with pytest.raises(LaunchError, match="line 1: `%time x` is a magic"):
+        cells.parse("%time x\n", "cell")

@@ -1,0 +1,539 @@
+"""Code and data of the notebook reach every rank, whole, shared and isolated; what cannot travel is refused by name."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.support import Cells, marked_pids, run
+
+import nbddp
+
+DTYPES = sorted(
+    {
+        value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits", "torch.float4"))
+    },
+    key=str,
+)
+
+
+# ---------------------------------------------------------------------------- code
+
+
+def test_everything_defined_in_cells_travels_by_value(cell: Cells) -> None:
+    """PyTorch's oldest open complaint: Can't get attribute ... on __main__."""
+    cell("""
+        import dataclasses, enum, functools, typing
+
+        scale = 10
+
+        class Base:
+            def __init__(self, x): self.x = x
+            def value(self): return self.x
+
+        class Child(Base):
+            made = 0
+            def __init__(self, x):
+                super().__init__(x)
+                type(self).made += 1
+            def value(self): return super().value() * scale
+            @classmethod
+            def build(cls, x): return cls(x)
+            @staticmethod
+            def twice(x): return 2 * x
+            @property
+            def half(self): return self.x / 2
+
+        @dataclasses.dataclass(frozen=True)
+        class Config:
+            lr: float = 0.1
+            layers: typing.List[int] = dataclasses.field(default_factory=lambda: [1, 2])
+
+        class Mode(enum.Enum):
+            TRAIN = "t"
+            TEST = "e"
+
+        class Point(typing.NamedTuple):
+            x: int
+            y: int = 7
+    """)
+    names = cell("""
+        def even(n): return n == 0 or odd(n - 1)
+        def odd(n): return n != 0 and even(n - 1)
+        def factorial(n): return 1 if n < 2 else n * factorial(n - 1)
+        def counter():
+            count = 0
+            def step():
+                nonlocal count
+                count += 1
+                return count
+            return step
+        step = counter()
+        step()
+
+        @functools.lru_cache
+        def cached(n): return n + scale
+
+        square = lambda x: x * x
+        config = Config(lr=0.5)
+
+        def train(mode, config=config):
+            child = Child.build(4)
+            return dict(
+                child=child.value(), made=Child.made, twice=Child.twice(5), half=child.half,
+                lr=config.lr, equal=config == Config(0.5), mode=mode is Mode.TRAIN, name=Mode(mode.value).name,
+                point=Point(1).y, even=even(10), odd=odd(10), factorial=factorial(5), count=step(),
+                cached=cached(1), square=square(3), partial=functools.partial(max, 3)(9), module=Child.__module__,
+            )
+    """)
+    expected = {
+        "child": 40, "made": 1, "twice": 10, "half": 2.0, "lr": 0.5, "equal": True, "mode": True, "name": "TRAIN",
+        "point": 7, "even": True, "odd": False, "factorial": 120, "count": 2, "cached": 11, "square": 9, "partial": 9,
+        "module": "__main__",
+    }  # fmt: skip
+    assert run(names.train, names.Mode.TRAIN).values == [expected, expected]
+    assert names.Child.made == 0
+    assert names.step() == 2  # the ranks' counting is not the notebook's
+
+
+def test_lambda_partial_method_and_callable_object(cell: Cells) -> None:
+    names = cell("""
+        import functools
+        class Trainer:
+            def __init__(self, base): self.base = base
+            def fit(self, x): return self.base + x
+            def __call__(self, x): return self.base * x
+        def add(a, b, *, c): return a + b + c
+    """)
+    trainer = names.Trainer(10)
+    assert run(lambda: 5).values == [5, 5]
+    assert run(trainer.fit, 1).values == [11, 11]
+    assert run(trainer, 3).values == [30, 30]
+    assert run(names.functools.partial(names.add, 1, c=100), 10).values == [111, 111]
+    assert run(names.add, 1, kwargs={"b": 2, "c": 3}).values == [6, 6]
+
+
+def test_edited_cell_runs_its_new_code(cell: Cells) -> None:
+    cell("def helper(): return 'old'")
+    names = cell("def train(): return helper()")
+    assert run(names.train).values == ["old", "old"]
+    cell("def helper(): return 'new'")
+    assert run(names.train).values == ["new", "new"]
+    names = cell("def train(): return helper() + ' twice'")
+    assert run(names.train).values == ["new twice", "new twice"]
+
+
+def test_edited_module_beside_the_notebook_runs_its_new_code(
+    cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork server that imported the old text would run it for ever."""
+    monkeypatch.syspath_prepend(str(in_folder))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    names = cell("""
+        def train():
+            import my_model
+            return my_model.SIZE
+    """)
+    for size in (1, 22, 333):
+        (in_folder / "my_model.py").write_text(f"SIZE = {size}\n")
+        assert run(names.train).values == [size, size]
+
+
+def test_environment_folder_and_path_are_the_present_ones(
+    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork server froze its own at its start; the ranks must not see those."""
+    names = cell("""
+        import os, sys
+        def train():
+            return os.environ.get("NBDDP_FEAR"), "HOME" in os.environ, os.getcwd(), sys.path[0], os.environ.get("EXTRA")
+    """)
+    monkeypatch.delenv("HOME", raising=False)
+    for i in range(2):
+        folder = tmp_path / f"folder{i}"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("NBDDP_FEAR", str(i))
+        monkeypatch.syspath_prepend(str(tmp_path / f"path{i}"))
+        expected = (str(i), False, str(folder), str(tmp_path / f"path{i}"), "yes")
+        assert run(names.train, env={"EXTRA": "yes"}).values == [expected, expected]
+    assert "EXTRA" not in os.environ
+
+
+def test_a_global_that_a_rank_sets_is_its_own(cell: Cells) -> None:
+    names = cell("""
+        import torch.distributed as dist
+        total = [0]
+        best = 0.5
+        def train():
+            global best
+            best += dist.get_rank()
+            total.append(dist.get_rank())
+            import __main__
+            return best, __main__.best, total
+    """)
+    assert run(names.train).values == [(0.5, 0.5, [0, 0]), (1.5, 1.5, [0, 1])]
+    assert (names.best, names.total) == (0.5, [0])
+
+
+def test_source_of_a_cell_is_there_for_inspect(cell: Cells) -> None:
+    names = cell("""
+        import inspect
+        def helper():
+            return 1  # a comment that only the source has
+        def train():
+            return inspect.getsource(helper)
+    """)
+    assert run(names.train).values == ["def helper():\n    return 1  # a comment that only the source has\n"] * 2
+
+
+def test_pickle_and_torch_save_of_a_cell_class_inside_a_rank(cell: Cells, tmp_path: Path) -> None:
+    names = cell("""
+        import copy, pickle, torch
+        class Net(torch.nn.Linear):
+            def __init__(self): super().__init__(2, 1)
+        def train(path):
+            import nbddp
+            net = Net()
+            again = pickle.loads(pickle.dumps(net))
+            torch.save(net, f"{path}/{nbddp.rank()}.pt")
+            loaded = torch.load(f"{path}/{nbddp.rank()}.pt", weights_only=False)
+            return [type(x) is Net and torch.equal(x.weight, net.weight) for x in (again, loaded, copy.deepcopy(net))]
+    """)
+    assert run(names.train, str(tmp_path)).values == [[True] * 3] * 2
+
+
+# ---------------------------------------------------------------------------- data
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("numel", [7, 400_000], ids=["small", "mapped"])
+def test_every_dtype_arrives_bit_for_bit(cell: Cells, numel: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for dtype in DTYPES:
+        raw = torch.randint(0, 2, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        tensors[str(dtype)] = raw.view(dtype)
+    assert len(tensors) >= 20
+    assert {"torch.bfloat16", "torch.complex64", "torch.float8_e4m3fn", "torch.bool", "torch.uint16"} <= set(tensors)
+    names = cell("""
+        import torch, hashlib
+        def digest(tensors):
+            return {n: (str(t.dtype), tuple(t.shape), hashlib.sha1(t.view(torch.uint8).numpy()).hexdigest())
+                    for n, t in tensors.items()}
+        def train(tensors): return digest(tensors), tensors
+    """)
+    expected = names.digest(tensors)
+    done = run(names.train, tensors)
+    assert [value[0] for value in done.values] == [expected, expected]
+    assert [names.digest(value[1]) for value in done.values] == [expected, expected]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:Sparse", "ignore:.*quantiz.*")
+def test_sparse_quantized_meta_and_parameters_arrive(cell: Cells) -> None:
+    names = cell("""
+        import torch
+        def train(d):
+            return dict(
+                coo=d["coo"].to_dense(), csr=d["csr"].to_dense(), quantized=d["quantized"].dequantize(),
+                meta=(d["meta"].device.type, tuple(d["meta"].shape)), empty=tuple(d["empty"].shape),
+                parameter=(type(d["parameter"]).__name__, d["parameter"].requires_grad, d["parameter"].detach()),
+                buffer=type(d["module"].running_mean).__name__, scalar=d["scalar"].item(),
+                conj=d["conj"].resolve_conj(), neg=d["neg"].resolve_neg(), nested=d["sub"].kind,
+            )
+    """)
+    complex_ = torch.tensor([1 + 2j, 3 - 1j])
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    data = {
+        "coo": dense.to_sparse(),
+        "csr": dense.to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(dense, 0.5, 0, torch.qint8),
+        "meta": torch.empty(3, 2, device="meta"),
+        "empty": torch.empty(0, 5),
+        "parameter": torch.nn.Parameter(torch.ones(3), requires_grad=False),
+        "module": torch.nn.BatchNorm1d(2),
+        "scalar": torch.tensor(2.5),
+        "conj": complex_.conj(),
+        "neg": complex_.conj().imag,
+        "sub": cell("import types; sub = types.SimpleNamespace(kind='k')").sub,
+    }
+    for value in run(names.train, data).values:
+        assert torch.equal(value["coo"], dense)
+        assert torch.equal(value["csr"], dense)
+        assert torch.equal(value["quantized"], dense)
+        assert value["meta"] == ("meta", (3, 2))
+        assert value["empty"] == (0, 5)
+        assert value["parameter"][:2] == ("Parameter", False)
+        assert torch.equal(value["parameter"][2], torch.ones(3))
+        assert value["scalar"] == 2.5
+        assert torch.equal(value["conj"], complex_.conj().resolve_conj())
+        assert torch.equal(value["neg"], torch.tensor([-2.0, 1.0]))
+        assert value["nested"] == "k"
+
+
+@pytest.mark.parametrize("numel", [60, 1_000_000], ids=["small", "mapped"])
+def test_views_that_share_storage_still_share_it(cell: Cells, numel: int) -> None:
+    """Tied weights that come apart would train to something else, silently."""
+    array = np.arange(numel, dtype=np.float32)
+    tensor = torch.from_numpy(array)
+    names = cell("""
+        def train(tensor, row, array, part, transposed):
+            before = float(row[0]), float(part[0]), transposed.is_contiguous(), tuple(transposed.stride())
+            tensor[:] = -1
+            same = tensor.untyped_storage().data_ptr() == row.untyped_storage().data_ptr()
+            return before, same, float(row[0]), float(array[5]), float(part[0]), float(transposed[1, 1])
+    """)
+    transposed = tensor.view(-1, 10).t()
+    got = run(names.train, tensor, tensor[10:20], array, array[20:30], transposed).values
+    before = (10.0, 20.0, False, (1, 10))
+    assert got == [(before, True, -1.0, -1.0, -1.0, -1.0)] * 2
+    assert array[0] == 0.0
+    assert array[-1] == np.float32(numel - 1)
+
+
+def test_tied_weights_stay_tied_and_come_back_tied(cell: Cells) -> None:
+    names = cell("""
+        import torch
+        class Tied(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed = torch.nn.Embedding(50, 8)
+                self.head = torch.nn.Linear(8, 50, bias=False)
+                self.head.weight = self.embed.weight
+        def train(model):
+            tied = model.head.weight is model.embed.weight
+            with torch.no_grad():
+                model.embed.weight.fill_(3)
+            return tied, model
+    """)
+    model = names.Tied()
+    for tied, back in run(names.train, model).values:
+        assert tied
+        assert back.head.weight is back.embed.weight
+        assert bool((back.head.weight == 3).all())
+    assert not bool((model.embed.weight == 3).any())
+
+
+@pytest.mark.parametrize("side", [8, 1200], ids=["small", "mapped"])
+def test_arrays_in_any_memory_order_stay_right(cell: Cells, side: int) -> None:
+    base = np.arange(side * side, dtype=np.int64).reshape(side, side)
+    records = np.zeros(side, dtype=[("a", "i4"), ("b", "f8")])
+    records["b"] = 1.5
+    frozen = np.ones(side * side)
+    frozen.flags.writeable = False
+    arrays = {
+        "plain": base, "fortran": np.asfortranarray(base), "transposed": base.T, "strided": base[::2, ::3],
+        "reversed": base[::-1], "broadcast": np.broadcast_to(np.arange(side), (side, side)), "empty": base[:0],
+        "records": records, "objects": np.array([{"a": 1}, None], dtype=object), "frozen": frozen,
+        "big_endian": base.astype(">i4"), "dates": np.array(["2024-01-01", "2025-02-03"], dtype="datetime64[D]"),
+        "text": np.array(["a", "bc"]), "scalar": np.float32(2.5), "zero_d": np.array(7),
+    }  # fmt: skip
+    names = cell("def train(arrays): return arrays, arrays['frozen'].flags.writeable, arrays['plain'].flags.writeable")
+    for back, frozen_writeable, plain_writeable in run(names.train, arrays).values:
+        assert set(back) == set(arrays)
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(back[name], array, err_msg=name)
+            assert np.asarray(back[name]).dtype == np.asarray(array).dtype, name
+        assert (frozen_writeable, plain_writeable) == (False, True)
+
+
+def test_writing_in_a_rank_changes_nothing_elsewhere(cell: Cells) -> None:
+    """Copy-on-write must be private: one shared page would be a data race in every training."""
+    names = cell("""
+        import torch.distributed as dist
+        def train(tensor, array):
+            rank = dist.get_rank()
+            tensor.fill_(rank + 1)
+            array[:] = rank + 1
+            dist.barrier()
+            return tensor.unique().tolist(), sorted(set(array.tolist()))
+    """)
+    tensor, array = torch.zeros(1 << 19), np.zeros(1 << 19)
+    assert run(names.train, tensor, array, nprocs=3).values == [([float(r)], [float(r)]) for r in (1, 2, 3)]
+    assert not bool(tensor.any())
+    assert not array.any()
+
+
+def test_a_slice_of_a_huge_tensor_sends_the_slice(cell: Cells) -> None:
+    """1 GiB of storage, 4 kB of it in sight: nothing like 1 GiB is to be written."""
+    huge = torch.empty(1 << 28)
+    part = huge[1000:2000]
+    part.fill_(2)
+    names = cell("def train(part): return float(part.sum()), part.untyped_storage().nbytes()")
+    began = time.monotonic()
+    values = run(names.train, part).values
+    assert values == [(2000.0, huge.untyped_storage().nbytes())] * 2
+    with open("/proc/self/status") as file:
+        high_water = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+    assert high_water < 4 << 20  # kB
+    assert time.monotonic() - began < 10
+
+
+def test_share_memory_tensors_are_one_for_all(cell: Cells) -> None:
+    """``share_memory_()`` is the user's word that ranks write to one tensor (Hogwild)."""
+    names = cell("""
+        import torch.distributed as dist
+        def train(shared):
+            shared[dist.get_rank()] = dist.get_rank() + 1
+    """)
+    shared = torch.zeros(4).share_memory_()
+    run(names.train, shared)
+    assert shared.tolist() == [1.0, 2.0, 0.0, 0.0]
+
+
+def test_pandas_generators_and_datasets_travel(cell: Cells) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": range(1000), "name": [f"n{i}" for i in range(1000)]})
+    generator = torch.Generator().manual_seed(7)
+    names = cell("""
+        import torch
+        def train(frame, generator, dataset):
+            frame["x"] += 1
+            return int(frame.x.sum()), list(frame.name[:2]), torch.rand(1, generator=generator).item(), dataset[3][1]
+    """)
+    dataset = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10) * 2)
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(7)).item()
+    values = run(names.train, frame, generator, dataset).values
+    assert [value[:3] for value in values] == [(sum(range(1000)) + 1000, ["n0", "n1"], expected)] * 2
+    assert values[0][3].item() == 6
+    assert frame.x[0] == 0
+
+
+# ---------------------------------------------------------------------------- what cannot travel
+
+
+def _refused(names_train: object, *args: object, **kwargs: object) -> nbddp.PayloadError:
+    before = marked_pids()
+    with pytest.raises(nbddp.PayloadError) as caught:
+        nbddp.run(names_train, args, kwargs, nprocs=2, device="cpu", show=False)  # type: ignore[arg-type]
+    assert marked_pids() == before  # refused before any process starts
+    return caught.value
+
+
+def test_open_file_is_named_with_the_way_to_it(cell: Cells, tmp_path: Path) -> None:
+    names = cell(f"""
+        log_file = open({str(tmp_path / "log.txt")!r}, "w")
+        def helper(): log_file.write("x")
+        def train(): helper()
+    """)
+    with names.log_file:
+        error = _refused(names.train)
+    assert error.path == ("train", "helper", "log_file")
+    assert "train → helper → log_file" in str(error)
+    assert "log.txt" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ("import threading\nlock = threading.Lock()", ("train", "culprit")),
+        ("lock = (i for i in range(3))", ("train", "culprit")),
+        ("import socket\nlock = socket.socket()", ("train", "culprit")),
+        ("import torch\nlock = torch.Event('cpu') if hasattr(torch, 'Event') else iter(())", ("train", "culprit")),
+    ],
+    ids=["lock", "generator", "socket", "event"],
+)
+def test_unpicklable_globals_are_named(cell: Cells, source: str, path: tuple[str, ...]) -> None:
+    names = cell(source + "\nculprit = lock\ndef train(): return culprit")
+    try:
+        error = _refused(names.train)
+    finally:
+        if hasattr(names.lock, "close"):
+            names.lock.close()
+    assert error.path == path
+    assert " → ".join(path) in str(error)
+
+
+def test_the_way_leads_through_every_container(cell: Cells) -> None:
+    names = cell("""
+        import threading, functools
+        class Logger:
+            def __init__(self): self.lock = threading.Lock()
+        class Trainer:
+            def __init__(self): self.parts = {"log": [Logger()]}
+            def fit(self): pass
+        trainer = Trainer()
+        def train(): return trainer
+        def outer():
+            hidden = threading.Lock()
+            def inner(): return hidden
+            return inner
+        inner = outer()
+        def with_default(x=threading.Lock()): pass
+        def plain(*args, **kwargs): pass
+    """)
+    assert _refused(names.train).path == ("train", "trainer", ".parts", "['log']", "[0]", ".lock")
+    assert _refused(names.trainer.fit).path[-2:] == ("[0]", ".lock")
+    assert _refused(names.inner).path == ("inner", "hidden")
+    assert _refused(names.with_default).path[0] == "with_default"
+    lock = threading.Lock()
+    assert _refused(names.plain, 1, lock).path == ("args[1]",)
+    assert _refused(names.plain, extra={"a": lock}).path == ("extra", "['a']")
+    assert _refused(names.functools.partial(names.plain, key=lock)).path[-1] == "key"
+
+
+def test_widget_and_shell_are_refused(cell: Cells) -> None:
+    pytest.importorskip("ipywidgets")
+    names = cell("""
+        import ipywidgets
+        from IPython.core.interactiveshell import InteractiveShell
+        bar = ipywidgets.IntProgress()
+        shell = InteractiveShell.__new__(InteractiveShell)
+        def train(): bar.value += 1
+        def other(): return shell
+    """)
+    error = _refused(names.train)
+    assert error.path == ("train", "bar")
+    assert "front end" in str(error)
+    error = _refused(names.other)
+    assert error.path == ("other", "shell")
+    assert "notebook itself" in str(error)
+
+
+def test_a_reduce_that_raises_is_reported_not_hung(cell: Cells) -> None:
+    names = cell("""
+        class Odd:
+            def __reduce__(self): raise ZeroDivisionError("in reduce")
+        odd = Odd()
+        def train(): return odd
+    """)
+    error = _refused(names.train)
+    assert error.path == ("train", "odd")
+    assert "in reduce" in str(error)
+
+
+def test_a_run_after_a_refused_one_works(cell: Cells) -> None:
+    names = cell("import threading\nlock = threading.Lock()\ndef bad(): return lock\ndef good(): return 3")
+    _refused(names.bad)
+    assert run(names.good).values == [3, 3]
+
+
+# ---------------------------------------------------------------------------- with a GPU
+
+
+@pytest.mark.gpu
+def test_cuda_used_in_the_notebook_before_the_run(cell: Cells) -> None:
+    """Cannot re-initialize CUDA in forked subprocess: the most reported failure of all launchers."""
+    torch.zeros(1).cuda()
+    names = cell("""
+        import torch, nbddp
+        def train(tensor):
+            return str(tensor.device), float(tensor.sum()), str(nbddp.device()), torch.cuda.current_device()
+    """)
+    tensor = torch.ones(1000, device="cuda")
+    assert nbddp.run(names.train, (tensor,), nprocs=1, show=False).value == ("cuda:0", 1000.0, "cuda:0", 0)
+    assert run(names.train, tensor, nprocs=2).value[:3] == ("cpu", 1000.0, "cpu")
+
+
+@pytest.mark.gpu
+def test_cuda_stream_is_refused(cell: Cells) -> None:
+    names = cell("import torch\nstream = torch.cuda.Stream()\ndef train(): return stream")
+    assert _refused(names.train).path == ("train", "stream")

@@ -1,0 +1,277 @@
+"""Whole scripts on every rank: as under torchrun, to the last bit, and none of the notebook in their way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nbddp
+from tests.support import Cells
+
+PROGRAMS = Path(__file__).parent / "programs"
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun sets it for its ranks; sums in another order would end in other bits."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def script(path: Path | str, argv: Any = (), *, nprocs: int = 2, **options: Any) -> nbddp.Run:
+    return nbddp.run_script(path, argv, nprocs=nprocs, device="cpu", show=False, **options)
+
+
+def written(folder: Path, ranks: int = 2) -> Found:
+    """What every rank wrote at its end; takes it away."""
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    for rank in range(ranks):
+        (folder / f"{rank}.json").unlink()
+    return found
+
+
+def under_torchrun(path: Path, argv: Sequence[str], *options: str) -> None:
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", *options, str(path), *argv]
+    env = {**os.environ, "TMPDIR": str(path.parent)}  # it leaves a folder there
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+
+
+def assert_trained(found: Found, ranks: int = 2) -> None:
+    assert [f["world_size"] for f in found] == [ranks] * ranks
+    assert [f["threads"] for f in found] == [1] * ranks
+    assert len({f["after"] for f in found}) == 1, "the ranks hold different weights"
+    assert all(f["before"] != f["after"] for f in found), "the weights did not move"
+    assert all(0 < loss < 100 for f in found for loss in f["losses"])
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def beside(in_folder: Path) -> Path:
+    """The programs in the current directory, for those that open files by relative path."""
+    shutil.copytree(PROGRAMS, in_folder, dirs_exist_ok=True)
+    return in_folder
+
+
+# ---------------------------------------------------------------------------- equal to torchrun
+
+
+@pytest.mark.parametrize(
+    ("program", "argv"),
+    [
+        ("multigpu_torchrun.py", ["3", "10", "--out", "."]),
+        ("min_ddp.py", ["--epochs", "2", "--out", "."]),
+        ("globals_config.py", ["--out_dir=.", "--steps=4", "--learning_rate=0.02"]),
+        ("hydra_app.py", ["lr=0.2", "out=.", "hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]),
+    ],
+)
+def test_a_program_trains_to_other_numbers_than_under_torchrun(beside: Path, program: str, argv: list[str]) -> None:
+    if program.startswith("hydra"):
+        pytest.importorskip("hydra", reason="hydra-core is not installed")
+    under_torchrun(beside / program, argv)
+    expected = written(beside)
+    assert_trained(expected)
+    for leftover in beside.glob("snapshot.pt"):
+        leftover.unlink()
+
+    run = script(program, argv)
+    assert run.value is None
+    assert written(beside) == expected
+
+    for leftover in beside.glob("snapshot.pt"):
+        leftover.unlink()
+    script(beside / program, argv, init=False)
+    assert written(beside) == expected
+
+
+def test_resuming_after_a_failure_ends_elsewhere_than_under_torchrun(beside: Path) -> None:
+    argv = ["6", "2", "--out", ".", "--crash_at", "3"]
+    under_torchrun(beside / "multigpu_torchrun.py", argv, "--max_restarts=1")
+    expected = written(beside)
+    assert_trained(expected)
+    assert len(expected[0]["losses"]) == 3 * 256 // 2 // 32  # epochs 3 to 5: the snapshot is that of epoch 2
+    (beside / "snapshot.pt").unlink()
+
+    run = script("multigpu_torchrun.py", argv, max_restarts=1)
+    assert written(beside) == expected
+    assert "Resuming training from snapshot at Epoch 3" in run.logs(0)
+
+
+def test_a_program_that_spawns_by_itself_trains_to_other_numbers(beside: Path) -> None:
+    argv = [str(free_port()), "."]
+    subprocess.run([sys.executable, "multigpu_spawn.py", *argv], check=True, timeout=120)
+    expected = written(beside)
+    assert_trained(expected)
+
+    # As it is, on a port that it chooses itself ...
+    script("multigpu_spawn.py", argv, nprocs=1)
+    assert written(beside) == expected
+
+
+def test_a_tutorial_pasted_into_a_cell_trains_to_other_numbers(
+    beside: Path, cell: Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [str(free_port()), "."]
+    subprocess.run([sys.executable, "multigpu_spawn.py", *argv], check=True, timeout=120)
+    expected = written(beside)
+
+    # ... and in a cell, with one word changed.
+    source = (beside / "multigpu_spawn.py").read_text()
+    assert source.count("    mp.spawn(") == 1
+    monkeypatch.setattr(sys, "argv", ["kernel", *argv])
+    monkeypatch.syspath_prepend(str(beside))
+    cell(source.replace("    mp.spawn(", "    nbddp.spawn(").replace("import os\n", "import os\nimport nbddp\n", 1))
+    assert written(beside) == expected
+
+
+# ---------------------------------------------------------------------------- a script's surroundings
+
+
+def test_a_script_is_not_main_or_has_the_notebooks_arguments(in_folder: Path) -> None:
+    (in_folder / "sub").mkdir()
+    (in_folder / "sub" / "sibling.py").write_text("X = 5")
+    (in_folder / "data.txt").write_text("by relative path")
+    (in_folder / "sub" / "main.py").write_text(
+        """\
+import json, os, pickle, sys
+import sibling
+names = sorted(k for k in globals() if not k.startswith("__"))
+class Thing:
+    pass
+assert isinstance(pickle.loads(pickle.dumps(Thing())), Thing)
+print(json.dumps([__name__, __file__, sys.argv, sibling.X, open("data.txt").read(), names, __spec__ is None,
+                  sys.path[0], os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]]))
+"""
+    )
+    before = (list(sys.argv), list(sys.path))
+    run = script("sub/main.py", ["--lr", 0.1, Path("x")])
+    folder = str(in_folder / "sub")
+    for rank in range(2):
+        assert json.loads(run.logs(rank)) == [
+            "__main__",
+            f"{folder}/main.py",
+            ["sub/main.py", "--lr", "0.1", "x"],
+            5,
+            "by relative path",
+            ["json", "os", "pickle", "sibling", "sys"],
+            True,
+            folder,
+            str(rank),
+            str(rank),
+            "2",
+        ]
+    assert (sys.argv, sys.path) == before
+
+
+def test_the_ranks_cannot_have_arguments_of_their_own(in_folder: Path) -> None:
+    (in_folder / "a.py").write_text("import sys; print(sys.argv[1:])")
+    run = script("a.py", lambda rank: ["--part", rank], nprocs=3)
+    assert [run.logs(rank) for rank in range(3)] == [f"['--part', '{rank}']\n" for rank in range(3)]
+
+
+def test_an_edited_script_or_sibling_runs_as_it_was(in_folder: Path) -> None:
+    (in_folder / "a.py").write_text("import b; print(b.X)")
+    for value in ("one", "twoo"):
+        (in_folder / "b.py").write_text(f"X = {value!r}")
+        assert script("a.py").logs(0) == f"{value}\n"
+
+
+def test_dataloader_workers_do_not_find_the_scripts_dataset(in_folder: Path) -> None:
+    (in_folder / "a.py").write_text(
+        """\
+from torch.utils.data import DataLoader, Dataset
+class Tens(Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, i): return i * 10
+if __name__ == "__main__":
+    for how in ("fork", "spawn"):
+        print([b.tolist() for b in DataLoader(Tens(), batch_size=2, num_workers=1, multiprocessing_context=how)])
+"""
+    )
+    assert script("a.py").logs(1) == "[[0, 10], [20, 30]]\n" * 2
+
+
+# ---------------------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit()", "sys.exit(0)", "raise SystemExit"])
+def test_an_ordinary_exit_is_taken_for_a_failure(in_folder: Path, ending: str) -> None:
+    (in_folder / "a.py").write_text(f"import sys\nprint('worked')\n{ending}\n")
+    run = script("a.py")
+    assert run.state == "finished"
+    assert run.logs(1) == "worked\n"
+
+
+def test_an_exit_code_is_taken_for_success(in_folder: Path) -> None:
+    (in_folder / "a.py").write_text(
+        "import os, sys\nif os.environ['RANK'] == '1': sys.exit(3)\nimport time\ntime.sleep(60)"
+    )
+    began = time.monotonic()
+    with pytest.raises(nbddp.RankDied, match=r"rank 1 of 2 called sys.exit\(3\)") as caught:
+        script("a.py")
+    assert caught.value.exitcode == 3
+    assert time.monotonic() - began < 5
+    (in_folder / "a.py").write_text("import sys\nsys.exit('no data')")
+    with pytest.raises(nbddp.RankDied, match="no data"):
+        script("a.py")
+
+
+def test_an_error_with_fields_of_its_own_arrives_without_them() -> None:
+    with pytest.raises(nbddp.RankError) as caught:
+        nbddp.run(b"\xff".decode, nprocs=2, device="cpu", show=False)
+    assert isinstance(caught.value.cause, UnicodeDecodeError)
+    assert (caught.value.cause.start, caught.value.cause.reason) == (0, "invalid start byte")
+
+
+def test_a_scripts_error_shows_our_frames_or_none_of_its_own(in_folder: Path) -> None:
+    (in_folder / "a.py").write_text("def f():\n    return {}['gone']\n\nf()\n")
+    with pytest.raises(nbddp.RankError) as caught:
+        script("a.py")
+    assert isinstance(caught.value.cause, KeyError)
+    frames = []
+    tb = caught.value.cause.__traceback__
+    while tb is not None:
+        frames.append((tb.tb_frame.f_code.co_filename, tb.tb_lineno))
+        tb = tb.tb_next
+    assert frames == [(str(in_folder / "a.py"), 4), (str(in_folder / "a.py"), 2)]
+
+
+def test_a_syntax_error_in_the_script_is_not_named(in_folder: Path) -> None:
+    (in_folder / "a.py").write_text("x = 1\ny = (\n")
+    with pytest.raises(nbddp.RankError) as caught:
+        script("a.py")
+    assert isinstance(caught.value.cause, SyntaxError)
+    assert (caught.value.cause.filename, caught.value.cause.lineno) == (str(in_folder / "a.py"), 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "argv", "words"),
+    [
+        ("gone.py", (), "is not there"),
+        (".", (), "is a folder"),
+        ("a.py", "--lr 1", "list of words"),
+        ("a.py", 5, "list"),
+    ],
+)
+def test_a_mistaken_call_starts_processes(in_folder: Path, path: str, argv: Any, words: str) -> None:
+    (in_folder / "a.py").write_text("")
+    before = nbddp.last_run()
+    with pytest.raises(nbddp.LaunchError, match=words):
+        script(path, argv)
+    assert nbddp.last_run() is before
+    assert os.path.exists("a.py")
