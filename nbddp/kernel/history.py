@@ -18,6 +18,8 @@ from nbddp import wire
 if TYPE_CHECKING:
     import pandas as pd
 
+    from nbddp.panel.picture import Picture
+
 _RECORD_DTYPE = np.dtype(
     [("kind", "u1"), ("op", "u1"), ("id", "<u2"), ("weight", "<f4"), ("step", "<i8"), ("value", "<f8"), ("time", "<f8")]
 )
@@ -41,6 +43,19 @@ class Series(NamedTuple):
     values: npt.NDArray[np.float64]
 
 
+class Spread(NamedTuple):
+    """A metric's lowest and highest value over the ranks, at the steps that they share.
+
+    Attributes:
+        steps: int64, shape (n,).
+        low, high: float64, shape (n,).
+    """
+
+    steps: npt.NDArray[np.int64]
+    low: npt.NDArray[np.float64]
+    high: npt.NDArray[np.float64]
+
+
 class _Column:
     """Growing steps, values and times of one metric on one rank."""
 
@@ -59,8 +74,9 @@ class _Column:
         self.values.append(value)
         self.times.append(at)
 
-    def series(self, start: int = 0) -> Series:
-        return Series(np.array(self.steps[start:], dtype=np.int64), np.array(self.values[start:], dtype=np.float64))
+    def series(self, start: int = 0, stop: int | None = None) -> Series:
+        steps, values = self.steps[start:stop], self.values[start:stop]
+        return Series(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -278,6 +294,39 @@ class History:
             writer = csv.writer(file)
             writer.writerow(["step", *names])
             writer.writerows([step, *(rows[step].get(name, "") for name in names)] for step in sorted(rows))
+
+    def spread(self, name: str) -> Spread:
+        """The lowest and highest value over the ranks; empty when one rank alone logs this metric."""
+        return self.new_spread(name, 0)[0]
+
+    def plot(self) -> Picture:
+        """The curves as a picture that shows itself: ``.svg`` is its text, ``.figure()`` one of matplotlib."""
+        from nbddp.panel.picture import Picture
+
+        return Picture(self)
+
+    # ------------------------------------------------------------------ for a view, which has seen a part already
+
+    def new_points(self, name: str, start: int, stop: int | None = None) -> tuple[int, Series]:
+        """The points from this one on, and whose they are: a rank's, or -1 when combined over the ranks.
+
+        When that differs from the last time, the points counted so far were another rank's.
+        """
+        with self._lock:
+            origin = -1 if name in self._combined else min(self._columns[name])
+            return origin, self._main_column(name).series(start, stop)
+
+    def new_spread(self, name: str, start: int, stop: int | None = None) -> tuple[Spread, int]:
+        """The spread from this position on, and the position after it."""
+        with self._lock:
+            columns = list(self._columns[name].values())
+            stop = min(map(len, columns)) if stop is None else stop
+            if len(columns) < 2 or stop <= start:
+                return Spread(np.empty(0, np.int64), np.empty(0), np.empty(0)), start
+            parts = [column.series(start, stop) for column in columns]
+        values = np.stack([part.values for part in parts])
+        same = np.logical_and.reduce([part.steps == parts[0].steps for part in parts])
+        return Spread(parts[0].steps[same], values[:, same].min(0), values[:, same].max(0)), stop
 
     # ------------------------------------------------------------------ for the run
 

@@ -12,6 +12,7 @@ from nbddp.wire import fold
 
 KEPT_BYTES = 4 << 20  # per rank, once the run is over; while it goes on the whole is in the rank's file
 _TAKE_BYTES = 64 << 10
+_BEHIND_BYTES = 128 << 10  # a reader further behind than this skips to the end
 
 
 def open_output() -> int:
@@ -36,6 +37,7 @@ class RankOutput:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._kept = ""
         self._untaken = ""
+        self._end = (0, b"")  # once closed: the file's size, and its last bytes
 
     def take(self) -> str:
         """What came since the last call, at most 64 KiB at a time; ``""`` when there is nothing new."""
@@ -44,6 +46,29 @@ class RankOutput:
                 text, self._untaken = self._untaken, ""
                 return text
             return self._take()
+
+    def since(self, position: int, limit: int) -> tuple[str, int, bool]:
+        """At most ``limit`` bytes from this position on, for a reader beside :meth:`take`.
+
+        Returns:
+            the text, the position after it, and whether it follows on: a reader too far behind is taken to the end.
+        """
+        with self._lock:
+            size = os.fstat(self._fd).st_size if self._fd is not None else self._end[0]
+            follows = 0 <= size - position <= _BEHIND_BYTES
+            if not follows:
+                position = max(0, size - limit)
+            data = self._bytes_at(position, limit)
+        # A character cut in two waits for its other half.
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        return text, position + used, follows
+
+    def _bytes_at(self, position: int, count: int) -> bytes:
+        if self._fd is not None:
+            return os.pread(self._fd, count, position)
+        size, last = self._end
+        start = max(0, position - (size - len(last)))
+        return last[start : start + count]
 
     def text(self) -> str:
         """Everything printed, folded; after the end of the run its newest 4 MiB."""
@@ -62,6 +87,7 @@ class RankOutput:
             if self._fd is None:
                 return
             size = os.fstat(self._fd).st_size
+            self._end = (size, os.pread(self._fd, _BEHIND_BYTES, max(0, size - _BEHIND_BYTES)))
             text = fold(self._read(-KEPT_BYTES))
             dropped = size - KEPT_BYTES
             self._kept = f"[{dropped:,} older bytes are no longer kept]\n{text}" if dropped > 0 else text

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, BinaryIO
@@ -14,12 +15,14 @@ import torch
 
 from nbddp import culprit, errors, payload
 from nbddp.errors import NbddpError
+from nbddp.kernel.gauges import Gauges
 from nbddp.kernel.history import History
 from nbddp.kernel.output import labelled
 from nbddp.kernel.plan import Plan, make_plan
 from nbddp.kernel.supervisor import Supervisor
-from nbddp.panel.text import TextView, duration
-from nbddp.panel.view import Status, View
+from nbddp.panel.live import view_for
+from nbddp.panel.text import duration
+from nbddp.panel.view import RankStatus, Status, View
 
 STOP_GRACE_S = 5.0  # between KeyboardInterrupt in the ranks and SIGKILL
 _REDRAW_S = 0.1
@@ -111,18 +114,19 @@ def launch(
 ) -> Run:
     """Pack, start, and unless told otherwise watch until the end."""
     global _last
-    started = _last = Run(plan, *_pack(plan, fn, args, kwargs))
-    view = None if show is False else TextView()
+    started = _last = Run(plan, *_pack(plan, fn, args, kwargs), blocking=wait)
     try:
         started._supervisor.start()
-        if view is not None:
-            view.update(started._status(), started.history)  # a short run may be over at the next look
+        if show is not False:
+            started._open_view(wanted=bool(show))
         if wait:
-            started._watch(view)
+            started._watch()
     except KeyboardInterrupt:
         started._stop_insistently()
-        started._show_end(view)
+        started._redraw()
         raise errors.interrupt(f"{plan.name} was stopped") from None
+    if wait and started.state == "stopped":  # by the panel's button: as if the cell had been interrupted
+        raise errors.interrupt(f"{plan.name} was stopped")
     if wait and started.error is not None:
         raise started.error
     return started
@@ -160,12 +164,16 @@ class Run:
         history: the metrics so far.
     """
 
-    def __init__(self, plan: Plan, packed: payload.Packed, block: BinaryIO) -> None:
+    def __init__(self, plan: Plan, packed: payload.Packed, block: BinaryIO, *, blocking: bool = False) -> None:
         self.name = plan.name
         self.nprocs = plan.nprocs
         self.history = History(plan.nprocs)
         self._plan = plan
         self._supervisor = Supervisor(plan, packed, block, self.history)
+        self._blocking = blocking
+        self._views: list[View] = []
+        self._follower: threading.Thread | None = None
+        self._gauges = Gauges(plan.device, plan.environ)
         _live.add(self)
         self._supervisor.when_done(lambda: _live.discard(self))
 
@@ -253,25 +261,35 @@ class Run:
         return self.wait()
 
     def show(self) -> None:
-        """Show the run here: its state, progress and latest metrics."""
-        TextView().update(self._status(), self.history)
+        """Show the run here: the live panel, also when the run is over; where there is no page, a line of text."""
+        self._open_view(wanted=False, again=True)
 
     # ------------------------------------------------------------------ inside
 
-    def _watch(self, view: View | None) -> None:
-        """On the caller's thread, until the end: only there do all front ends show updates."""
-        while True:
-            over = self._supervisor.join(_REDRAW_S if view is not None else None)
-            if view is not None:
-                view.write(self._new_output())
-                view.update(self._status(), self.history)
-            if over:
-                return
+    def _open_view(self, *, wanted: bool, again: bool = False) -> None:
+        """In the calling cell; whoever watches the run keeps it up to date."""
+        view = view_for(_Source(self), wanted=wanted, again=again, echo=self._blocking and not again)
+        view.update(self._status(), self.history)
+        if self._supervisor.done.is_set() and again:
+            return
+        self._views.append(view)
+        if not self._blocking and view.live and self._follower is None:
+            # No cell waits for this run, so the panel needs a thread; it ends with the run.
+            self._follower = threading.Thread(target=self._watch, name=f"nbddp-panel-{self.name}", daemon=True)
+            self._follower.start()
 
-    def _show_end(self, view: View | None) -> None:
-        if view is not None:
-            view.write(self._new_output())
-            view.update(self._status(), self.history)
+    def _watch(self) -> None:
+        """Until the end; of a blocking run on the caller's thread: only there do all front ends show updates."""
+        while not self._supervisor.join(_REDRAW_S if self._views else None):
+            self._redraw()
+        self._redraw()
+
+    def _redraw(self) -> None:
+        output = self._new_output() if self._views and self._blocking else ""
+        status = self._status()
+        for view in list(self._views):
+            view.write(output)
+            view.update(status, self.history)
 
     def _new_output(self) -> str:
         outputs = self._supervisor.outputs
@@ -296,7 +314,24 @@ class Run:
             seconds=self.seconds,
             error=str(error).split("\n")[0] if error is not None else "",
             failed_rank=getattr(error, "rank", None),
+            blocking=self._blocking,
+            ranks=self._rank_statuses(getattr(error, "rank", None)),
         )
+
+    def _rank_statuses(self, failed_rank: int | None) -> tuple[RankStatus, ...]:
+        self._gauges.read(self._supervisor.pids())
+        states = self._supervisor.rank_states()
+        return tuple(self._rank_status(rank, states, failed_rank) for rank in range(self.nprocs))
+
+    def _rank_status(self, rank: int, states: list[str], failed_rank: int | None) -> RankStatus:
+        state = states[rank] if rank < len(states) else "starting"
+        if rank == failed_rank:
+            state = "failed"
+        elif state == "ended" or (state != "finished" and self.state not in ("starting", "running")):
+            state = "stopped"
+        used, total = self._gauges.gpus.get(rank, (None, None))
+        device = self._plan.device if self._plan.device == "cpu" else f"{self._plan.device}:{rank}"
+        return RankStatus(rank, device, state, self._gauges.processes.get(rank), used, total)
 
     def _summary(self) -> str:
         processes = f"{self.nprocs} process{'es' * (self.nprocs != 1)}"
@@ -306,6 +341,22 @@ class Run:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():  # cancelled: nobody waits any more
         future.set_result(None)
+
+
+class _Source:
+    """The run as its views see it: they may look, and ask it to stop."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.history = run.history
+        self.status = run._status
+
+    def output(self, rank: int, position: int, limit: int) -> tuple[str, int, bool]:
+        outputs = self._run._supervisor.outputs
+        return outputs[rank].since(position, limit) if rank < len(outputs) else ("", position, True)
+
+    def stop(self) -> None:
+        self._run._supervisor.request_stop(STOP_GRACE_S)
 
 
 def _stop_all() -> None:

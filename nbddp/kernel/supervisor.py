@@ -58,6 +58,7 @@ class Supervisor:
         self._history = history
         self._lock = threading.Lock()  # over what another thread may ask of the crew while its fds are open
         self._crew: Crew | None = None
+        self._rank_states: list[str] = []
         self._stop_grace_s: float | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._start_method = plan.start_method
@@ -103,6 +104,13 @@ class Supervisor:
         """Of the ranks that have been started, by rank."""
         with self._lock:
             return [worker.pid for worker in self._crew.workers] if self._crew is not None else []
+
+    def rank_states(self) -> list[str]:
+        """``starting``, ``running``, ``finished`` or ``ended`` of the ranks that have been started, by rank."""
+        with self._lock:
+            if self._crew is not None:
+                self._rank_states = [_state_of(worker) for worker in self._crew.workers]
+            return self._rank_states
 
     def disown(self) -> None:
         """In a process forked from the kernel: this run is not its own."""
@@ -164,6 +172,7 @@ class Supervisor:
             self._follow(crew)
 
     def _let_go(self) -> None:
+        self.rank_states()  # the last ones, for who asks later
         with self._lock:
             assert self._crew is not None
             self._crew.close()
@@ -323,6 +332,14 @@ class _BadFork(Exception):
 
 def _has_failed(worker: Worker) -> bool:
     return isinstance(worker.report, (wire.Failed, wire.Exited)) or (worker.report is None and not worker.alive)
+
+
+def _state_of(worker: Worker) -> str:
+    if worker.report is not None:
+        return "finished" if isinstance(worker.report, wire.Finished) else "ended"
+    if not worker.alive:
+        return "ended"
+    return "running" if worker.called else "starting"
 
 
 def _failed_at(worker: Worker) -> float:

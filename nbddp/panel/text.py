@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from nbddp.kernel.history import Bar, History
+from nbddp.panel.summary import seconds_left
 from nbddp.panel.view import Status
 from nbddp.wire import fold
 
@@ -15,19 +16,53 @@ LINE_EVERY_S = 2.0
 OUTPUT_LIMIT = 512 << 10  # bytes of rank 0's output in one cell; the whole is in run.logs(0)
 
 
+class Echo:
+    """Rank 0's output and lines of our own in one stream, each beginning on a line of its own."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._written = 0
+        self._at_line_start = True
+        self._rewritten = ""  # a last line with carriage returns, which may change once more
+
+    def write(self, text: str) -> None:
+        """Output as it comes, folded, up to a limit."""
+        text, self._rewritten = _settled(self._rewritten + text)
+        if not text or self._written >= OUTPUT_LIMIT:
+            return
+        text = text[: OUTPUT_LIMIT - self._written]
+        self._written += len(text)
+        self._put(text)
+        if self._written >= OUTPUT_LIMIT:
+            self.line("[more output is not shown here; run.logs(0) has it]")
+
+    def finish(self) -> None:
+        """Nothing more comes: a line that might have been rewritten stands."""
+        if self._rewritten:
+            self.write("\n")
+
+    def line(self, line: str) -> None:
+        self._put(("" if self._at_line_start else "\n") + line + "\n")
+
+    def _put(self, text: str) -> None:
+        stream = self._stream or sys.stdout
+        stream.write(text)
+        stream.flush()
+        self._at_line_start = text.endswith("\n")
+
+
 class TextView:
     """Lines of text: one when the state changes, one per finished epoch, else at most one every two seconds."""
 
+    live = False  # another cell's output is no place for it
+
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
+        self._echo = Echo(stream)
         self._clock = clock
         self._state = ""
         self._said = ""
         self._said_at = float("-inf")
         self._epoch = 0
-        self._written = 0
-        self._at_line_start = True
-        self._rewritten = ""  # a last line with carriage returns, which may change once more
 
     def update(self, status: Status, history: History) -> None:
         if status.state != self._state:
@@ -37,24 +72,19 @@ class TextView:
             self._say_progress(history)
 
     def write(self, text: str) -> None:
-        text, self._rewritten = _settled(self._rewritten + text)
-        if not text or self._written >= OUTPUT_LIMIT:
-            return
-        text = text[: OUTPUT_LIMIT - self._written]
-        self._written += len(text)
-        self._put(text)
-        if self._written >= OUTPUT_LIMIT:
-            self._line("[more output is not shown here; run.logs(0) has it]")
+        self._echo.write(text)
 
     def _say_state(self, status: Status, history: History) -> None:
         if status.state == "starting":
-            self._line(status.notice or f"{status.name}: {status.summary}")
+            self._echo.line(status.notice or f"{status.name}: {status.summary}")
         elif status.state == "running":
             self._said_at = self._clock()
         else:
-            self.write("\n" if self._rewritten else "")
-            parts = [f"{status.name}: {status.state} after {duration(status.seconds)}", status.summary]
-            self._line(" · ".join(parts + metrics_text(history)))
+            self._echo.finish()
+            self._say_end(status, history)
+
+    def _say_end(self, status: Status, history: History) -> None:
+        self._echo.line(end_text(status, history))
 
     def _say_progress(self, history: History) -> None:
         bars = history.ranks[0].bars
@@ -67,16 +97,7 @@ class TextView:
             return
         self._epoch = epoch
         self._said, self._said_at = line, self._clock()
-        self._line(line)
-
-    def _line(self, line: str) -> None:
-        self._put(("" if self._at_line_start else "\n") + line + "\n")
-
-    def _put(self, text: str) -> None:
-        stream = self._stream or sys.stdout
-        stream.write(text)
-        stream.flush()
-        self._at_line_start = text.endswith("\n")
+        self._echo.line(line)
 
 
 def progress_text(history: History) -> list[str]:
@@ -91,17 +112,10 @@ def progress_text(history: History) -> list[str]:
     return parts
 
 
-def seconds_left(bars: list[Bar]) -> float | None:
-    """Of the whole run: the inner bar counts as a part of the outer one's item."""
-    if not bars:
-        return None
-    outer = bars[0]
-    if len(bars) > 1 and outer.total:
-        inner = bars[1]
-        if inner.rate and inner.total:
-            items = (outer.total - outer.done) * inner.total - inner.done
-            return max(0.0, items / inner.rate)
-    return outer.seconds_left
+def end_text(status: Status, history: History) -> str:
+    """``train: finished after 0:38 · 4 processes · nccl · loss 0.412``."""
+    parts = [f"{status.name}: {status.state} after {duration(status.seconds)}", status.summary]
+    return " · ".join(parts + metrics_text(history))
 
 
 def metrics_text(history: History) -> list[str]:

@@ -1,4 +1,4 @@
-"""Kernel side. What a view of a run is given: one frozen picture of it at a time, and its history."""
+"""Kernel side. What a view of a run is given: one frozen picture of it at a time, its history and its output."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ from typing import Protocol
 from nbddp.kernel.history import History
 
 STATES = ("starting", "running", "finished", "failed", "stopped")
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank at one moment.
+
+    Attributes:
+        device: "cuda:0", "cpu".
+        state: "starting", "running", "finished", "failed" or "stopped".
+        memory_bytes: resident memory of its process, None while unknown.
+        gpu_bytes: memory in use on its GPU, by whatever process; None without one.
+        gpu_total: of that GPU.
+    """
+
+    rank: int
+    device: str
+    state: str
+    memory_bytes: int | None = None
+    gpu_bytes: int | None = None
+    gpu_total: int | None = None
 
 
 @dataclass(frozen=True)
@@ -22,6 +42,8 @@ class Status:
         seconds: since the start, or until the end.
         error: the error on one line, "" if none.
         failed_rank: the rank that the error names, or None.
+        blocking: does a cell wait for this run?
+        ranks: what each rank is doing.
     """
 
     name: str
@@ -31,14 +53,42 @@ class Status:
     seconds: float
     error: str = ""
     failed_rank: int | None = None
+    blocking: bool = True
+    ranks: tuple[RankStatus, ...] = ()
 
     @property
     def over(self) -> bool:
         return self.state in ("finished", "failed", "stopped")
 
 
+class Source(Protocol):
+    """A run, as a view may ask for it and steer it. May be used from any thread."""
+
+    @property
+    def history(self) -> History: ...
+
+    def status(self) -> Status: ...
+
+    def output(self, rank: int, position: int, limit: int) -> tuple[str, int, bool]:
+        """At most ``limit`` bytes of that rank's output from this position on.
+
+        Returns:
+            the text, the position after it, and whether it follows on what was before: not when
+            there was too much to keep up, or the run is over and only the end is kept.
+        """
+
+    def stop(self) -> None:
+        """Ask for the run's end, and return at once."""
+
+
 class View(Protocol):
-    """Shows a run. Called on one thread, at most ten times a second, and once more when it is over."""
+    """Shows a run. Called on one thread, at most ten times a second, and once more when it is over.
+
+    Attributes:
+        live: does it change after its first update without a cell that waits?
+    """
+
+    live: bool
 
     def update(self, status: Status, history: History) -> None: ...
 

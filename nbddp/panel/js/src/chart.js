@@ -1,0 +1,290 @@
+// One chart: the metrics of one family over steps. Raw points faint, the smoothed line strong, ranks as a band.
+
+import uPlot from "uplot";
+import { h, say, show } from "./dom.js";
+import { extent, join, lowerBound, metric, padded, tick } from "./numbers.js";
+import { faint, places } from "./theme.js";
+
+const HEIGHT_PX = 180;
+const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
+const PER_LINE = 4; // columns of a line in uPlot's table: raw, line, high, low
+const SPARSE = 30; // fewer points than this, or a fifth of the densest line's, are drawn as dots and not smoothed
+
+export class Chart {
+  /** `panel` gives: weight, log, zoom, colors, key; and takes: onCursor(x), onZoom([from, to] | null). */
+  constructor(panel, family) {
+    this.panel = panel;
+    this.series = [];
+    this.title = h("span", { class: "nbddp-family" });
+    this.legend = h("span", { class: "nbddp-legend" });
+    this.plot = h("div", { class: "nbddp-plot", tabindex: 0, role: "img" });
+    this.el = h("figure", { class: "nbddp-chart" }, h("figcaption", {}, this.title, this.legend), this.plot);
+    this.plot.addEventListener("keydown", (event) => this._key(event));
+    this.family = family;
+    this.cursorX = null;
+    this._u = null;
+  }
+
+  /** Show these series, as they are now. */
+  update(series) {
+    if (series.length !== this.series.length || series.some((s, i) => s !== this.series[i])) {
+      this.series = series;
+      this._places = places(series.map((s) => s.label));
+      say(this.title, series[0].title);
+      this._rebuildLegend();
+      this.rebuild();
+    }
+    this.draw();
+  }
+
+  /** Anew: the lines, the scale's kind or the colours are others. */
+  rebuild() {
+    this._u?.destroy();
+    this._u = null;
+    this._log = this.log;
+    this._recolor();
+  }
+
+  get log() {
+    return this.panel.log && this.series.every(({ column }) => !column.n || column.y[0] > 0);
+  }
+
+  draw() {
+    const width = this.plot.clientWidth;
+    if (!width) return;
+    if (this._log !== this.log) this.rebuild();
+    const data = this._table(width);
+    if (this._u === null) this._u = new uPlot(this._options(width), data, this.plot);
+    else {
+      if (this._u.width !== width) this._u.setSize({ width, height: HEIGHT_PX });
+      this._u.setData(data);
+    }
+    this._sayValues();
+  }
+
+  destroy() {
+    this._u?.destroy();
+    this.el.remove();
+  }
+
+  setCursor(x) {
+    if (!this._u) return;
+    const left = x === null ? -10 : this._u.valToPos(x, "x");
+    this._u.setCursor({ left, top: x === null ? -10 : HEIGHT_PX / 3 });
+  }
+
+  // ---------------------------------------------------------------- data
+
+  get bounds() {
+    if (this.panel.zoom) return this.panel.zoom;
+    const used = this.series.filter(({ column }) => column.n);
+    if (!used.length) return [0, 1];
+    const low = Math.min(...used.map(({ column }) => column.x[0]));
+    const high = Math.max(...used.map(({ column }) => column.x[column.n - 1]));
+    return low < high ? [low, high] : [low - 0.5, high + 0.5];
+  }
+
+  _table(width) {
+    const [from, to] = this.bounds;
+    const densest = Math.max(...this.series.map(({ column }) => column.n));
+    const lines = [];
+    this.sparse = this.series.map(({ column }) => column.n < Math.max(SPARSE, densest / 5));
+    this.series.forEach(({ column, low, high }, i) => {
+      const indices = column.visible(from, to, width / 2);
+      const x = indices.map((k) => column.x[k]);
+      const raw = indices.map((k) => column.y[k]);
+      const smooth = this._smoothed(i) ? column.smoothed(this.panel.weight) : null;
+      lines.push({ x: smooth ? x : [], y: raw });
+      lines.push({ x, y: smooth ? indices.map((k) => smooth[k]) : raw });
+      lines.push(pick(high, high.visible(from, to, width / 2)));
+      lines.push(pick(low, low.visible(from, to, width / 2)));
+    });
+    return join(lines);
+  }
+
+  _smoothed(i) {
+    return this.panel.weight > 0 && !this.sparse[i];
+  }
+
+  /** What the line shows at x: the nearest point's value. */
+  _at(i, x) {
+    const { column } = this.series[i];
+    if (!column.n) return undefined;
+    const values = this._smoothed(i) ? column.smoothed(this.panel.weight) : column.y;
+    if (x === null) return values[column.n - 1];
+    return values[nearest(column, x)];
+  }
+
+  // ---------------------------------------------------------------- uPlot
+
+  _options(width) {
+    const { colors } = this.panel;
+    return {
+      width,
+      height: HEIGHT_PX,
+      padding: [8, 10, 0, 0],
+      legend: { show: false },
+      scales: {
+        x: { time: false, range: () => this.bounds },
+        y: { distr: this._log ? 3 : 1, range: (u) => this._yRange(u) },
+      },
+      axes: [axis(colors, { size: 26, space: 60 }), axis(colors, { size: widest, space: 34 })],
+      series: [{}, ...this.series.flatMap((_, i) => this._lines(i))],
+      bands: this.series.map((_, i) => ({
+        series: [i * PER_LINE + 3, i * PER_LINE + 4],
+        fill: faint(this._color(i), 0.18),
+      })),
+      cursor: this._cursor(),
+      hooks: {
+        setCursor: [(u) => this._moved(u)],
+        setSelect: [(u) => this._selected(u)],
+      },
+    };
+  }
+
+  _lines(i) {
+    const color = this._color(i);
+    const hidden = { spanGaps: true, points: { show: false }, width: 0 };
+    return [
+      { ...hidden, stroke: faint(color, 0.38), width: 1 },
+      {
+        stroke: color,
+        width: 2,
+        spanGaps: true,
+        points: { show: () => this.sparse[i], size: 6, width: 1.5, stroke: color, fill: this.panel.colors.surface },
+      },
+      { ...hidden, stroke: "transparent" },
+      { ...hidden, stroke: "transparent" },
+    ];
+  }
+
+  _cursor() {
+    return {
+      y: false,
+      drag: { x: true, y: false, setScale: false },
+      sync: { key: this.panel.key, scales: ["x", null] },
+      bind: {
+        dblclick: () => () => {
+          this.panel.onZoom(null);
+          return null;
+        },
+      },
+      points: {
+        show: (u, at) => (at % PER_LINE === 2 ? h("div", { class: "u-cursor-pt" }) : null),
+        size: 9,
+        width: 1.5,
+        stroke: () => this.panel.colors.surface,
+        fill: (u, at) => this._color((at - 2) / PER_LINE),
+      },
+      dataIdx: (u, at, index) => nearestFilled(u.data[at], index),
+    };
+  }
+
+  _yRange(u) {
+    if (this._log) {
+      const [low, high] = extent(u.data.slice(1), true);
+      return uPlot.rangeLog(low, high === low ? low * 10 : high, 10, false);
+    }
+    return padded(extent(u.data.slice(1)));
+  }
+
+  _moved(u) {
+    this.cursorX = u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null;
+    this._sayValues();
+    this.panel.onCursor(this.cursorX === null ? null : this._stepAt(this.cursorX));
+  }
+
+  _selected(u) {
+    const { left, width } = u.select;
+    if (width < 6) return;
+    const zoom = [u.posToVal(left, "x"), u.posToVal(left + width, "x")];
+    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    this.panel.onZoom(zoom);
+  }
+
+  _stepAt(x) {
+    const dense = this.series.reduce((a, b) => (b.column.n > a.column.n ? b : a));
+    return dense.column.n ? dense.column.x[nearest(dense.column, x)] : null;
+  }
+
+  _key(event) {
+    const [from, to] = this.bounds;
+    const moves = { ArrowLeft: -0.01, ArrowRight: 0.01, PageUp: -0.1, PageDown: 0.1 };
+    if (event.key in moves) {
+      const x = (this.cursorX ?? to) + moves[event.key] * (to - from);
+      this.panel.setCursor(Math.min(to, Math.max(from, x)));
+    } else if (event.key === "Escape") {
+      this.panel.setCursor(null);
+      this.panel.onZoom(null);
+    } else return;
+    event.preventDefault();
+    event.stopPropagation(); // the notebook has plans for arrow keys too
+  }
+
+  // ---------------------------------------------------------------- words
+
+  _color(i) {
+    return this.panel.colors.lines[this._places[i]];
+  }
+
+  _rebuildLegend() {
+    const alone = this.series.length === 1 && this.series[0].label.toLowerCase() === this.family;
+    this._values = this.series.map(() => h("span", { class: "nbddp-value" }));
+    this._dashes = this.series.map(() => h("i", { class: "nbddp-dash", "aria-hidden": "true" }));
+    this.legend.replaceChildren(
+      ...this.series.map((s, i) => {
+        const label = h("span", { class: "nbddp-label" }, s.label);
+        show(label, !alone);
+        return h("span", { class: "nbddp-key", title: s.name }, this._dashes[i], label, this._values[i]);
+      }),
+    );
+  }
+
+  _recolor() {
+    this._dashes.forEach((dash, i) => (dash.style.background = this._color(i)));
+  }
+
+  _sayValues() {
+    this._values.forEach((element, i) => say(element, metric(this._at(i, this.cursorX))));
+    const parts = this.series.map((s, i) => `${s.label} ${metric(this._at(i, this.cursorX))}`);
+    const where = this.cursorX === null ? "" : ` at step ${tick(this._stepAt(this.cursorX))}`;
+    this.plot.setAttribute("aria-label", `Chart of ${this.series[0].title}${where}: ${parts.join(", ")}`);
+  }
+}
+
+function pick(column, indices) {
+  return { x: indices.map((k) => column.x[k]), y: indices.map((k) => column.y[k]) };
+}
+
+function nearest(column, x) {
+  const i = lowerBound(column.x, column.n, x);
+  if (i === 0) return 0;
+  if (i === column.n) return column.n - 1;
+  return x - column.x[i - 1] <= column.x[i] - x ? i - 1 : i;
+}
+
+function nearestFilled(column, index) {
+  for (let d = 0; d < column.length; d++) {
+    if (column[index - d] != null) return index - d; // eslint-disable-line eqeqeq
+    if (column[index + d] != null) return index + d; // eslint-disable-line eqeqeq
+  }
+  return index;
+}
+
+function axis(colors, options) {
+  const line = { stroke: colors.grid, width: 1 };
+  return {
+    stroke: colors.text,
+    font: FONT,
+    gap: 6,
+    ticks: { show: false },
+    grid: line,
+    border: { show: true, ...line },
+    values: (u, values) => values.map(tick),
+    ...options,
+  };
+}
+
+function widest(u, values) {
+  return 14 + 6.6 * Math.max(1, ...(values ?? []).map((text) => text.length));
+}

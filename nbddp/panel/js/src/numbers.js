@@ -1,0 +1,270 @@
+// What the panel computes: thinning for the screen, smoothing, and numbers as text. Knows no page.
+
+/** The first index whose x is not below `value`. `x` ascends, `n` is its length in use. */
+export function lowerBound(x, n, value) {
+  let lo = 0;
+  let hi = n;
+  while (lo < hi) {
+    const mid = (lo + hi) >> 1;
+    if (x[mid] < value) lo = mid + 1;
+    else hi = mid;
+  }
+  return lo;
+}
+
+const BLOCK = 64;
+
+/** Points of one line, ascending in x. A point at an x already passed replaces all from there on. */
+export class Column {
+  constructor() {
+    this.n = 0;
+    this.x = new Float64Array(256);
+    this.y = new Float64Array(256);
+    this.stride = 0; // the usual distance in x, 0 while unknown
+    this._lows = []; // by whole block of 64 points: where the smallest and the largest y is
+    this._highs = [];
+    this._smooth = { weight: -1, n: 0, y: new Float64Array(0), sum: 0, mass: 0 };
+  }
+
+  get last() {
+    return this.n ? this.y[this.n - 1] : undefined;
+  }
+
+  append(xs, ys) {
+    this._reserve(this.n + xs.length);
+    for (let i = 0; i < xs.length; i++) {
+      if (this.n && xs[i] <= this.x[this.n - 1]) this._cut(lowerBound(this.x, this.n, xs[i]));
+      this.x[this.n] = xs[i];
+      this.y[this.n] = ys[i];
+      this.n += 1;
+      if (this.n % BLOCK === 0) this._closeBlock();
+    }
+    if (!this.stride && this.n > 1) this.stride = this.x[1] - this.x[0];
+  }
+
+  /** Exponential moving average without its start's bias; a wider gap in x forgets more. */
+  smoothed(weight) {
+    const s = this._smooth;
+    if (s.weight !== weight || s.n > this.n) Object.assign(s, { weight, n: 0, sum: 0, mass: 0 });
+    if (s.y.length < this.n) s.y = grown(s.y, this.x.length);
+    for (let i = s.n; i < this.n; i++) {
+      const y = this.y[i];
+      if (Number.isFinite(y)) {
+        const gap = i && this.stride ? (this.x[i] - this.x[i - 1]) / this.stride : 1;
+        const keep = gap === 1 ? weight : weight ** gap;
+        s.sum = s.sum * keep + y * (1 - keep);
+        s.mass = s.mass * keep + (1 - keep);
+      }
+      s.y[i] = s.mass ? s.sum / s.mass : NaN;
+    }
+    s.n = this.n;
+    return s.y;
+  }
+
+  /** Indices to draw between two x: all while they are few, else each bucket's lowest and highest point. */
+  visible(from, to, buckets) {
+    const start = Math.max(0, lowerBound(this.x, this.n, from) - 1);
+    const end = Math.min(this.n, lowerBound(this.x, this.n, to) + 2);
+    if (end - start <= buckets * 4) return range(start, end);
+    const kept = [start];
+    const width = (end - start) / buckets;
+    for (let b = 0; b < buckets; b++) {
+      const [low, high] = this._extremes(start + Math.floor(b * width), start + Math.floor((b + 1) * width));
+      for (const i of low < high ? [low, high] : [high, low]) if (i > kept[kept.length - 1]) kept.push(i);
+    }
+    if (kept[kept.length - 1] !== end - 1) kept.push(end - 1);
+    return kept;
+  }
+
+  _extremes(from, to) {
+    let low = from;
+    let high = from;
+    let i = from;
+    const see = (a, b) => {
+      // A NaN loses every comparison; one that stands first must give way.
+      if (this.y[a] < this.y[low] || Number.isNaN(this.y[low])) low = a;
+      if (this.y[b] > this.y[high] || Number.isNaN(this.y[high])) high = b;
+    };
+    while (i < to) {
+      const block = i / BLOCK;
+      if (i % BLOCK === 0 && i + BLOCK <= to && block < this._lows.length) {
+        see(this._lows[block], this._highs[block]);
+        i += BLOCK;
+      } else {
+        see(i, i);
+        i += 1;
+      }
+    }
+    return [low, high];
+  }
+
+  _closeBlock() {
+    const start = this.n - BLOCK;
+    this._lows.length = this._highs.length = start / BLOCK;
+    const [low, high] = this._extremes(start, this.n);
+    this._lows.push(low);
+    this._highs.push(high);
+  }
+
+  _cut(n) {
+    this.n = n;
+    this._lows.length = this._highs.length = Math.min(this._lows.length, Math.floor(n / BLOCK));
+    if (this._smooth.n > n) this._smooth.weight = -1;
+  }
+
+  _reserve(n) {
+    if (n <= this.x.length) return;
+    const size = Math.max(n, this.x.length * 2);
+    this.x = grown(this.x, size);
+    this.y = grown(this.y, size);
+  }
+}
+
+function grown(array, size) {
+  const bigger = new Float64Array(size);
+  bigger.set(array);
+  return bigger;
+}
+
+function range(start, end) {
+  return Array.from({ length: end - start }, (_, i) => start + i);
+}
+
+/** Lines with x of their own as one table for uPlot: the union of all x, null where a line has no point. */
+export function join(lines) {
+  const all = new Set();
+  for (const { x } of lines) for (const value of x) all.add(value);
+  const xs = Float64Array.from(all).sort();
+  const columns = lines.map(({ x, y }) => {
+    const column = new Array(xs.length).fill(null);
+    let at = 0;
+    for (let i = 0; i < x.length; i++) {
+      while (xs[at] < x[i]) at += 1;
+      column[at] = Number.isFinite(y[i]) ? y[i] : null;
+    }
+    return column;
+  });
+  return [xs, ...columns];
+}
+
+/** The least and the greatest of the numbers that can be drawn; `positive`: on a log scale. */
+export function extent(columns, positive = false) {
+  let low = Infinity;
+  let high = -Infinity;
+  for (const column of columns) {
+    for (const value of column) {
+      if (value === null || (positive && value <= 0)) continue;
+      if (value < low) low = value;
+      if (value > high) high = value;
+    }
+  }
+  return low <= high ? [low, high] : [0, 1];
+}
+
+/** Room around the data; zero stays the edge where the data come near it. */
+export function padded([low, high]) {
+  if (low === high) {
+    const room = Math.abs(low) * 0.1 || 1;
+    return [low - room, high + room];
+  }
+  const room = (high - low) * 0.06;
+  const bottom = low >= 0 && low < (high - low) * 0.25 ? 0 : low - room;
+  return [bottom, high + room];
+}
+
+/** A metric's value: four figures, no exponent where it can be read without. */
+export function metric(value) {
+  if (value === undefined || value === null) return "–";
+  if (Number.isNaN(value)) return "NaN";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace("e+", "e");
+  if (Number.isInteger(value)) return count(value);
+  if (size >= 1000) return count(Math.round(value));
+  return value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : 4);
+}
+
+/** A tick on an axis: as short as it can be. */
+export function tick(value) {
+  if (value === null || value === undefined) return "";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(0).replace("e+", "e");
+  if (size >= 1e6) return `${trim(value / 1e6)}M`;
+  if (size >= 1e4) return `${trim(value / 1e3)}k`;
+  return trim(value);
+}
+
+function trim(value) {
+  return String(Number(value.toPrecision(6)));
+}
+
+export function count(value) {
+  return Math.round(value).toLocaleString("en-US");
+}
+
+/** 0:38, 1:02, 2:03:04. */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const whole = Math.max(0, Math.floor(seconds));
+  const [h, m, s] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+  const two = (n) => String(n).padStart(2, "0");
+  return h ? `${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
+}
+
+/** The time of one step: 41.2 ms, 3.4 s. */
+export function stepTime(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds >= 1) return `${seconds.toFixed(seconds >= 10 ? 0 : 1)} s`;
+  const ms = seconds * 1000;
+  return `${ms.toFixed(ms >= 100 ? 0 : ms >= 1 ? 1 : 2)} ms`;
+}
+
+const UNITS = ["B", "KB", "MB", "GB", "TB"];
+
+/** Bytes in the unit of `of`, so that "9.1 / 16 GB" shares one. */
+export function bytes(value, of = value) {
+  let unit = 0;
+  for (let rest = of; rest >= 1024 && unit < UNITS.length - 1; rest /= 1024) unit += 1;
+  const scaled = value / 1024 ** unit;
+  return { number: scaled >= 100 || unit < 2 ? scaled.toFixed(0) : scaled.toFixed(1), unit: UNITS[unit] };
+}
+
+const ESCAPES = /\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])/g; // eslint-disable-line no-control-regex
+const CONTROLS = /[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]/g; // eslint-disable-line no-control-regex
+
+/** Lines of one rank's output, as a terminal would leave them, the oldest dropped. */
+export class Lines {
+  constructor(limit = 5000) {
+    this.limit = limit;
+    this.dropped = 0;
+    this.version = 0;
+    this.lines = [];
+    this._open = ""; // the last line, which has no newline yet
+  }
+
+  append(text) {
+    const parts = (this._open + text).split("\n");
+    this._open = parts.pop();
+    for (const part of parts) this.lines.push(fold(part));
+    const surplus = this.lines.length - this.limit;
+    if (surplus > 0) {
+      this.lines.splice(0, surplus);
+      this.dropped += surplus;
+    }
+    if (this._open.length > 65536) this._open = fold(this._open).slice(-65536);
+    this.version += 1;
+  }
+
+  all() {
+    return this._open ? [...this.lines, fold(this._open)] : this.lines;
+  }
+
+  get empty() {
+    return !this.lines.length && !this._open;
+  }
+}
+
+function fold(line) {
+  const shown = line.includes("\r") ? line.replace(/\r+$/, "").split("\r").pop() : line;
+  return shown.replace(ESCAPES, "").replace(CONTROLS, "");
+}

@@ -1,0 +1,285 @@
+// The live panel of one run. anywidget calls initialize once per model and render once per view.
+
+import "uplot/dist/uPlot.min.css";
+import "./panel.css";
+import { Chart } from "./chart.js";
+import { h, say, show } from "./dom.js";
+import { Logs } from "./logs.js";
+import { count, duration, metric, tick } from "./numbers.js";
+import { Stop } from "./stop.js";
+import { SILENT_S, Store } from "./store.js";
+import { RankTable } from "./table.js";
+import { isDark, palette, watchTheme } from "./theme.js";
+
+const CHARTS = 6; // more families than this wait behind a button
+const [FEWEST_METRICS, MOST_METRICS, TILE_PX] = [2, 5, 108]; // in the row of tiles, by its width
+const CLOCK_MS = 1000;
+let panels = 0;
+
+class Panel {
+  constructor(root, store) {
+    this._store = store;
+    this.key = `nbddp-${(panels += 1)}`;
+    this.weight = 0.85;
+    this.log = false;
+    this.zoom = null;
+    this._charts = new Map();
+    this._all = false;
+    this._stop = new Stop(store, () => this.update());
+    this._logs = new Logs(store);
+    this._table = new RankTable();
+    this._build();
+    root.append(this.el);
+    this._takeTheme();
+    this._endings = this._watch();
+    this.update();
+  }
+
+  dispose() {
+    this._endings.forEach((end) => end());
+    this._charts.forEach((chart) => chart.destroy());
+    this._logs.dispose();
+    this._stop.dispose();
+    this.el.remove();
+  }
+
+  /** Something has changed; drawn with the next frame, once. */
+  update() {
+    this._frame ??= requestAnimationFrame(() => {
+      this._frame = null;
+      this._draw();
+    });
+  }
+
+  // ---------------------------------------------------------------- what a chart asks for
+
+  onCursor(step) {
+    say(this._step, step === null ? "" : `step ${tick(step)}`);
+  }
+
+  setCursor(x) {
+    this._charts.forEach((chart) => chart.setCursor(x));
+  }
+
+  onZoom(zoom) {
+    this.zoom = zoom;
+    show(this._unzoom, zoom !== null);
+    this._drawCharts();
+  }
+
+  // ---------------------------------------------------------------- building
+
+  _build() {
+    this.el = h("section", { class: "nbddp", "aria-label": "Training run" });
+    this._error = h("p", { class: "nbddp-error", role: "alert", hidden: true });
+    this._fill = h("i");
+    this._bar = h("div", { class: "nbddp-progress", role: "progressbar", "aria-label": "Progress" }, this._fill);
+    this._tiles = h("div", { class: "nbddp-tiles", role: "list" });
+    this._grid = h("div", { class: "nbddp-charts" });
+    this._more = h("button", { type: "button", class: "nbddp-button", hidden: true });
+    this._more.addEventListener("click", () => this._showAll());
+    const ranks = h("div", { class: "nbddp-scroll" }, this._table.el);
+    this.el.append(this._header(), this._bar, this._error, this._tiles, this._grid, this._more, this._tools());
+    this.el.append(ranks, this._logs.el);
+  }
+
+  _header() {
+    this._state = h("span", { role: "status" });
+    this._chip = h("span", { class: "nbddp-chip" }, h("i", { class: "nbddp-dot", "aria-hidden": "true" }), this._state);
+    this._name = h("strong", { class: "nbddp-name" });
+    this._summary = h("span", { class: "nbddp-summary" });
+    this._hint = h("span", { class: "nbddp-hint", role: "status" });
+    this._stopText = h("span", {}, "Stop");
+    this._stopButton = h("button", { type: "button", class: "nbddp-stop" }, h("i", { "aria-hidden": "true" }));
+    this._stopButton.append(this._stopText);
+    this._stopButton.addEventListener("click", () => this._stop.press());
+    return h("header", {}, this._chip, this._name, this._summary, this._hint, this._stopButton);
+  }
+
+  _tools() {
+    this._slider = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: this.weight });
+    this._slider.addEventListener("input", () => {
+      this.weight = Number(this._slider.value);
+      this._paintSlider();
+      this._drawCharts();
+    });
+    // Left and right move the slider, not the notebook's selection.
+    this._slider.addEventListener("keydown", (event) => event.stopPropagation());
+    this._logButton = h("button", { type: "button", class: "nbddp-button", "aria-pressed": "false" }, "Log scale");
+    this._logButton.addEventListener("click", () => {
+      this.log = !this.log;
+      this._logButton.setAttribute("aria-pressed", String(this.log));
+      this._drawCharts();
+    });
+    this._unzoom = h("button", { type: "button", class: "nbddp-button", hidden: true }, "Reset zoom");
+    this._unzoom.addEventListener("click", () => this.onZoom(null));
+    this._step = h("span", { class: "nbddp-step" });
+    const smoothing = h("label", {}, "Smoothing", this._slider);
+    this._paintSlider();
+    this._toolbar = h("div", { class: "nbddp-tools" }, smoothing, this._logButton, this._unzoom, this._step);
+    return this._toolbar;
+  }
+
+  _paintSlider() {
+    this._slider.style.setProperty("--filled", `${(this.weight / 0.99) * 100}%`);
+  }
+
+  _watch() {
+    const resized = new ResizeObserver(() => this._drawCharts());
+    resized.observe(this._grid);
+    const clock = setInterval(() => this._drawHeader(), CLOCK_MS);
+    const model = this._store.model;
+    const changed = () => this.update();
+    model.on("change:stopping", changed);
+    model.on("change:heard", changed);
+    return [
+      this._store.subscribe(this),
+      watchTheme(() => this._takeTheme()),
+      () => resized.disconnect(),
+      () => clearInterval(clock),
+      () => cancelAnimationFrame(this._frame),
+      () => model.off("change:stopping", changed),
+      () => model.off("change:heard", changed),
+    ];
+  }
+
+  _takeTheme() {
+    const dark = isDark(this.el.parentElement);
+    if (dark === this._dark) return;
+    this._dark = dark;
+    this.el.dataset.theme = dark ? "dark" : "light";
+    this.colors = palette(dark);
+    this._charts.forEach((chart) => {
+      chart.rebuild();
+      chart.draw();
+    });
+  }
+
+  // ---------------------------------------------------------------- drawing
+
+  _draw() {
+    if (!this._store.head) return;
+    this._drawHeader();
+    this._drawTiles();
+    this._drawCharts();
+    const { rows, failed_rank: failed } = this._store.head;
+    this._table.update(rows);
+    this._logs.update(rows.length);
+    if (failed !== null && !this._failureShown) {
+      this._failureShown = true;
+      this._logs.mark(failed);
+      this._logs.open(failed);
+    }
+  }
+
+  _drawHeader() {
+    const { head } = this._store;
+    if (!head) return;
+    const state = this._store.model.get("stopping") && !this._store.over ? "stopping" : head.state;
+    this.el.dataset.state = state;
+    say(this._state, state[0].toUpperCase() + state.slice(1));
+    say(this._name, head.name);
+    say(this._summary, `${head.summary} · ${duration(this._store.seconds)}`);
+    say(this._error, head.error);
+    show(this._error, Boolean(head.error));
+    this._drawStop(state);
+    const { fraction } = head;
+    this._bar.dataset.known = fraction !== null;
+    this._fill.style.width = fraction === null ? "" : `${fraction * 100}%`;
+    if (fraction === null) this._bar.removeAttribute("aria-valuenow");
+    else this._bar.setAttribute("aria-valuenow", Math.round(fraction * 100));
+  }
+
+  _drawStop(state) {
+    const can = this._stop.possible;
+    show(this._stopButton, can);
+    this._stopButton.disabled = this._store.over || state === "stopping" || this._stop.asked;
+    say(this._stopText, !this._store.over && (state === "stopping" || this._stop.asked) ? "Stopping" : "Stop");
+    const { silence } = this._store;
+    const lost = silence > SILENT_S ? `no news from the kernel for ${duration(silence)}` : "";
+    const hint = lost || this._stop.problem || (can ? "" : "to stop, use ■ in the toolbar");
+    say(this._hint, this._store.over ? "" : hint);
+  }
+
+  _drawTiles() {
+    const { head, over } = this._store;
+    const before = [];
+    const after = [];
+    if (head.step !== null) before.push([head.step_label, count(head.step), head.steps && `of ${count(head.steps)}`]);
+    if (head.outer !== null) before.push([head.outer_label, count(head.outer), head.outers && `of ${count(head.outers)}`]);
+    if (head.throughput) after.push(["Throughput", count(head.throughput), "samples/s"]);
+    if (head.left !== null) after.push(["Time left", over ? "–" : duration(head.left), ""]);
+    const room = Math.floor(this.el.clientWidth / TILE_PX) - before.length - after.length;
+    const metrics = foremost(this._store.series).slice(0, Math.min(MOST_METRICS, Math.max(FEWEST_METRICS, room)));
+    this._setTiles([...before, ...metrics.map(({ tile, column }) => [tile, metric(column.last), ""]), ...after]);
+  }
+
+  _setTiles(tiles) {
+    while (this._tiles.children.length > tiles.length) this._tiles.lastChild.remove();
+    while (this._tiles.children.length < tiles.length) {
+      this._tiles.append(h("div", { role: "listitem" }, h("span"), h("div", {}, h("b"), h("small"))));
+    }
+    tiles.forEach(([label, value, unit], i) => {
+      const [name, line] = this._tiles.children[i].children;
+      say(name, label);
+      name.title = label;
+      say(line.children[0], value);
+      say(line.children[1], unit || "");
+    });
+    show(this._tiles, tiles.length > 0);
+  }
+
+  _drawCharts() {
+    const families = new Map();
+    for (const series of this._store.series) {
+      if (!series.column.n) continue;
+      if (!families.has(series.family)) families.set(series.family, []);
+      families.get(series.family).push(series);
+    }
+    const shown = [...families].slice(0, this._all ? families.size : CHARTS);
+    for (const [family, series] of shown) this._chart(family).update(series);
+    const waiting = families.size - shown.length;
+    say(this._more, `Show ${waiting} more chart${waiting === 1 ? "" : "s"}`);
+    show(this._more, waiting > 0);
+    show(this._grid, families.size > 0);
+    show(this._toolbar, families.size > 0);
+  }
+
+  _chart(family) {
+    if (!this._charts.has(family)) {
+      const chart = new Chart(this, family);
+      this._charts.set(family, chart);
+      this._grid.append(chart.el);
+    }
+    return this._charts.get(family);
+  }
+
+  _showAll() {
+    this._all = true;
+    this._drawCharts();
+  }
+}
+
+/** The metrics worth a tile, first things first: of the first family the first, of the others how it validates. */
+function foremost(series) {
+  const used = series.filter(({ column }) => column.n);
+  const families = new Map();
+  for (const each of used) families.set(each.family, [...(families.get(each.family) ?? []), each]);
+  const heads = [...families.values()].map((family, i) => (i && family.find(({ label }) => /^val/.test(label))) || family[0]);
+  return [...heads, ...used.filter((each) => !heads.includes(each))];
+}
+
+export default () => {
+  let store = null; // one per model; where a front end calls render alone, made there
+  return {
+    initialize({ model }) {
+      store = new Store(model);
+      return () => store.dispose();
+    },
+    render({ model, el }) {
+      store ??= new Store(model);
+      const panel = new Panel(el, store);
+      return () => panel.dispose();
+    },
+  };
+};

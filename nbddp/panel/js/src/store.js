@@ -1,0 +1,133 @@
+// One run as the kernel tells it: frames appended to columns and logs. Shared by all views of a model.
+
+import { Column, Lines } from "./numbers.js";
+
+const HELLO_EVERY_MS = 300;
+// JupyterLab opens its way into a busy kernel (a subshell) a moment after the model; what was sent before waits.
+const HELLO_AGAIN_MS = [400, 1200, 3000];
+
+/** The kernel speaks every second; after this long it is gone, or very busy. */
+export const SILENT_S = 5;
+
+export class Store {
+  constructor(model) {
+    this.model = model;
+    this.head = null;
+    this.headAt = 0;
+    this.series = []; // { name, label, family, title, column, low, high }
+    this.logs = new Map();
+    this.version = 0; // of the curves
+    this._seq = -1;
+    this._views = new Set();
+    this._helloAt = 0;
+    this._onMessage = (content, buffers) => this._take(content, buffers?.[0]);
+    this._onSnapshot = () => this._takeSnapshot();
+    model.on("msg:custom", this._onMessage);
+    model.on("change:snapshot", this._onSnapshot);
+    this._takeSnapshot();
+    this._hello();
+    this._timers = HELLO_AGAIN_MS.map((ms) => setTimeout(() => model.get("heard") || this._hello(), ms));
+  }
+
+  dispose() {
+    this._timers.forEach(clearTimeout);
+    this.model.off("msg:custom", this._onMessage);
+    this.model.off("change:snapshot", this._onSnapshot);
+    this._views.clear();
+  }
+
+  subscribe(view) {
+    this._views.add(view);
+    return () => this._views.delete(view);
+  }
+
+  /** Seconds since the kernel last spoke; of a run that is over it says nothing more. */
+  get silence() {
+    return this.over ? 0 : (performance.now() - this.headAt) / 1000;
+  }
+
+  /** Seconds since the run's start, by the kernel's clock, carried on by ours for a moment. */
+  get seconds() {
+    return this.head ? this.head.seconds + Math.min(this.silence, SILENT_S) : 0;
+  }
+
+  get over() {
+    return ["finished", "failed", "stopped"].includes(this.head?.state);
+  }
+
+  send(content) {
+    this.model.send(content);
+  }
+
+  _takeSnapshot() {
+    const snapshot = this.model.get("snapshot");
+    if (snapshot?.content) this._take(snapshot.content, snapshot.data);
+  }
+
+  _take(content, data) {
+    if (content.kind === "snapshot") {
+      if (content.seq < this._seq) return;
+      this._restart(content);
+    } else if (content.kind !== "frame" || content.seq <= this._seq) {
+      return;
+    } else if (content.seq !== this._seq + 1) {
+      this._hello(); // frames came before this script did
+    }
+    this._seq = content.seq;
+    if (content.head) this._setHead(content.head);
+    this._define(content.defs ?? []);
+    if (content.series?.length) this._append(content.series, numbers(data));
+    for (const [rank, text, fresh] of content.logs ?? []) this._log(rank, text, fresh);
+    for (const view of this._views) view.update();
+  }
+
+  _restart() {
+    this.series = [];
+    this.logs = new Map();
+  }
+
+  _setHead(head) {
+    this.head = head;
+    this.headAt = performance.now();
+  }
+
+  _define(defs) {
+    for (const { index, ...def } of defs) {
+      this.series[index] = { ...def, column: new Column(), low: new Column(), high: new Column() };
+    }
+  }
+
+  _append(entries, values) {
+    let at = 0;
+    const next = (n) => values.subarray(at, (at += n));
+    for (const { index, points, spread, stride, fresh } of entries) {
+      const series = this.series[index];
+      if (fresh) Object.assign(series, { column: new Column(), low: new Column(), high: new Column() });
+      if (stride) series.column.stride = stride;
+      series.column.append(next(points), next(points));
+      const steps = next(spread);
+      series.low.append(steps, next(spread));
+      series.high.append(steps, next(spread));
+    }
+    this.version += 1;
+  }
+
+  _log(rank, text, fresh) {
+    if (fresh || !this.logs.has(rank)) this.logs.set(rank, new Lines());
+    this.logs.get(rank).append(text);
+  }
+
+  /** Tells the kernel that somebody looks, and how far we are; it answers with all that there is. */
+  _hello() {
+    const now = performance.now();
+    if (this._helloAt && now - this._helloAt < HELLO_EVERY_MS) return;
+    this._helloAt = now;
+    this.send({ kind: "hello", seq: this._seq });
+  }
+}
+
+function numbers(data) {
+  // Front ends give a DataView or an ArrayBuffer, at any offset; Float64Array wants multiples of 8.
+  const view = data instanceof ArrayBuffer ? new DataView(data) : data;
+  return new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
+}

@@ -1,0 +1,141 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { Column, Lines, bytes, duration, extent, join, lowerBound, metric, padded, stepTime, tick } from "../src/numbers.js";
+
+const column = (n, y = (i) => i) => {
+  const made = new Column();
+  made.append(
+    Array.from({ length: n }, (_, i) => i),
+    Array.from({ length: n }, (_, i) => y(i)),
+  );
+  return made;
+};
+
+test("a few points are all drawn", () => {
+  assert.deepEqual(column(100).visible(0, 99, 300), Array.from({ length: 100 }, (_, i) => i));
+});
+
+test("thinning keeps a single spike among a million points, the first and the last", () => {
+  const made = column(1_000_000, (i) => (i === 777_777 ? 100 : Math.sin(i)));
+  const kept = made.visible(0, 1_000_000, 400);
+  assert.ok(kept.length <= 804, `${kept.length}`);
+  assert.ok(kept.includes(777_777));
+  assert.equal(kept[0], 0);
+  assert.equal(kept.at(-1), 999_999);
+  assert.deepEqual(kept, [...new Set(kept)].sort((a, b) => a - b));
+});
+
+test("block summaries agree with looking at every point", () => {
+  const noise = (i) => Math.sin(i * 12.9898) * 43758.5453 - Math.floor(Math.sin(i * 12.9898) * 43758.5453);
+  const made = column(100_000, noise);
+  for (const [from, to] of [[0, 100_000], [17, 66_000], [64, 128], [99_900, 100_000]]) {
+    const [low, high] = made._extremes(from, to);
+    const ys = Array.from(made.y.subarray(from, to));
+    assert.equal(made.y[low], Math.min(...ys));
+    assert.equal(made.y[high], Math.max(...ys));
+  }
+});
+
+test("zooming in shows every point, and one beyond each edge", () => {
+  const kept = column(1_000_000).visible(500, 510, 400);
+  assert.equal(kept[0], 499);
+  assert.equal(kept.at(-1), 511);
+  assert.equal(kept.length, 13);
+});
+
+test("NaN is never the lowest nor the highest while there is a number", () => {
+  const made = column(10_000, (i) => (i % 3 === 0 ? NaN : i));
+  const kept = made.visible(0, 10_000, 100).slice(1, -1);
+  assert.ok(kept.every((i) => !Number.isNaN(made.y[i])));
+});
+
+test("a step that was passed already replaces what came after it", () => {
+  const made = column(1000);
+  made.smoothed(0.9);
+  made.append([500, 501], [7, 8]);
+  assert.equal(made.n, 502);
+  assert.deepEqual([made.y[499], made.y[500], made.y[501]], [499, 7, 8]);
+  assert.equal(made.smoothed(0)[501], 8);
+  assert.equal(made._lows.length, 7);
+});
+
+test("smoothing has no bias at the start, and none on a constant", () => {
+  assert.equal(column(1, () => 5).smoothed(0.9)[0], 5);
+  const smoothed = column(50, () => 3).smoothed(0.97);
+  assert.ok(Array.from(smoothed.subarray(0, 50)).every((y) => Math.abs(y - 3) < 1e-12));
+});
+
+test("smoothing point by point equals smoothing at once", () => {
+  const whole = column(500, Math.cos);
+  const grown = new Column();
+  for (let i = 0; i < 500; i++) {
+    grown.append([i], [Math.cos(i)]);
+    grown.smoothed(0.8);
+  }
+  assert.deepEqual(grown.smoothed(0.8).slice(0, 500), whole.smoothed(0.8).slice(0, 500));
+});
+
+test("smoothing forgets by distance: a NaN is passed over, a gap counts", () => {
+  const made = new Column();
+  made.append([0, 1, 2, 10], [0, NaN, 0, 1]);
+  assert.equal(made.smoothed(0.5)[1], 0);
+  const [before, after] = [made.smoothed(0.5)[2], made.smoothed(0.5)[3]];
+  assert.equal(before, 0);
+  assert.ok(after > 0.99, "after eight steps the old values weigh next to nothing");
+});
+
+test("lines with x of their own are joined on the union", () => {
+  const [x, a, b] = join([
+    { x: [1, 3], y: [10, NaN] },
+    { x: [2, 3], y: [20, 30] },
+  ]);
+  assert.deepEqual(Array.from(x), [1, 2, 3]);
+  assert.deepEqual(a, [10, null, null]);
+  assert.deepEqual(b, [null, 20, 30]);
+});
+
+test("ranges leave room, and keep zero where it is near", () => {
+  assert.deepEqual(extent([[null, 1, 3], [2]]), [1, 3]);
+  assert.deepEqual(extent([[-1, 0, 5]], true), [5, 5]);
+  assert.deepEqual(extent([[]]), [0, 1]);
+  assert.equal(padded([0.1, 3])[0], 0);
+  assert.ok(padded([2.9, 3])[0] < 2.9);
+  assert.deepEqual(padded([0, 0]), [-1, 1]);
+});
+
+test("lowerBound finds the first not below", () => {
+  assert.equal(lowerBound([1, 2, 2, 5], 4, 2), 1);
+  assert.equal(lowerBound([1, 2, 2, 5], 4, 9), 4);
+  assert.equal(lowerBound([], 0, 1), 0);
+});
+
+test("numbers are written to be read", () => {
+  assert.deepEqual([0.246, 12.3456, 123.456, 12430, 12430.6].map(metric), ["0.2460", "12.35", "123.5", "12,430", "12,431"]);
+  assert.deepEqual([1e-4, 3e12, NaN, Infinity, undefined, 0].map(metric), ["1.00e-4", "3.00e12", "NaN", "∞", "–", "0"]);
+  assert.deepEqual([0, 0.25, 1500, 20000, 1.5e6, 1e-5].map(tick), ["0", "0.25", "1500", "20k", "1.5M", "1e-5"]);
+  assert.deepEqual([38, 62, 7384, null].map(duration), ["0:38", "1:02", "2:03:04", "–"]);
+  assert.deepEqual([0.0412, 0.00012, 3.44, 0.5, null].map(stepTime), ["41.2 ms", "0.12 ms", "3.4 s", "500 ms", "–"]);
+  assert.deepEqual(bytes(9.1 * 2 ** 30, 16 * 2 ** 30), { number: "9.1", unit: "GB" });
+});
+
+test("a progress bar's carriage returns leave its last state", () => {
+  const lines = new Lines();
+  lines.append("start\n 10%|#\r 50%|##");
+  lines.append("\r100%|###\nend");
+  assert.deepEqual(lines.all(), ["start", "100%|###", "end"]);
+});
+
+test("colours and control characters are dropped, text stays text", () => {
+  const lines = new Lines();
+  lines.append("\x1b[31mred\x1b[0m \x07<b>bold</b>\t1\n");
+  assert.deepEqual(lines.all(), ["red <b>bold</b>\t1"]);
+});
+
+test("memory of output is bounded, and says what it dropped", () => {
+  const lines = new Lines(100);
+  for (let i = 0; i < 1000; i++) lines.append(`line ${i}\n`);
+  assert.equal(lines.all().length, 100);
+  assert.equal(lines.dropped, 900);
+  lines.append("x".repeat(1_000_000));
+  assert.ok(lines.all().at(-1).length <= 65536);
+});

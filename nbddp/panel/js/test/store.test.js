@@ -1,0 +1,94 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { Store } from "../src/store.js";
+
+class Model {
+  constructor(traits = {}) {
+    this.traits = traits;
+    this.sent = [];
+    this.listeners = {};
+  }
+  get(name) {
+    return this.traits[name];
+  }
+  on(name, listener) {
+    this.listeners[name] = listener;
+  }
+  off(name) {
+    delete this.listeners[name];
+  }
+  send(content) {
+    this.sent.push(content);
+  }
+  receive(content, values = []) {
+    // At an odd offset, as the front ends give it.
+    const bytes = new Uint8Array(values.length * 8 + 3);
+    bytes.set(new Uint8Array(Float64Array.from(values).buffer), 3);
+    this.listeners["msg:custom"](content, [new DataView(bytes.buffer, 3)]);
+  }
+}
+
+const HEAD = { state: "running", seconds: 1, rows: [] };
+const DEF = { index: 0, name: "loss", family: "loss", title: "Loss", label: "loss", tile: "Loss" };
+const points = (n, more = {}) => [{ index: 0, points: n, spread: 0, stride: 0, fresh: false, ...more }];
+const stored = (t, model) => {
+  const store = new Store(model);
+  t.after(() => store.dispose());
+  return store;
+};
+
+test("frames append", (t) => {
+  const model = new Model();
+  const store = stored(t, model);
+  model.receive({ kind: "frame", seq: 0, head: HEAD, defs: [DEF], series: points(2) }, [0, 1, 5, 6]);
+  model.receive({ kind: "frame", seq: 1, series: points(1) }, [2, 7]);
+  assert.deepEqual(Array.from(store.series[0].column.y.subarray(0, 3)), [5, 6, 7]);
+  assert.equal(store.head.state, "running");
+});
+
+test("a frame that is already in the snapshot is not appended again", (t) => {
+  const model = new Model();
+  const store = stored(t, model);
+  model.receive({ kind: "snapshot", seq: 4, head: HEAD, defs: [DEF], series: points(2) }, [0, 1, 5, 6]);
+  model.receive({ kind: "frame", seq: 4, series: points(1) }, [1, 6]);
+  model.receive({ kind: "frame", seq: 5, series: points(1) }, [2, 7]);
+  assert.equal(store.series[0].column.n, 3);
+});
+
+test("a late script says hello when frames are missing, and a snapshot fills the gap", (t) => {
+  const model = new Model();
+  const store = stored(t, model);
+  assert.deepEqual(model.sent, [{ kind: "hello", seq: -1 }]);
+  store._helloAt = -1e9;
+  model.receive({ kind: "frame", seq: 7, head: HEAD, defs: [DEF], series: points(1) }, [9, 1]);
+  assert.equal(model.sent.length, 2);
+  model.receive({ kind: "snapshot", seq: 7, head: HEAD, defs: [DEF], series: points(3) }, [7, 8, 9, 3, 2, 1]);
+  assert.deepEqual(Array.from(store.series[0].column.y.subarray(0, 3)), [3, 2, 1]);
+});
+
+test("an older snapshot does not undo newer frames", (t) => {
+  const model = new Model();
+  const store = stored(t, model);
+  model.receive({ kind: "snapshot", seq: 7, head: HEAD, defs: [DEF], series: points(1) }, [9, 1]);
+  model.receive({ kind: "snapshot", seq: 3, head: HEAD, defs: [], series: [] });
+  assert.equal(store.series.length, 1);
+});
+
+test("another rank's values begin the line anew; a band has its own points", (t) => {
+  const model = new Model();
+  const store = stored(t, model);
+  model.receive({ kind: "frame", seq: 0, head: HEAD, defs: [DEF], series: points(2) }, [0, 1, 5, 6]);
+  model.receive({ kind: "frame", seq: 1, series: points(1, { spread: 2, fresh: true }) }, [0, 4, 0, 1, 3, 3, 8, 9]);
+  const { column, low, high } = store.series[0];
+  assert.deepEqual([column.n, column.last, low.n, low.last, high.last], [1, 4, 2, 3, 9]);
+});
+
+test("logs append, and start anew when they do not follow on", (t) => {
+  const model = new Model();
+  const store = stored(t, model);
+  model.receive({ kind: "frame", seq: 0, head: HEAD, logs: [[1, "a\n", false]] });
+  model.receive({ kind: "frame", seq: 1, logs: [[1, "b\n", false]] });
+  assert.deepEqual(store.logs.get(1).all(), ["a", "b"]);
+  model.receive({ kind: "frame", seq: 2, logs: [[1, "z\n", true]] });
+  assert.deepEqual(store.logs.get(1).all(), ["z"]);
+});

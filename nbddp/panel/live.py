@@ -1,0 +1,326 @@
+"""Kernel side. The live panel of a run: what changed goes to the page, at the end a picture takes its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nbddp.kernel.history import History, Series, Spread
+from nbddp.panel import summary
+from nbddp.panel.picture import Picture
+from nbddp.panel.text import Echo, TextView
+from nbddp.panel.view import Source, Status, View
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbddp.panel.widget import PanelWidget
+
+_HEAD_S = 1.0  # numbers that have not changed are told again so often, for the page's clock
+_FRAME_POINTS = 400  # per metric and frame; more cannot be seen, and the server drops what is too much
+_SNAPSHOT_POINTS = 24_000  # of all metrics together
+_LOG_BYTES = 16 << 10  # per frame, all ranks together
+_LOG_TAIL = 64 << 10  # per rank, for a page that comes late
+_SOON_S = (0.3, 1.0, 2.0, 4.0, 8.0, 16.0)  # to a page that cannot answer: it may have missed the first frames
+
+# A Python client (nbclient, papermill, a terminal console) names its messages session_pid_count
+# (jupyter_client 7) or session_count; JupyterLab, VS Code and Colab name them by a UUID.
+_PYTHON_CLIENT = re.compile(r".+_\d+")
+
+
+def shell() -> InteractiveShell | None:
+    """The notebook kernel's shell; None in a terminal or a script."""
+    from IPython import get_ipython
+
+    current = get_ipython()
+    return current if getattr(current, "kernel", None) is not None else None
+
+
+def has_page() -> bool:
+    """Is it likely that a page with widgets shows this cell's output?"""
+    current = shell()
+    if current is None:
+        return False
+    kernel: Any = getattr(current, "kernel")  # noqa: B009 (a plain shell has none)
+    parent: dict[str, Any] = kernel.get_parent() if hasattr(kernel, "get_parent") else {}
+    by_page = "cellId" in parent.get("metadata", {})  # also when a server extension executes for JupyterLab
+    return by_page or not _PYTHON_CLIENT.fullmatch(str(parent.get("header", {}).get("msg_id", "")))
+
+
+def kernel_id() -> str:
+    """By which a Jupyter server knows this kernel: it names the connection file after it."""
+    app = getattr(getattr(shell(), "kernel", None), "parent", None)
+    connection_file = str(getattr(app, "connection_file", ""))
+    match = re.fullmatch(r"kernel-(.+)\.json", os.path.basename(connection_file))
+    return match[1] if match else ""
+
+
+@dataclass
+class _Line:
+    """How much of one metric the page has."""
+
+    index: int
+    name: str
+    origin: int = -2
+    sent: int = 0
+    spread_sent: int = 0
+    stride: float = 0.0
+
+
+@dataclass
+class _Log:
+    """How much of one rank's output the page has."""
+
+    position: int = 0
+    tail: str = field(default="", repr=False)
+
+
+class Feed:
+    """Turns a run into messages: frames of what is new, and snapshots of all so far. Knows no widget.
+
+    A message is a JSON-able head and one block of float64. May be used from several threads.
+    """
+
+    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
+        self._source = source
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._seq = 0
+        self._lines: list[_Line] = []
+        self._logs: list[_Log] = []
+        self._head: dict[str, Any] = {}
+        self._head_at = float("-inf")
+        self._ended = False
+
+    def frame(self, status: Status) -> tuple[dict[str, Any], bytes] | None:
+        """What is new since the last frame; None when nothing is."""
+        with self._lock:
+            entries, defs, arrays = self._new_points()
+            logs = self._new_logs(status)
+            head = self._new_head(status)
+            if not (entries or logs or head):
+                return None
+            self._seq += 1
+            content = {"kind": "frame", "seq": self._seq, "defs": defs, "series": entries, "logs": logs}
+            if head:
+                content["head"] = head
+            return content, _packed(arrays)
+
+    def snapshot(self) -> tuple[dict[str, Any], bytes]:
+        """All that the frames so far have told, thinned for the screen."""
+        with self._lock:
+            entries, arrays = [], []
+            each = _SNAPSHOT_POINTS // max(1, len(self._lines))
+            for line in self._lines:
+                series, spread = self._told(line, each)
+                arrays += [*series, *spread]
+                entries.append(_entry(line, series, spread, fresh=False))
+            logs = [[rank, log.tail, True] for rank, log in enumerate(self._logs) if log.tail]
+            head = self._head_of(self._source.status())
+            content = {"kind": "snapshot", "seq": self._seq, "head": head, "logs": logs}
+            content |= {"defs": [_definition(line) for line in self._lines], "series": entries}
+            return content, _packed(arrays)
+
+    # ------------------------------------------------------------------ curves
+
+    def _new_points(self) -> tuple[list[Any], list[Any], list[npt.NDArray[Any]]]:
+        entries, defs, arrays = [], [], []
+        history = self._source.history
+        for index, name in enumerate(history.names):
+            if index == len(self._lines):
+                self._lines.append(_Line(index, name))
+                defs.append(_definition(self._lines[index]))
+            line = self._lines[index]
+            origin, series = history.new_points(name, line.sent)
+            fresh = origin != line.origin
+            if fresh:  # a lower rank has begun to log it: its values are the metric's from now on
+                line.origin, line.sent, line.spread_sent = origin, 0, 0
+                _, series = history.new_points(name, 0)
+            spread, line.spread_sent = history.new_spread(name, line.spread_sent)
+            line.sent += len(series.steps)
+            line.stride = line.stride or summary.stride(series)
+            if len(series.steps) or len(spread.steps):
+                shown, shown_spread = summary.thin(series, _FRAME_POINTS), summary.thin_spread(spread, _FRAME_POINTS)
+                arrays += [*shown, *shown_spread]
+                entries.append(_entry(line, shown, shown_spread, fresh=fresh))
+        return entries, defs, arrays
+
+    def _told(self, line: _Line, points: int) -> tuple[Series, Spread]:
+        """The points of a metric that frames have told."""
+        history = self._source.history
+        _, series = history.new_points(line.name, 0, line.sent)
+        spread, _ = history.new_spread(line.name, 0, line.spread_sent)
+        return summary.thin(summary.forward(series), points), summary.thin_spread(spread, points // 2)
+
+    # ------------------------------------------------------------------ output and numbers
+
+    def _new_logs(self, status: Status) -> list[Any]:
+        while len(self._logs) < len(status.ranks):
+            self._logs.append(_Log())
+        limit = _LOG_TAIL if status.over else _LOG_BYTES // max(1, len(self._logs))
+        news: list[Any] = []
+        for rank, log in enumerate(self._logs):
+            text, log.position, follows = self._source.output(rank, log.position, limit)
+            if not text:
+                continue
+            log.tail = ((log.tail if follows else "") + text)[-_LOG_TAIL:]
+            news.append([rank, text, not follows])
+        return news
+
+    def _new_head(self, status: Status) -> dict[str, Any]:
+        head = self._head_of(status)
+        same = {**head, "seconds": 0} == {**self._head, "seconds": 0}
+        if same and (status.over or self._clock() - self._head_at < _HEAD_S):
+            return {}
+        self._head, self._head_at = head, self._clock()
+        return head
+
+    def _head_of(self, status: Status) -> dict[str, Any]:
+        history = self._source.history
+        rows = summary.rows(status, history, time.time())
+        return {
+            "state": status.state,
+            "name": status.name,
+            "summary": status.summary,
+            "notice": status.notice,
+            "seconds": round(status.seconds, 1),
+            "error": status.error,
+            "failed_rank": status.failed_rank,
+            "blocking": status.blocking,
+            **dataclasses.asdict(summary.progress(history, over=status.over)),
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+
+
+def _definition(line: _Line) -> dict[str, Any]:
+    return {"index": line.index, **dataclasses.asdict(summary.describe(line.name))}
+
+
+def _entry(line: _Line, series: Series, spread: Spread, *, fresh: bool) -> dict[str, Any]:
+    points, band = len(series.steps), len(spread.steps)
+    return {"index": line.index, "points": points, "spread": band, "stride": line.stride, "fresh": fresh}
+
+
+def _packed(arrays: list[npt.NDArray[Any]]) -> bytes:
+    return b"".join(np.ascontiguousarray(array, dtype="<f8").tobytes() for array in arrays)
+
+
+def view_for(source: Source, *, wanted: bool, again: bool, echo: bool) -> View:
+    """The best view that this place can show.
+
+    Args:
+        wanted: the user asked for the panel: where a kernel is, it is shown whatever the front end seems to be.
+        again: not the run's own cell, but ``run.show()``.
+        echo: rank 0's output is shown beside it.
+    """
+    if shell() is None:
+        return TextView()
+    if wanted or has_page():
+        return PanelView(source, echo=echo, stays_live=again and source.status().over)
+    return ExecutedView(source)
+
+
+class ExecutedView(TextView):
+    """For a notebook that no page shows while it runs (papermill, nbconvert): lines, and at the end the picture."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+
+    def _say_end(self, status: Status, history: History) -> None:
+        from IPython.display import display
+
+        if history.latest():
+            picture = Picture(history, status, self._source)
+            display(picture.bundle(), raw=True)  # type: ignore[no-untyped-call]
+        else:
+            super()._say_end(status, history)
+
+
+class PanelView:
+    """The panel in a cell's output, from the first process to the picture that stays."""
+
+    live = True
+
+    def __init__(self, source: Source, *, echo: bool = True, stays_live: bool = False) -> None:
+        self._source = source
+        self._feed = Feed(source)
+        self._echo = Echo() if echo else None
+        self._stays_live = stays_live
+        self._widget: PanelWidget | None = None
+        self._handle: Any = None
+        self._left = False
+        self._began = time.monotonic()
+        self._snapshots_due = list(_SOON_S)
+
+    def update(self, status: Status, history: History) -> None:
+        if self._left:
+            return
+        if self._widget is None:
+            self._open(status)
+        frame = self._feed.frame(status)
+        if frame is not None:
+            self._send(frame)
+        self._repeat_for_the_deaf()
+        if status.over and not self._stays_live:
+            self._leave_picture(status, history)
+
+    def write(self, text: str) -> None:
+        if self._echo is not None:
+            self._echo.write(text)
+
+    # ------------------------------------------------------------------ the page
+
+    def _open(self, status: Status) -> None:
+        from IPython.display import display
+
+        from nbddp.panel.widget import PanelWidget
+
+        self._feed.frame(status)
+        self._widget = PanelWidget(kernel_id(), self._feed.snapshot)
+        self._widget.on_msg(self._hear)
+        bundle = self._widget._repr_mimebundle_()
+        data: dict[str, Any] = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
+        data["text/plain"] = f"{status.name}: {status.summary}"
+        self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+
+    def _send(self, message: tuple[dict[str, Any], bytes]) -> None:
+        content, data = message
+        assert self._widget is not None
+        self._widget.send(content, buffers=[data])
+
+    def _hear(self, _widget: object, content: Any, _buffers: object) -> None:
+        """A message of the page; while a cell runs this is another thread, and all it may do is ask."""
+        assert self._widget is not None
+        self._widget.heard += 1
+        if content.get("kind") == "stop":
+            self._source.stop()
+            self._widget.stopping = True
+        elif content.get("kind") == "hello":
+            self._send(self._feed.snapshot())
+
+    def _repeat_for_the_deaf(self) -> None:
+        """ipykernel 6 hears no hello while a cell runs: all so far, a few times, for a script that loaded late."""
+        assert self._widget is not None
+        if not self._snapshots_due or self._widget.heard:
+            return
+        if time.monotonic() - self._began >= self._snapshots_due[0]:
+            del self._snapshots_due[0]
+            self._send(self._feed.snapshot())
+
+    def _leave_picture(self, status: Status, history: History) -> None:
+        assert self._widget is not None
+        self._left = True
+        if self._echo is not None:
+            self._echo.finish()
+        self._handle.update(Picture(history, status, self._source).bundle(), raw=True)
+        self._widget.close()

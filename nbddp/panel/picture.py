@@ -1,0 +1,384 @@
+"""Kernel side. The picture that stays: curves as SVG and a run's last state as HTML, both without script."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nbddp.kernel.history import History, Series, Spread
+from nbddp.panel import summary
+from nbddp.panel.text import duration, end_text
+from nbddp.panel.view import Source, Status
+from nbddp.wire import fold
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SMOOTHING = 0.85
+LIMIT_BYTES = 120_000  # of the SVG; the notebook's file holds it as base64 and a table beside it
+_SPARSE = 30  # fewer points than this, or a fifth of the densest line's, are dots and not smoothed
+_CHARTS = 12
+_POINTS = 6_000  # of all lines together, at first
+_LOG_LINES = 12
+_LINE_CHARS = 300
+_COLOUR_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+
+# Seen on white and on near-black: a saved notebook does not know the theme of who opens it.
+_COLORS = ("#3b7df0", "#e0661f", "#22994f", "#a457e0", "#1492ac", "#d63f7c", "#b07a10", "#7c8696")
+_PLACES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "eval": 1, "dev": 1, "test": 2}
+_TEXT = "#7d7d7d"
+_GRID = "#808080"
+_STATE_COLORS = {"finished": "#22994f", "failed": "#d9453d", "stopped": "#b07a10"}
+_FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',sans-serif"
+
+_WIDTH, _HEIGHT = 744, 218  # of the whole picture, of one row of charts
+_GAP, _LEFT, _TOP, _BOTTOM = 22, 44, 32, 24
+
+
+@dataclass(frozen=True)
+class _Line:
+    metric: summary.Metric
+    color: str
+    series: Series
+    spread: Spread
+    sparse: bool
+
+
+@dataclass(frozen=True)
+class _Box:
+    """Where a chart's data lie in the picture, and which part of the data it shows."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+
+    def px(self, steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        low, high = self.x_range
+        return self.x + (steps - low) / (high - low) * self.width
+
+    def py(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        low, high = self.y_range
+        return self.y + self.height - (values - low) / (high - low) * self.height
+
+
+class Picture:
+    """A history's curves, one chart per family of metrics; with a status also the run's end in words.
+
+    Shows itself in a notebook. ``svg`` is the image as text, ``figure()`` the same with matplotlib.
+    """
+
+    def __init__(self, history: History, status: Status | None = None, source: Source | None = None) -> None:
+        self._history = history
+        self._status = status
+        self._source = source
+
+    @property
+    def svg(self) -> str:
+        """The charts as an SVG document, readable on light and dark; at most 120 kB."""
+        points = _POINTS
+        while True:
+            text = _draw(families(self._history, points))
+            if len(text) <= LIMIT_BYTES or points < 100:
+                return text
+            points //= 2
+
+    def _repr_mimebundle_(self, **_options: Any) -> dict[str, str]:
+        return self.bundle()
+
+    def __repr__(self) -> str:
+        if self._status is None:
+            return f"Picture({self._history!r})"
+        return end_text(self._status, self._history)
+
+    def bundle(self) -> dict[str, str]:
+        """What ``display(..., raw=True)`` takes: HTML without script, and plain text."""
+        return {"text/html": self._html(), "text/plain": repr(self)}
+
+    def figure(self, *, width: float = 9.0) -> Figure:
+        """The same charts as a matplotlib figure, ``width`` inches wide. Needs matplotlib."""
+        from matplotlib.figure import Figure
+
+        groups = families(self._history, _POINTS)
+        columns = min(2, max(1, len(groups)))
+        rows = max(1, math.ceil(len(groups) / columns))
+        figure = Figure(figsize=(width, rows * width / columns * 0.62), layout="constrained")
+        for i, lines in enumerate(groups):
+            axes = figure.add_subplot(rows, columns, i + 1)
+            _plot(axes, lines)
+        return figure
+
+    def _html(self) -> str:
+        parts = [*self._heading(), *self._image(), *_metrics_table(self._history), *self._last_output()]
+        return '<div class="nbddp-picture">' + "".join(parts) + "</div>"
+
+    def _heading(self) -> Iterable[str]:
+        status = self._status
+        if status is None:
+            return
+        color = _STATE_COLORS.get(status.state, _COLORS[0])
+        yield (
+            f'<p><span style="color:{color}"><b>● {escape(status.state.capitalize())}</b></span> &nbsp;'
+            f"<b>{escape(status.name)}</b> &nbsp;"
+            f"{escape(status.summary)} · {escape(duration(status.seconds))}{escape(self._pace())}</p>"
+        )
+        if status.error:
+            yield f'<p style="color:{color}"><b>{escape(status.error[:_LINE_CHARS])}</b></p>'
+
+    def _pace(self) -> str:
+        rate = summary.progress(self._history).throughput
+        return f" · {rate:,.0f} samples/s" if rate else ""
+
+    def _image(self) -> Iterable[str]:
+        if any(len(self._history[name].steps) for name in self._history.names):
+            data = base64.b64encode(self.svg.encode()).decode()
+            alt = "Curves of " + ", ".join(self._history.names[:20])
+            yield (
+                f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}" width="{_WIDTH}" '
+                f'style="width:100%;max-width:{_WIDTH}px;height:auto">'
+            )
+
+    def _last_output(self) -> Iterable[str]:
+        """Of the rank that failed: what it printed last."""
+        status, source = self._status, self._source
+        if status is None or source is None or status.failed_rank is None:
+            return
+        text, _, _ = source.output(status.failed_rank, 0, 16 << 10)
+        lines = [line[:_LINE_CHARS] for line in fold(text).rstrip("\n").split("\n")[-_LOG_LINES:] if line]
+        if lines:
+            yield f"<details open><summary>Last output of rank {status.failed_rank}</summary>"
+            yield f"<pre>{escape(_printable(lines))}</pre></details>"
+
+
+def _printable(lines: Sequence[str]) -> str:
+    plain = (_COLOUR_CODES.sub("", line) for line in lines)
+    return "\n".join("".join(c for c in line if c == "\t" or c.isprintable()) for line in plain)
+
+
+def _metrics_table(history: History) -> Iterable[str]:
+    named = [(name, history[name]) for name in history.names[:40]]
+    named = [(name, series) for name, series in named if len(series.steps)]
+    if not named:
+        return
+    headings = ("Metric", "Last", "Lowest", "Highest", "Points")
+    yield "<table><thead><tr>" + "".join(f"<th>{text}</th>" for text in headings) + "</tr></thead><tbody>"
+    for name, (steps, values) in named:
+        finite = values[np.isfinite(values)]
+        low, high = (f"{finite.min():.4g}", f"{finite.max():.4g}") if len(finite) else ("–", "–")
+        cells = [escape(name[:80]), f"{values[-1]:.4g}", low, high, f"{len(steps):,}"]
+        yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    yield "</tbody></table>"
+
+
+# ---------------------------------------------------------------------------- the lines
+
+
+def families(history: History, points: int) -> list[list[_Line]]:
+    """The metrics that have points, by family, thinned to so many points together."""
+    groups: dict[str, list[summary.Metric]] = {}
+    for name in history.names:
+        if len(history[name].steps):
+            metric = summary.describe(name)
+            groups.setdefault(metric.family, []).append(metric)
+    shown = list(groups.values())[:_CHARTS]
+    each = points // max(1, sum(len(metrics) for metrics in shown))
+    return [_lines(history, metrics, max(16, each)) for metrics in shown]
+
+
+def _lines(history: History, metrics: list[summary.Metric], points: int) -> list[_Line]:
+    series = [summary.forward(history[metric.name]) for metric in metrics]
+    densest = max(len(s.steps) for s in series)
+    return [
+        _Line(
+            metric,
+            color,
+            summary.thin(s, points),
+            summary.thin_spread(history.spread(metric.name), points // 4),
+            len(s.steps) < max(_SPARSE, densest / 5),
+        )
+        for metric, s, color in zip(metrics, series, _colors(metrics))
+    ]
+
+
+def _colors(metrics: list[summary.Metric]) -> list[str]:
+    """train and val have the same colour in every chart; the others take what is free."""
+    chosen: list[int | None] = []
+    for metric in metrics:
+        place = _PLACES.get(metric.label.lower())
+        chosen.append(None if place in chosen else place)
+    free = [i for i in range(len(_COLORS)) if i not in chosen]
+    return [_COLORS[(free.pop(0) if free else 0) if place is None else place] for place in chosen]
+
+
+def smooth(series: Series, weight: float = SMOOTHING) -> npt.NDArray[np.float64]:
+    """Exponential moving average without its start's bias; a wider gap in steps forgets more."""
+    steps, values = series
+    usual = summary.stride(series) or 1.0
+    result = np.empty(len(values))
+    total = mass = 0.0
+    before = steps[0] - usual if len(steps) else 0.0
+    for i, (step, value) in enumerate(zip(steps.tolist(), values.tolist())):
+        if math.isfinite(value):
+            keep = weight ** max(0.0, (step - before) / usual)
+            total, mass = total * keep + value * (1 - keep), mass * keep + (1 - keep)
+        result[i] = total / mass if mass else math.nan
+        before = step
+    return result
+
+
+# ---------------------------------------------------------------------------- SVG
+
+
+def _draw(groups: list[list[_Line]]) -> str:
+    columns = 1 if len(groups) == 1 else 2
+    rows = max(1, math.ceil(len(groups) / columns))
+    width = (_WIDTH - _GAP * (columns - 1)) / columns
+    body = "".join(
+        _chart(lines, (i % columns) * (width + _GAP), (i // columns) * _HEIGHT, width) for i, lines in enumerate(groups)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {rows * _HEIGHT}" '
+        f'width="{_WIDTH}" height="{rows * _HEIGHT}" font-family="{_FONT}" font-size="11" fill="{_TEXT}">{body}</svg>'
+    )
+
+
+def _chart(lines: list[_Line], x: float, y: float, width: float) -> str:
+    box = _Box(x + _LEFT, y + _TOP, width - _LEFT - 14, _HEIGHT - _TOP - _BOTTOM, _x_range(lines), _y_range(lines))
+    return _legend(lines, x, y + 16, width) + _axes(box) + "".join(_curves(line, box) for line in lines)
+
+
+def _x_range(lines: list[_Line]) -> tuple[float, float]:
+    low = min(float(line.series.steps[0]) for line in lines)
+    high = max(float(line.series.steps[-1]) for line in lines)
+    return (low, high) if low < high else (low - 0.5, high + 0.5)
+
+
+def _y_range(lines: list[_Line]) -> tuple[float, float]:
+    values = np.concatenate([column for line in lines for column in (line.series.values, *line.spread[1:])])
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return 0.0, 1.0
+    low, high = float(values.min()), float(values.max())
+    if low == high:
+        room = abs(low) * 0.1 or 1.0
+        return low - room, high + room
+    room = (high - low) * 0.06
+    return (0.0 if 0 <= low < (high - low) * 0.25 else low - room), high + room
+
+
+def _legend(lines: list[_Line], x: float, y: float, width: float) -> str:
+    title = lines[0].metric.title[:28]
+    parts = [f'<text x="{x:.0f}" y="{y:.0f}" font-size="13" font-weight="700">{escape(title)}</text>']
+    at = x + 14 + 7.4 * len(title)
+    for line in lines:
+        alone = len(lines) == 1 and line.metric.label.lower() == line.metric.family
+        label = f"{'' if alone else line.metric.label[:24] + ' '}{_short(float(line.series.values[-1]))}"
+        if at + 20 + 6.2 * len(label) > x + width:
+            break
+        parts.append(f'<path d="M{at:.0f} {y - 4:.0f}h12" stroke="{line.color}" stroke-width="2"/>')
+        parts.append(f'<text x="{at + 17:.0f}" y="{y:.0f}" font-size="12">{escape(label)}</text>')
+        at += 32 + 6.2 * len(label)
+    return "".join(parts)
+
+
+def _axes(box: _Box) -> str:
+    bottom = box.y + box.height
+    parts = [f'<g stroke="{_GRID}" stroke-opacity=".28" stroke-width="1">']
+    y_ticks, x_ticks = ticks(*box.y_range, 5), ticks(*box.x_range, 5)
+    ys, xs = box.py(np.array(y_ticks)).tolist(), box.px(np.array(x_ticks)).tolist()
+    parts += [f'<path d="M{box.x:.0f} {y:.1f}h{box.width:.0f}"/>' for y in ys]
+    parts += [f'<path d="M{x:.1f} {box.y:.0f}v{box.height:.0f}"/>' for x in xs]
+    parts.append("</g>")
+    parts += [
+        f'<text x="{box.x - 6:.0f}" y="{y + 4:.1f}" text-anchor="end">{_short(t)}</text>' for t, y in zip(y_ticks, ys)
+    ]
+    parts += [
+        f'<text x="{x:.1f}" y="{bottom + 16:.0f}" text-anchor="middle">{_short(t)}</text>' for t, x in zip(x_ticks, xs)
+    ]
+    return "".join(parts)
+
+
+def _curves(line: _Line, box: _Box) -> str:
+    x, y = box.px(line.series.steps), box.py(line.series.values)
+    parts = [_band(line, box)]
+    if line.sparse:
+        parts.append(_polyline(x, y, line.color, 2.0, 1.0))
+        shown = np.isfinite(y)
+        parts += [
+            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{line.color}"/>'
+            for a, b in zip(x[shown].tolist(), y[shown].tolist())
+        ]
+    else:
+        parts.append(_polyline(x, y, line.color, 1.0, 0.35))
+        parts.append(_polyline(x, box.py(smooth(line.series)), line.color, 2.0, 1.0))
+    return "".join(parts)
+
+
+def _band(line: _Line, box: _Box) -> str:
+    if not len(line.spread.steps):
+        return ""
+    x = box.px(line.spread.steps)
+    edge = np.concatenate([x, x[::-1]])
+    ys = np.concatenate([box.py(line.spread.high), box.py(line.spread.low)[::-1]])
+    return f'<path d="{_path(edge, ys)}Z" fill="{line.color}" fill-opacity=".18"/>'
+
+
+def _polyline(x: npt.NDArray[Any], y: npt.NDArray[Any], color: str, width: float, opacity: float) -> str:
+    return (
+        f'<path d="{_path(x, y)}" fill="none" stroke="{color}" stroke-width="{width:g}" '
+        f'stroke-opacity="{opacity:g}" stroke-linejoin="round"/>'
+    )
+
+
+def _path(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> str:
+    parts, pen = [], "M"
+    for a, b in zip(x.tolist(), y.tolist()):
+        if math.isfinite(b):
+            parts.append(f"{pen}{a:.1f} {b:.1f}")
+            pen = "L"
+    return "".join(parts)
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """About so many round numbers between the two."""
+    rough = (high - low) / count
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough)
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _short(value: float) -> str:
+    if math.isfinite(value) and 1e4 <= abs(value) < 1e7:
+        return f"{value / 1e3:.4g}k" if abs(value) < 1e6 else f"{value / 1e6:.4g}M"
+    return f"{value:.4g}".replace("e+0", "e").replace("e-0", "e-")
+
+
+# ---------------------------------------------------------------------------- matplotlib
+
+
+def _plot(axes: Any, lines: list[_Line]) -> None:
+    for line in lines:
+        steps, values = line.series
+        options = {"color": line.color, "label": line.metric.label}
+        if line.sparse:
+            axes.plot(steps, values, marker="o", markersize=3, **options)
+        else:
+            axes.plot(steps, values, color=line.color, alpha=0.3, linewidth=0.8)
+            axes.plot(steps, smooth(line.series), **options)
+        if len(line.spread.steps):
+            axes.fill_between(line.spread.steps, line.spread.low, line.spread.high, color=line.color, alpha=0.18)
+    axes.set_title(lines[0].metric.title, loc="left")
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)

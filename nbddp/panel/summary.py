@@ -1,0 +1,241 @@
+"""Kernel side. What a panel says of a run in numbers and words, without drawing: progress, families, ranks."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+
+from nbddp.kernel.history import Bar, History, RankProgress, Series, Spread
+from nbddp.panel.view import RankStatus, Status
+
+_STALLED_S = 5.0  # no sign of life for so long, and for ten of its steps
+_STALLED_STEPS = 10
+_SLOW = 1.5  # times the median step time
+_BEHIND_S = 1.0  # ranks report a little apart; so many seconds' worth of steps is more than that
+_STAGE = re.compile(r"(train|training|val|valid|validation|test|eval|dev)[_.\-](.+)", re.IGNORECASE)
+_TITLES = {"acc": "Accuracy", "lr": "Learning rate", "ppl": "Perplexity"}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How a metric is shown.
+
+    Attributes:
+        family: metrics of one family share a chart: "loss".
+        title: the chart's: "Loss".
+        label: the line's: "train".
+        tile: its name by itself: "Train loss".
+    """
+
+    name: str
+    family: str
+    title: str
+    label: str
+    tile: str
+
+
+def describe(name: str) -> Metric:
+    """``train/loss``, ``train_loss`` and ``loss`` are all of the family ``loss``."""
+    before, _, last = name.rpartition("/")
+    stage = _STAGE.fullmatch(last)
+    if stage:
+        before, last = f"{before}/{stage[1]}" if before else stage[1], stage[2]
+    title = _TITLES.get(last.lower(), _capital(last.replace("_", " ")))
+    tile = f"{before.replace('/', ' ')} {last.replace('_', ' ')}".strip()
+    return Metric(name, last.lower(), title, before or last, _TITLES.get(name.lower(), _capital(tile)))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the run is. None: not known.
+
+    Attributes:
+        step, steps, step_label: of the innermost loop over all rounds of the outer one, and its name.
+        outer, outers, outer_label: the round it is in, counted from 1.
+        fraction: of the whole, 0 to 1.
+        left: seconds.
+        throughput: samples per second over all ranks.
+    """
+
+    step: int | None = None
+    steps: int | None = None
+    step_label: str = "Step"
+    outer: int | None = None
+    outers: int | None = None
+    outer_label: str = "Epoch"
+    fraction: float | None = None
+    left: float | None = None
+    throughput: float | None = None
+
+
+def progress(history: History, *, over: bool = False) -> Progress:
+    """By rank 0's loops; without any, its last step."""
+    first = history.ranks[0]
+    bars = list(first.bars)
+    rates = [rank.samples_per_second for rank in history.ranks]
+    throughput = sum(rate for rate in rates if rate) or None
+    left = seconds_left(bars)
+    if not bars:
+        return Progress(step=first.step if first.step >= 0 else None, throughput=throughput)
+    if len(bars) == 1 and not _counts_rounds(bars[0]):
+        done, total = bars[0].done, bars[0].total
+        return Progress(
+            done, total, _label(bars[0], "Step"), fraction=_share(done, total), left=left, throughput=throughput
+        )
+    outer, inner = bars[0], bars[1] if len(bars) > 1 else None
+    current = min(outer.done + 1, outer.total or outer.done + 1)
+    step, steps, label = first.step if first.step >= 0 else None, None, "Step"
+    within = 0.0
+    if inner is not None:
+        label = _label(inner, "Step")
+        step = inner.done
+        if inner.total:
+            # Between the end of the inner loop and the outer one's next round it counts once.
+            within = 0.0 if inner.done == inner.total and over else inner.done / inner.total
+            step = min(outer.done * inner.total + inner.done, (outer.total or outer.done + 1) * inner.total)
+            steps = outer.total * inner.total if outer.total else None
+    done_rounds = min(outer.done + within, float(outer.total)) if outer.total else 0.0
+    return Progress(
+        step,
+        steps,
+        label,
+        outer=current,
+        outers=outer.total,
+        outer_label=_label(outer, "Epoch"),
+        fraction=_share(done_rounds, outer.total),
+        left=left,
+        throughput=throughput,
+    )
+
+
+def _counts_rounds(bar: Bar) -> bool:
+    return "epoch" in bar.desc.lower()
+
+
+def _label(bar: Bar, otherwise: str) -> str:
+    return _capital(bar.desc) or otherwise
+
+
+def _share(done: float, total: int | None) -> float | None:
+    return min(1.0, done / total) if total else None
+
+
+def seconds_left(bars: list[Bar]) -> float | None:
+    """Of the whole run: the inner bar counts as a part of the outer one's item."""
+    if not bars:
+        return None
+    outer = bars[0]
+    if len(bars) > 1 and outer.total:
+        inner = bars[1]
+        if inner.rate and inner.total:
+            items = (outer.total - outer.done) * inner.total - inner.done
+            return max(0.0, items / inner.rate)
+    return outer.seconds_left
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table of ranks; ``note`` is "" or what is wrong with it: "slow", "behind", "stalled 12 s"."""
+
+    rank: int
+    device: str
+    state: str
+    note: str
+    step: int | None
+    step_seconds: float | None
+    memory_bytes: int | None
+    gpu_bytes: int | None
+    gpu_total: int | None
+
+
+def rows(status: Status, history: History, now: float) -> list[Row]:
+    """One per rank. ``now``: unix time."""
+    ranks = history.ranks
+    times = [rank.step_seconds for rank in ranks if rank.step_seconds]
+    usual = statistics.median_low(times) if len(times) > 1 else None
+    furthest = max((rank.step for rank in ranks), default=-1)
+    return [_row(rank, ranks[rank.rank], usual, furthest, now) for rank in status.ranks]
+
+
+def _row(rank: RankStatus, progress: RankProgress, usual: float | None, furthest: int, now: float) -> Row:
+    note = _note(progress, usual, furthest, now) if rank.state == "running" else ""
+    return Row(
+        rank=rank.rank,
+        device=rank.device,
+        state=rank.state,
+        note=note,
+        step=progress.step if progress.step >= 0 else None,
+        step_seconds=progress.step_seconds,
+        memory_bytes=rank.memory_bytes,
+        gpu_bytes=rank.gpu_bytes,
+        gpu_total=rank.gpu_total,
+    )
+
+
+def _note(progress: RankProgress, usual: float | None, furthest: int, now: float) -> str:
+    if not progress.advanced_at:
+        return ""  # a rank that logs nothing is not stuck
+    silent = now - progress.advanced_at
+    if silent > max(_STALLED_S, _STALLED_STEPS * (progress.step_seconds or 0.0)):
+        return f"silent for {silent:.0f} s"
+    if progress.step >= 0 and (furthest - progress.step) * (progress.step_seconds or 0.0) > _BEHIND_S:
+        return f"{furthest - progress.step:,} steps behind"
+    if usual and progress.step_seconds and progress.step_seconds > _SLOW * usual:
+        return "slow"
+    return ""
+
+
+# ---------------------------------------------------------------------------- thinning
+
+
+def forward(series: Series) -> Series:
+    """Only points that no later one goes back behind: after a restart the newer curve stands."""
+    steps, values = series
+    if len(steps) < 2 or bool(np.all(steps[1:] > steps[:-1])):
+        return series
+    earliest_after = np.minimum.accumulate(steps[::-1])[::-1]
+    kept = np.append(steps[:-1] < earliest_after[1:], True)
+    return Series(steps[kept], values[kept])
+
+
+def thin(series: Series, points: int) -> Series:
+    """At most about so many points with the same look: each bucket's lowest and highest, the first and the last."""
+    steps, values = series
+    if len(steps) <= points:
+        return series
+    buckets = max(1, (points - 2) // 2)
+    edges = np.linspace(0, len(steps), buckets + 1).astype(int)
+    # A NaN has no rank among numbers; it is nowhere the lowest nor the highest while there is another.
+    finite_low = np.where(np.isnan(values), np.inf, values)
+    finite_high = np.where(np.isnan(values), -np.inf, values)
+    kept = {0, len(steps) - 1}
+    for start, end in itertools.pairwise(edges.tolist()):
+        kept.add(start + int(np.argmin(finite_low[start:end])))
+        kept.add(start + int(np.argmax(finite_high[start:end])))
+    chosen = np.array(sorted(kept))
+    return Series(steps[chosen], values[chosen])
+
+
+def thin_spread(spread: Spread, points: int) -> Spread:
+    """At most so many points of a band, each as wide as it gets until the next."""
+    count = len(spread.steps)
+    if count <= points:
+        return spread
+    starts = np.unique(np.linspace(0, count - 1, max(2, points)).astype(int))
+    low = np.minimum.reduceat(spread.low, starts)
+    high = np.maximum.reduceat(spread.high, starts)
+    return Spread(spread.steps[starts], low, high)
+
+
+def stride(series: Series) -> float:
+    """The usual distance between two steps, 0.0 while there is none."""
+    steps = series.steps[:100]
+    return float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0

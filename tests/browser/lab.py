@@ -1,0 +1,217 @@
+"""A real Jupyter server on loopback and a real browser in front of it, for the tests and the screenshots."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from playwright.sync_api import Browser, Page, sync_playwright
+
+START_S = 60.0
+TOKEN = "nbddp-tests"
+KERNEL = "nbddp-tests"  # the name python3 would always mean the server's own ipykernel
+CHROMIUM_FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+def chromium() -> str | None:
+    """Where the browser is, or None."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@contextlib.contextmanager
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_FLAGS)
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+class Lab:
+    """JupyterLab or Notebook 7 on a free port of 127.0.0.1, with folders of its own.
+
+    Args:
+        app: ``"lab"`` or ``"notebook"``.
+        kernel_path: folders that the kernel finds packages in first, e.g. another ipykernel.
+    """
+
+    def __init__(self, app: str = "lab", kernel_path: Sequence[str] = ()) -> None:
+        self.app = app
+        self._temp = tempfile.TemporaryDirectory(prefix="nbl-")
+        self.folder = Path(self._temp.name)
+        self.notebooks = self.folder / "notebooks"
+        self.notebooks.mkdir()
+        self._write_settings()
+        self._write_kernel(kernel_path)
+        self._process = self._start()
+        self.url = self._address()
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server, its kernels and all that they started."""
+        left = [self._process, *psutil.Process(self._process.pid).children(recursive=True)]
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                process.kill()
+        self._process.wait()
+        self._temp.cleanup()
+
+    def end_kernels(self) -> None:
+        """Of all open notebooks."""
+        for what in ("sessions", "kernels"):
+            for each in self.api(f"api/{what}"):
+                with contextlib.suppress(urllib.error.HTTPError):  # it went with its session
+                    self.api(f"api/{what}/{each['id']}", "DELETE")
+
+    def api(self, path: str, method: str = "GET") -> Any:
+        request = urllib.request.Request(f"{self.url}/{path}", method=method)
+        request.add_header("Authorization", f"token {TOKEN}")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            body = answer.read()
+        return json.loads(body) if body else None
+
+    def kernel_pid(self) -> int:
+        """Of the newest kernel."""
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        kernels = [child for child in children if "ipykernel_launcher" in " ".join(child.cmdline())]
+        return max(kernels, key=lambda child: child.create_time()).pid
+
+    def write(self, name: str, cells: Sequence[str]) -> Path:
+        """A notebook of these cells."""
+        code = [
+            {
+                "cell_type": "code",
+                "id": f"c{i}",
+                "source": source,
+                "metadata": {},
+                "outputs": [],
+                "execution_count": None,
+            }
+            for i, source in enumerate(cells)
+        ]
+        kernel = {"kernelspec": {"name": KERNEL, "display_name": "Python 3", "language": "python"}}
+        path = self.notebooks / name
+        path.write_text(json.dumps({"cells": code, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+        return path
+
+    def open(self, page: Page, name: str) -> None:
+        """The notebook in the page, its kernel ready."""
+        tree = "lab/tree" if self.app == "lab" else "notebooks"
+        page.goto(f"{self.url}/{tree}/{name}?token={TOKEN}&reset")  # reset: no other notebook is open
+        page.wait_for_selector(".jp-CodeCell", timeout=START_S * 1000)
+        page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=START_S * 1000)
+        deadline = time.monotonic() + START_S
+        # The page says idle a moment before it can execute.
+        while not self._is_ready():
+            assert time.monotonic() < deadline, "no kernel is ready"
+            time.sleep(0.1)
+        page.wait_for_timeout(500)
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(urllib.error.HTTPError):  # while another kernel is on its way out
+            return any(k["connections"] and k["execution_state"] == "idle" for k in self.api("api/kernels"))
+        return False
+
+    def run(self, page: Page, index: int) -> None:
+        """Start a cell; returns as soon as the kernel has it."""
+        cell = page.locator(".jp-Notebook .jp-CodeCell").nth(index)
+        prompt = cell.locator(".jp-InputPrompt").first
+        before = prompt.inner_text()
+        prompt.click()
+        page.keyboard.press("Control+Enter")
+        deadline = time.monotonic() + START_S
+        while prompt.inner_text() == before and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def run_to_end(self, page: Page, index: int) -> None:
+        self.run(page, index)
+        prompt = page.locator(".jp-Notebook .jp-CodeCell").nth(index).locator(".jp-InputPrompt").first
+        deadline = time.monotonic() + START_S
+        while "*" in prompt.inner_text():
+            assert time.monotonic() < deadline, f"cell {index} has not ended"
+            time.sleep(0.02)
+
+    def _write_settings(self) -> None:
+        settings = self.folder / "config" / "lab" / "user-settings" / "@jupyterlab"
+        for plugin, values in {
+            "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+            "docmanager-extension/plugin": {"autosave": False},
+            "codemirror-extension/plugin": {"defaultConfig": {"autoClosingBrackets": False}},
+        }.items():
+            path = settings / f"{plugin}.jupyterlab-settings"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(values))
+
+    def _write_kernel(self, kernel_path: Sequence[str]) -> None:
+        paths = [*kernel_path, os.environ.get("PYTHONPATH", "")]
+        spec = {
+            "argv": [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+            "display_name": "Python 3",
+            "language": "python",
+            "env": {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        }
+        folder = self.folder / "data" / "kernels" / KERNEL
+        folder.mkdir(parents=True)
+        (folder / "kernel.json").write_text(json.dumps(spec))
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environ = {
+            **os.environ,
+            "JUPYTER_RUNTIME_DIR": str(self.folder / "runtime"),
+            "JUPYTER_DATA_DIR": str(self.folder / "data"),
+            "JUPYTER_CONFIG_DIR": str(self.folder / "config"),
+            "JUPYTERLAB_SETTINGS_DIR": str(self.folder / "config" / "lab" / "user-settings"),
+            "JUPYTERLAB_WORKSPACES_DIR": str(self.folder / "workspaces"),
+            "IPYTHONDIR": str(self.folder / "ipython"),
+        }
+        command = [sys.executable, "-m", "jupyter", self.app, "--no-browser", "--allow-root", "--ServerApp.port=0"]
+        command += ["--ServerApp.ip=127.0.0.1", f"--IdentityProvider.token={TOKEN}"]
+        command += [
+            f"--ServerApp.root_dir={self.notebooks}",
+            "--LabApp.news_url=",
+            "--LabApp.extension_manager=readonly",
+        ]
+        with open(self.folder / "server.log", "wb") as log:
+            return subprocess.Popen(command, env=environ, stdout=log, stderr=log, cwd=self.notebooks)
+
+    def _address(self) -> str:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            for path in (self.folder / "runtime").glob("jpserver-*.json"):
+                with contextlib.suppress(json.JSONDecodeError, OSError):
+                    info = json.loads(path.read_text())
+                    address = f"http://127.0.0.1:{info['port']}"
+                    with urllib.request.urlopen(f"{address}/api?token={TOKEN}", timeout=5):
+                        return address
+            time.sleep(0.1)
+        raise AssertionError("the server did not start:\n" + (self.folder / "server.log").read_text()[-4000:])

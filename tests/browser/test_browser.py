@@ -1,0 +1,389 @@
+"""The panel as a user meets it: a real JupyterLab, a real browser, a cell that is busy."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+in_ci = os.environ.get("CI") == "true"
+if not in_ci:
+    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+from lab import Lab, browser, chromium
+from playwright.sync_api import Browser, Page, expect
+
+ARTEFACTS = Path(__file__).parents[1] / "artefacts"
+# Folders with another ipykernel, made by `pip install --no-deps --target FOLDER ipykernel==VERSION`.
+OTHER_KERNELS = [Path(p) for p in os.environ.get("NBDDP_TEST_IPYKERNELS", "").split(os.pathsep) if p]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(chromium() is None and not in_ci, reason="there is no Chromium"),
+]
+
+TRAIN = """
+import math, random, time
+import nbddp
+
+def train(epochs=3, steps=200, pause=0.01, fail_at=None):
+    noise, step = random.Random(nbddp.rank()), 0
+    for epoch in nbddp.progress(range(epochs), desc="epoch"):
+        for _ in nbddp.progress(range(steps), desc="step"):
+            step += 1
+            loss = 2.4 * math.exp(-step / 160) + 0.2 + noise.gauss(0, 0.06)
+            nbddp.log({"train/loss": loss, "train/acc": 1 - 0.4 * loss}, step=step)
+            time.sleep(pause)
+            if step == fail_at and nbddp.rank() == 1:
+                print("about to fail <b>now</b>", flush=True)
+                raise ValueError("shapes <script>do not</script> fit")
+        nbddp.log({"val/loss": 2.4 * math.exp(-step / 160) + 0.25}, step=step)
+        print(f"epoch {epoch} on rank {nbddp.rank()}")
+    return step
+"""
+LONG = "run = nbddp.run(train, (1, 100_000), nprocs=2, device='cpu')"
+
+
+@pytest.fixture(scope="session")
+def _browser() -> Iterator[Browser]:
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def labs() -> Iterator[Callable[..., Lab]]:
+    with contextlib.ExitStack() as stack:
+        made: dict[Any, Lab] = {}
+
+        def get(app: str = "lab", *kernel_path: str) -> Lab:
+            if (app, kernel_path) not in made:
+                made[app, kernel_path] = stack.enter_context(Lab(app, kernel_path))
+            return made[app, kernel_path]
+
+        yield get
+
+
+@pytest.fixture(scope="session")
+def _started(labs: Callable[..., Lab]) -> Lab:
+    return labs()  # before the first test looks at which processes there are
+
+
+class Notebook:
+    """One notebook in one page."""
+
+    def __init__(self, lab: Lab, page: Page) -> None:
+        self.lab, self.page = lab, page
+        self.problems: list[str] = []
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+
+    def open(self, *cells: str) -> None:
+        self.lab.write("test.ipynb", [TRAIN, *cells])
+        self.lab.open(self.page, "test.ipynb")
+        self.lab.run_to_end(self.page, 0)
+
+    def run(self, index: int) -> None:
+        self.lab.run(self.page, index)
+
+    def run_to_end(self, index: int) -> None:
+        self.lab.run_to_end(self.page, index)
+
+    def output(self, index: int) -> Any:
+        return self.page.locator(".jp-Notebook .jp-CodeCell").nth(index).locator(".jp-OutputArea").first
+
+    @property
+    def panel(self) -> Any:
+        return self.page.locator(".nbddp")
+
+    def tile(self, name: str) -> str:
+        return str(self.panel.locator(".nbddp-tiles > div", has_text=name).locator("b").inner_text())
+
+    def ranks(self) -> list[int]:
+        kernel = psutil.Process(self.lab.kernel_pid())
+        # Those that the fork server has started, not itself.
+        return [p.pid for p in kernel.children(recursive=True) if p.ppid() != kernel.pid and os.getsid(p.pid) == p.pid]
+
+
+@pytest.fixture
+def page(_browser: Browser) -> Iterator[Page]:
+    made = _browser.new_page(viewport={"width": 1100, "height": 900})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def notebook(_started: Lab, page: Page) -> Iterator[Notebook]:
+    yield from _notebook(_started, page)
+
+
+def _notebook(lab: Lab, page: Page) -> Iterator[Notebook]:
+    made = Notebook(lab, page)
+    yield made
+    page.close()
+    lab.end_kernels()
+    ours = [problem for problem in made.problems if "nbddp" in problem]
+    assert not ours
+
+
+def number(text: str) -> int:
+    return int(re.sub(r"\D", "", text))
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.05)
+
+
+# ---------------------------------------------------------------------------- while the cell runs
+
+
+def test_the_curve_grows_while_the_cell_is_busy(notebook: Notebook) -> None:
+    notebook.open(LONG)
+    notebook.run(1)
+    expect(notebook.panel).to_be_visible(timeout=30_000)
+    expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
+    expect(notebook.panel.locator(".nbddp-chart canvas")).to_have_count(2)
+    first = number(notebook.tile("Step"))
+    before = notebook.panel.locator(".nbddp-plot").first.screenshot()
+    time.sleep(1.5)
+    assert number(notebook.tile("Step")) > first + 50
+    assert notebook.panel.locator(".nbddp-plot").first.screenshot() != before
+    assert notebook.panel.locator(".nbddp-family").all_inner_texts() == ["Loss", "Accuracy"]
+    assert notebook.page.locator(".jp-CodeCell").nth(1).locator(".jp-InputPrompt").inner_text() == "[*]:"
+
+
+def test_nothing_is_asked_of_another_host(notebook: Notebook) -> None:
+    asked: list[str] = []
+    notebook.page.on("request", lambda request: asked.append(request.url))
+    notebook.open("nbddp.run(train, (1, 20), nprocs=2, device='cpu');")
+    notebook.run_to_end(1)
+    foreign = [url for url in asked if not url.startswith((notebook.lab.url, "data:", "blob:"))]
+    assert not foreign
+
+
+def test_at_most_ten_messages_a_second_at_any_rate_of_metrics(notebook: Notebook) -> None:
+    notebook.page.on("websocket", lambda socket: socket.on("framereceived", lambda data: frames.append(len(data))))
+    frames: list[int] = []
+    flood = "def flood():\n    end = time.time() + 4\n    while time.time() < end: nbddp.log(loss=1.0)\n"
+    notebook.open(flood + "nbddp.run(flood, nprocs=2, device='cpu');")
+    notebook.run(1)
+    expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
+    notebook.page.wait_for_timeout(500)
+    frames.clear()
+    notebook.page.wait_for_timeout(2000)
+    assert 0 < len(frames) <= 22, "20 frames and a little for the server's own"
+    assert sum(frames) < 400_000
+
+
+def _stop_works(notebook: Notebook) -> None:
+    notebook.open(
+        LONG, "print(run_state := nbddp.last_run().state, len(nbddp.last_run().history['train/loss'].steps) > 20)"
+    )
+    notebook.run(1)
+    expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
+    time.sleep(2)
+    ranks = notebook.ranks()
+    assert len(ranks) >= 2
+    button = notebook.panel.get_by_role("button", name="Stop")
+    expect(button).to_be_enabled()
+    began = time.monotonic()
+    button.click()
+    prompt = notebook.page.locator(".jp-CodeCell").nth(1).locator(".jp-InputPrompt")
+    wait_until(lambda: "*" not in prompt.inner_text())
+    assert time.monotonic() - began < 1.0, "from the click to an idle kernel"
+    assert not any(psutil.pid_exists(pid) for pid in ranks)
+    expect(notebook.output(1)).to_contain_text("KeyboardInterrupt")
+    expect(notebook.output(1)).to_contain_text("Stopped")
+    notebook.run_to_end(2)
+    expect(notebook.output(2)).to_contain_text("stopped True")
+
+
+def test_stop_stops_within_a_second(notebook: Notebook) -> None:
+    _stop_works(notebook)
+
+
+def test_stop_works_in_notebook_7(labs: Callable[..., Lab], page: Page) -> None:
+    pytest.importorskip("notebook", reason="Notebook 7 is not installed")
+    with contextlib.closing(_notebook(labs("notebook"), page)) as made:
+        _stop_works(next(made))
+        next(made, None)
+
+
+@pytest.mark.parametrize("folder", OTHER_KERNELS, ids=lambda path: path.name)
+def test_stop_works_on_other_ipykernels(folder: Path, labs: Callable[..., Lab], page: Page) -> None:
+    version = next(importlib.metadata.distributions(path=[str(folder)], name="ipykernel")).version
+    with contextlib.closing(_notebook(labs("lab", str(folder)), page)) as made:
+        notebook = next(made)
+        _stop_works(notebook)
+        notebook.run_to_end(0)
+        notebook.page.keyboard.press("Escape")
+        seen = subprocess.run(
+            [sys.executable, "-c", "import ipykernel; print(ipykernel.__version__)"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+        )
+        assert seen.stdout.strip() == version
+        next(made, None)
+
+
+def test_a_background_run_is_drawn_in_its_own_cell(notebook: Notebook) -> None:
+    notebook.open(
+        "run = nbddp.run(train, (1, 100_000), nprocs=2, device='cpu', wait=False)", "print('free')", "run.show()"
+    )
+    notebook.run_to_end(1)
+    notebook.run_to_end(2)
+    expect(notebook.output(2)).to_have_text("free")
+    expect(notebook.output(1).locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
+    first = number(notebook.tile("Step"))
+    time.sleep(1)
+    assert number(notebook.tile("Step")) > first
+    notebook.run_to_end(3)
+    second = notebook.output(3).locator(".nbddp")
+    expect(second.locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
+    expect(second.locator("canvas")).to_have_count(2)
+    notebook.page.get_by_role("button", name="Stop").first.click()
+    for cell in (1, 3):
+        expect(notebook.output(cell).locator(".nbddp-picture")).to_contain_text("Stopped", timeout=10_000)
+    expect(notebook.output(2)).to_have_text("free")
+
+
+# ---------------------------------------------------------------------------- failure
+
+
+def test_a_failure_shows_the_rank(notebook: Notebook) -> None:
+    notebook.open("run = nbddp.run(train, (3, 200, 0.01, 100), nprocs=3, device='cpu')", "nbddp.last_run().show()")
+    notebook.run_to_end(1)
+    picture = notebook.output(1).locator(".nbddp-picture")
+    expect(picture).to_contain_text("rank 1 of 3 failed: ValueError: shapes <script>do not</script> fit")
+    expect(picture.locator("pre")).to_contain_text("about to fail <b>now</b>")
+    notebook.run_to_end(2)
+    panel = notebook.panel
+    expect(panel.locator(".nbddp-chip")).to_have_text("Failed")
+    expect(panel.get_by_role("alert")).to_contain_text("rank 1 of 3 failed: ValueError: shapes <script>")
+    expect(panel.locator("tbody tr").nth(1)).to_have_attribute("data-state", "failed")
+    expect(panel.locator("tbody tr").nth(0)).to_have_attribute("data-state", "stopped")
+    expect(panel.get_by_role("tab", selected=True)).to_have_text("Rank 1")
+    expect(panel.locator("pre")).to_contain_text("about to fail <b>now</b>")
+    expect(panel.get_by_role("button", name="Stop")).to_be_disabled()
+    ARTEFACTS.mkdir(exist_ok=True)
+    panel.screenshot(path=ARTEFACTS / "failed-light.png")
+    go_dark(notebook.page)
+    expect(panel).to_have_attribute("data-theme", "dark")
+    panel.screenshot(path=ARTEFACTS / "failed-dark.png")
+
+
+def go_dark(page: Page) -> None:
+    page.locator('.lm-MenuBar-itemLabel:text-is("Settings")').click()
+    page.locator('.lm-Menu-itemLabel:text-is("Theme")').hover()
+    page.locator('.lm-Menu-itemLabel:text-is("JupyterLab Dark")').click()
+    page.wait_for_selector('body[data-jp-theme-light="false"]', state="attached")
+
+
+# ---------------------------------------------------------------------------- what stays
+
+
+def test_a_reload_loses_nothing(notebook: Notebook) -> None:
+    notebook.open("run = nbddp.run(train, (1, 100_000), nprocs=2, device='cpu', wait=False)", "nbddp.last_run().show()")
+    notebook.run_to_end(1)
+    expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
+    time.sleep(1)
+    notebook.page.goto("about:blank")
+    notebook.lab.open(notebook.page, "test.ipynb")
+    notebook.run_to_end(2)
+    expect(notebook.panel.last.locator("canvas")).to_have_count(2, timeout=30_000)
+    panel = notebook.panel.last
+    points = notebook.page.evaluate("() => document.querySelectorAll('.nbddp canvas').length")
+    assert points >= 2
+    expect(panel.locator(".nbddp-plot").first).to_have_attribute("aria-label", re.compile("Chart of Loss: train"))
+    assert number(panel.locator(".nbddp-tiles b").first.inner_text()) > 50
+    expect(panel.locator("tbody tr")).to_have_count(2)
+    panel.get_by_role("button", name="Stop").click()
+    expect(notebook.page.locator(".nbddp-picture").last).to_contain_text("Stopped", timeout=10_000)
+
+
+def test_the_saved_notebook_shows_the_picture_without_a_kernel(notebook: Notebook, page: Page) -> None:
+    notebook.open("run = nbddp.run(train, (2, 100), nprocs=2, device='cpu')")
+    notebook.run_to_end(1)
+    expect(notebook.output(1).locator(".nbddp-picture img")).to_be_visible()
+    page.keyboard.press("Control+s")
+    path = notebook.lab.notebooks / "test.ipynb"
+    wait_until(lambda: "nbddp-picture" in path.read_text())
+    saved = json.loads(path.read_text())
+    outputs = saved["cells"][1]["outputs"]
+    assert len(json.dumps(outputs)) < 200_000
+    assert not any("widget-view" in mime for output in outputs for mime in output.get("data", {}))
+    page.goto("about:blank")
+    notebook.lab.end_kernels()
+    # Unsigned: as somebody else's notebook, untrusted.
+    saved["cells"][0]["source"] = "# not run here"
+    (notebook.lab.notebooks / "theirs.ipynb").write_text(json.dumps(saved))
+    notebook.lab.open(page, "theirs.ipynb")
+    image = page.locator(".nbddp-picture img")
+    expect(image).to_be_visible()
+    assert page.evaluate("() => document.querySelector('.nbddp-picture img').naturalWidth") > 700
+    expect(page.locator(".nbddp-picture table")).to_contain_text("train/loss")
+    html = _nbconvert(path)
+    assert "data:image/svg+xml;base64," in html
+
+
+def _nbconvert(path: Path) -> str:
+    command = [sys.executable, "-m", "jupyter", "nbconvert", "--to", "html", "--stdout", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+# ---------------------------------------------------------------------------- the look and the hands
+
+
+def test_widths_keyboard_zoom_search(notebook: Notebook) -> None:
+    notebook.open("run = nbddp.run(train, (3, 200, 0.001), nprocs=2, device='cpu', show=False)", "run.show()")
+    notebook.run_to_end(1)
+    notebook.run_to_end(2)
+    panel, page = notebook.panel, notebook.page
+    expect(panel.locator("canvas")).to_have_count(2)
+    ARTEFACTS.mkdir(exist_ok=True)
+    page.set_viewport_size({"width": 2200, "height": 1000})
+    for width in (330, 744, 1600):
+        page.evaluate(
+            "w => document.querySelector('.nbddp').parentElement.style.cssText = `flex:none;width:${w}px`", width
+        )
+        page.wait_for_timeout(400)
+        overflow = panel.evaluate("e => e.scrollWidth - e.clientWidth")
+        assert overflow <= 0, f"at {width} px something sticks out by {overflow} px"
+        panel.screenshot(path=ARTEFACTS / f"width-{width}.png")
+    plot = panel.locator(".nbddp-plot").first
+    plot.focus()
+    for _ in range(3):
+        page.keyboard.press("PageUp")
+    expect(panel.locator(".nbddp-step")).to_have_text(re.compile(r"step \d+"))
+    expect(panel.locator(".nbddp-plot").nth(1)).to_have_attribute("aria-label", re.compile("at step"))
+    box = panel.locator(".u-over").first.bounding_box()
+    page.mouse.move(box["x"] + 100, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 250, box["y"] + 60, steps=5)
+    page.mouse.up()
+    reset = panel.get_by_role("button", name="Reset zoom")
+    expect(reset).to_be_visible()
+    reset.click()
+    expect(reset).to_be_hidden()
+    panel.get_by_role("button", name="Log scale").click()
+    expect(panel.get_by_role("button", name="Log scale")).to_have_attribute("aria-pressed", "true")
+    panel.get_by_role("slider", name="Smoothing").press("Home")
+    panel.locator("summary").click()
+    panel.get_by_role("tab", name="Rank 1").click()
+    panel.get_by_role("searchbox").fill("epoch 2")
+    expect(panel.get_by_role("tabpanel")).to_have_text("epoch 2 on rank 1")
+    expect(panel.locator(".nbddp-found")).to_have_text("1 of 3")

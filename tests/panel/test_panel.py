@@ -1,0 +1,465 @@
+"""The panel without a browser: what it sends, what stays in the notebook, what a terminal gets."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nbddp import wire
+from nbddp.kernel.history import History, Series
+from nbddp.kernel.output import RankOutput, open_output
+from nbddp.panel import live, summary
+from nbddp.panel.live import Feed
+from nbddp.panel.picture import Picture
+from nbddp.panel.text import TextView
+from nbddp.panel.view import RankStatus, Status
+
+JS = Path(live.__file__).parent / "js"
+NASTY = "<img src=x onerror=alert(1)>&\"'</table><script>alert(2)</script>"
+
+
+class Rank:
+    """One rank's side of a history."""
+
+    def __init__(self, history: History, rank: int = 0) -> None:
+        self._history, self._rank, self._ids = history, rank, {}
+
+    def log(self, name: str, steps: Iterable[int], values: Iterable[float], op: int = 0, at: float = 1.0) -> None:
+        pack, ident = wire.RECORD.pack, self._id(name)
+        records = [pack(wire.KIND_METRIC, op, ident, 1.0, s, v, at) for s, v in zip(steps, values)]
+        self._history.feed(self._rank, b"".join(records))
+
+    def bar(self, level: int, desc: str, total: int, done: int, at: float = 1.0) -> None:
+        ident = self._id(desc)
+        self._history.feed(self._rank, wire.RECORD.pack(wire.KIND_PROGRESS, 0, ident, level, total, done, at))
+
+    def _id(self, name: str) -> int:
+        if name not in self._ids:
+            self._ids[name] = len(self._ids)
+            data = name.encode()
+            pieces = [data[i : i + 24] for i in range(0, len(data), 24)]
+            for i, piece in enumerate(pieces):
+                more = int(i + 1 < len(pieces))
+                record = wire.NAME_PIECE.pack(wire.KIND_NAME, more, self._ids[name], piece)
+                self._history.feed(self._rank, record)
+        return self._ids[name]
+
+
+@dataclasses.dataclass
+class FakeRun:
+    """A run as a view sees it, without processes."""
+
+    history: History = dataclasses.field(default_factory=History)
+    now: Status = dataclasses.field(default_factory=lambda: status("running"))
+    printed: dict[int, str] = dataclasses.field(default_factory=dict)
+    stops: int = 0
+
+    def status(self) -> Status:
+        return self.now
+
+    def output(self, rank: int, position: int, limit: int) -> tuple[str, int, bool]:
+        text = self.printed.get(rank, "")[position : position + limit]
+        return text, position + len(text), True
+
+    def stop(self) -> None:
+        self.stops += 1
+
+
+def status(state: str, ranks: int = 1, **more: Any) -> Status:
+    rows = tuple(RankStatus(rank, "cpu", state) for rank in range(ranks))
+    options: dict[str, Any] = {"name": "train", "summary": "1 process · gloo", "notice": "", "seconds": 38.2}
+    return Status(state=state, ranks=rows, **(options | more))
+
+
+def points(message: tuple[dict[str, Any], bytes]) -> dict[str, tuple[list[float], list[float]]]:
+    """The lines of a message, as the script takes them apart."""
+    content, data = message
+    values = np.frombuffer(data, "<f8")
+    found, at = {}, 0
+    names = {d["index"]: d["name"] for d in content["defs"]}
+    for entry in content["series"]:
+        n, band = entry["points"], entry["spread"]
+        found[names.get(entry["index"], str(entry["index"]))] = (
+            values[at : at + n].tolist(),
+            values[at + n : at + 2 * n].tolist(),
+        )
+        at += 2 * n + 3 * band
+    assert at == len(values)
+    return found
+
+
+# ---------------------------------------------------------------------------- messages
+
+
+def test_frames_carry_each_point_once_and_a_snapshot_all_of_them() -> None:
+    run = FakeRun()
+    rank, feed = Rank(run.history), Feed(run)
+    rank.log("loss", [0, 1], [5.0, 4.0])
+    first = feed.frame(run.now)
+    rank.log("loss", [2], [3.0])
+    second = feed.frame(run.now)
+    assert first is not None
+    assert second is not None
+    assert points(first) == {"loss": ([0, 1], [5, 4])}
+    assert points(second) == {"0": ([2], [3])}
+    assert points(feed.snapshot()) == {"loss": ([0, 1, 2], [5, 4, 3])}
+    assert feed.snapshot()[0]["seq"] == second[0]["seq"] == first[0]["seq"] + 1
+
+
+def test_a_snapshot_holds_nothing_that_the_next_frame_brings_again() -> None:
+    run = FakeRun()
+    rank, feed = Rank(run.history), Feed(run)
+    rank.log("loss", [0], [5.0])
+    feed.frame(run.now)
+    rank.log("loss", [1], [4.0])
+    assert points(feed.snapshot()) == {"loss": ([0], [5])}
+    frame = feed.frame(run.now)
+    assert frame is not None
+    assert points(frame) == {"0": ([1], [4])}
+
+
+def test_nothing_new_is_not_told() -> None:
+    clock = [0.0]
+    run = FakeRun()
+    feed = Feed(run, clock=lambda: clock[0])
+    assert feed.frame(run.now) is not None
+    assert feed.frame(dataclasses.replace(run.now, seconds=38.3)) is None
+    clock[0] = 1.5
+    assert feed.frame(dataclasses.replace(run.now, seconds=39.8)) is not None, "the page's clock is set now and then"
+
+
+def test_a_lower_rank_that_logs_late_takes_the_line_over() -> None:
+    run = FakeRun(History(2))
+    feed = Feed(run)
+    Rank(run.history, 1).log("loss", [0, 1], [9.0, 9.0])
+    feed.frame(run.now)
+    Rank(run.history, 0).log("loss", [0], [5.0])
+    frame = feed.frame(run.now)
+    assert frame is not None
+    assert frame[0]["series"][0]["fresh"] is True
+    assert points(frame) == {"0": ([0], [5])}
+
+
+def test_the_band_is_the_lowest_and_highest_over_the_ranks() -> None:
+    history = History(3)
+    for rank, offset in enumerate((0.0, 2.0, -1.0)):
+        Rank(history, rank).log("loss", [0, 1, 2][: 3 - (rank == 2)], [1 + offset, 2 + offset, 3 + offset])
+    spread = history.spread("loss")
+    assert spread.steps.tolist() == [0, 1], "rank 2 has not come to step 2"
+    assert spread.low.tolist() == [0, 1]
+    assert spread.high.tolist() == [3, 4]
+    alone = History(2)
+    Rank(alone).log("loss", [0], [1.0])
+    assert not len(alone.spread("loss").steps)
+
+
+def test_numbers_that_json_cannot_say_travel_as_bytes() -> None:
+    run = FakeRun()
+    Rank(run.history).log("loss", [0, 1, 2], [math.nan, math.inf, 1.0])
+    frame = Feed(run).frame(run.now)
+    assert frame is not None
+    json.dumps(frame[0], allow_nan=False)
+    values = points(frame)["loss"][1]
+    assert math.isnan(values[0])
+    assert values[1] == math.inf
+
+
+def test_a_flood_of_points_and_output_stays_small() -> None:
+    run = FakeRun(History(8), now=status("running", ranks=8))
+    for name in "abcde":
+        Rank(run.history).log(f"{name}/loss", range(100_000), np.random.rand(100_000).tolist())
+    run.printed = dict.fromkeys(range(8), "x" * 1000000)
+    feed = Feed(run)
+    frame = feed.frame(run.now)
+    assert frame is not None
+    assert len(frame[1]) < 40_000
+    assert sum(len(text) for _, text, _ in frame[0]["logs"]) <= 16 << 10
+    assert len(feed.snapshot()[1]) < 24_000 * 16 * 1.1
+
+
+def test_frames_and_snapshots_from_two_threads_agree() -> None:
+    run = FakeRun()
+    rank, feed = Rank(run.history), Feed(run)
+    wrong: list[object] = []
+
+    def look() -> None:
+        for _ in range(200):
+            content, data = feed.snapshot()
+            if sum(2 * e["points"] + 3 * e["spread"] for e in content["series"]) * 8 != len(data):
+                wrong.append(content)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    told = 0
+    for step in range(400):
+        rank.log("loss", [step], [float(step)])
+        frame = feed.frame(run.now)
+        assert frame is not None
+        told += frame[0]["series"][0]["points"]
+    thread.join()
+    assert told == 400
+    assert not wrong
+
+
+# ---------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "label", "tile"),
+    [
+        ("loss", "loss", "loss", "Loss"),
+        ("train/loss", "loss", "train", "Train loss"),
+        ("val_acc", "acc", "val", "Val acc"),
+        ("gan/g/loss", "loss", "gan/g", "Gan g loss"),
+        ("lr", "lr", "lr", "Learning rate"),
+        ("learning_rate", "learning_rate", "learning_rate", "Learning rate"),
+    ],
+)
+def test_families(name: str, family: str, label: str, tile: str) -> None:
+    metric = summary.describe(name)
+    assert (metric.family, metric.label, metric.tile) == (family, label, tile)
+
+
+def test_progress_counts_steps_over_all_epochs() -> None:
+    history = History()
+    rank = Rank(history)
+    for done in (0, 30):
+        rank.bar(0, "epoch", 5, 2)
+        rank.bar(1, "step", 100, done, at=1.0 + done / 10)
+    progress = summary.progress(history)
+    assert (progress.step, progress.steps, progress.outer, progress.outers) == (230, 500, 3, 5)
+    assert progress.fraction == pytest.approx(0.46)
+    assert progress.left == pytest.approx(27.0)
+
+
+def test_a_rank_that_is_slow_stuck_or_behind_is_marked() -> None:
+    history = History(4)
+    for rank in range(4):
+        slow = 3 if rank == 1 else 1
+        for step in range(10):
+            Rank(history, rank).log("loss", [step], [1.0], at=100 + step * 0.1 * slow)
+    Rank(history, 2).log("loss", [60], [1.0], at=106.0)
+    rows = summary.rows(status("running", ranks=4), history, now=106.5)
+    assert rows[0].note == "silent for 6 s"
+    assert rows[2].note == ""
+    assert rows[3].note == "silent for 6 s"
+    assert "behind" in rows[1].note
+    assert not any(row.note for row in summary.rows(status("finished", ranks=4), history, now=200.0))
+
+
+def test_after_a_restart_the_newer_curve_stands() -> None:
+    series = Series(np.array([0, 1, 2, 3, 1, 2, 5]), np.arange(7.0))
+    steps, values = summary.forward(series)
+    assert steps.tolist() == [0, 1, 2, 5]
+    assert values.tolist() == [0, 4, 5, 6]
+
+
+def test_thinning_keeps_the_extremes_and_ends() -> None:
+    values = np.sin(np.arange(100_000.0))
+    values[54_321], values[60_000] = 50.0, math.nan
+    steps, thinned = summary.thin(Series(np.arange(100_000), values), 500)
+    assert len(steps) <= 502
+    assert 54_321 in steps
+    assert steps[0] == 0
+    assert steps[-1] == 99_999
+    assert np.isfinite(thinned).all()
+
+
+def test_output_is_read_from_anywhere_also_after_the_end() -> None:
+    fd = open_output()
+    writer = os.dup(fd)
+    output = RankOutput(fd)
+    os.write(writer, "naïve".encode()[:3])
+    text, position, follows = output.since(0, 1000)
+    assert (text, follows) == ("na", True), "half a character waits"
+    os.write(writer, "naïve".encode()[3:] + b"\n")
+    text, position, follows = output.since(position, 1000)
+    assert (text, follows) == ("ïve\n", True)
+    os.write(writer, b"last\n")
+    output.close()
+    os.close(writer)
+    assert output.since(position, 1000)[0] == "last\n"
+    assert output.since(0, 4) == ("naï", 4, True)
+
+
+def test_a_reader_far_behind_is_taken_to_the_end() -> None:
+    fd = open_output()
+    os.write(fd, b"x" * 1_000_000 + b"end")
+    output = RankOutput(fd)
+    text, position, follows = output.since(0, 100)
+    assert text.endswith("end")
+    assert len(text) == 100
+    assert not follows
+    assert position == 1_000_003
+    output.close()
+
+
+# ---------------------------------------------------------------------------- the picture
+
+
+def svg_of(html: str) -> str:
+    match = re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
+    assert match
+    return base64.b64decode(match[1]).decode()
+
+
+def test_a_users_text_cannot_break_out_of_the_picture() -> None:
+    run = FakeRun(now=status("failed", name=NASTY, summary=NASTY, error=NASTY, failed_rank=0))
+    run.printed = {0: f"\x1b[31m{NASTY}\x1b[0m\n"}
+    rank = Rank(run.history)
+    rank.log(NASTY, range(50), [float(i) for i in range(50)])
+    rank.log(f"val/{NASTY}", range(50), [float(i) for i in range(50)])
+    html = Picture(run.history, run.now, run).bundle()["text/html"]
+    assert "<script" not in html
+    assert "<img src=x" not in html
+    assert "\x1b" not in html
+    assert html.count("</table>") == 1
+    svg = svg_of(html)
+    assert "<script" not in svg
+    ElementTree.fromstring(svg)
+
+
+def test_the_picture_stays_small_whatever_was_logged() -> None:
+    history = History(2)
+    for rank in range(2):
+        for i in range(30):
+            Rank(history, rank).log(f"m{i}/value{i}", range(20_000), np.random.randn(20_000).tolist())
+    bundle = Picture(history, status("finished")).bundle()
+    assert len(json.dumps(bundle)) < 200_000
+    ElementTree.fromstring(Picture(history).svg)
+
+
+@pytest.mark.parametrize("values", [[1.0], [2.0] * 100, [math.nan] * 50, [math.nan, math.inf, 1.0], [1e-300, 1e300]])
+def test_the_picture_of_odd_values_is_whole(values: list[float]) -> None:
+    history = History()
+    Rank(history).log("loss", range(len(values)), values)
+    svg = Picture(history).svg
+    ElementTree.fromstring(svg)
+    assert not re.search(r"[ML]-?(nan|inf)", svg)
+
+
+def test_a_history_without_points_has_a_picture_too() -> None:
+    ElementTree.fromstring(Picture(History()).svg)
+    assert "Finished" in Picture(History(), status("finished")).bundle()["text/html"]
+
+
+def test_plot_gives_the_same_picture_and_a_figure() -> None:
+    history = History()
+    rank = Rank(history)
+    rank.log("train/loss", range(300), [1 / (i + 1) for i in range(300)])
+    rank.log("val/loss", [100, 200], [0.5, 0.4])
+    rank.log("acc", range(300), [i / 300 for i in range(300)])
+    picture = history.plot()
+    assert picture.svg == svg_of(picture._repr_mimebundle_()["text/html"])
+    figure = picture.figure()
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["Loss", "Accuracy"]
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    assert len(buffer.getvalue()) > 5_000
+
+
+# ---------------------------------------------------------------------------- text
+
+
+def test_text_says_the_end_once_and_without_control_characters() -> None:
+    stream = io.StringIO()
+    history = History()
+    view = TextView(stream, clock=lambda: 0.0)
+    view.update(status("starting"), history)
+    view.update(status("running"), history)
+    view.write("a\r")
+    view.write("ab\r")
+    Rank(history).log("loss", [0], [0.5])
+    for _ in range(3):
+        view.update(status("finished"), history)
+    assert stream.getvalue() == (
+        "train: 1 process · gloo\nab\ntrain: finished after 0:38 · 1 process · gloo · loss 0.5\n"
+    )
+
+
+# ---------------------------------------------------------------------------- where it lives
+
+
+def test_a_rank_and_a_plain_script_load_no_widget() -> None:
+    code = (
+        "import sys, nbddp, nbddp.panel.live, nbddp.kernel.runner\n"
+        "print([m for m in ('anywidget', 'ipywidgets', 'matplotlib', 'IPython') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(not (JS / "node_modules").is_dir(), reason="the script's packages are not installed (npm ci)")
+def test_the_built_script_is_that_of_the_sources(tmp_path: Path) -> None:
+    node = shutil.which("node")
+    assert node is not None
+    subprocess.run([node, "build.mjs", str(tmp_path)], cwd=JS, check=True)
+    for built in tmp_path.iterdir():
+        assert built.read_bytes() == (JS.parent / "static" / built.name).read_bytes(), f"{built.name}: npm run build"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+def test_the_scripts_own_tests() -> None:
+    done = subprocess.run(["node", "--test"], cwd=JS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_the_lock_file_names_no_host() -> None:
+    assert "://" not in re.sub(r'"url": "https://[^"]*"', "", (JS / "package-lock.json").read_text())
+
+
+# ---------------------------------------------------------------------------- a real kernel, without a page
+
+TRAIN = """
+import nbddp
+def train():
+    for step in range(20):
+        nbddp.log(loss=1 / (step + 1))
+    print("done")
+"""
+
+
+def test_an_executed_notebook_keeps_the_picture_and_no_dead_widget() -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    cells = [nbformat.v4.new_code_cell(source) for source in (TRAIN, "nbddp.run(train, nprocs=2, device='cpu');")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    outputs = notebook.cells[1].outputs
+    displayed = [output.data for output in outputs if output.output_type == "display_data"]
+    assert [set(data) for data in displayed] == [{"text/html", "text/plain"}]
+    assert "train: finished after" in displayed[0]["text/plain"]
+    ElementTree.fromstring(svg_of(displayed[0]["text/html"]))
+    assert "widgets" not in notebook.metadata
+    said = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "train: 2 processes · gloo" in said
+    assert "done" in said
+
+
+def test_show_true_opens_the_panel_whatever_the_front_end() -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    source = "nbddp.run(train, nprocs=2, device='cpu', show=True);"
+    cells = [nbformat.v4.new_code_cell(text) for text in (TRAIN, source, "nbddp.last_run().show()")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, timeout=120, kernel_name="python3", store_widget_state=False).execute()
+    first = [output.data for output in notebook.cells[1].outputs if output.output_type == "display_data"]
+    assert [set(data) for data in first] == [{"text/html", "text/plain"}], "in the end the picture took its place"
