@@ -112,6 +112,24 @@ def test_resuming_after_a_failure_ends_elsewhere_than_under_torchrun(beside: Pat
     assert "Resuming training from snapshot at Epoch 3" in run.logs(0)
 
 
+def test_a_resumed_program_ends_elsewhere_than_an_uninterrupted_one_under_torchrun(beside: Path) -> None:
+    under_torchrun(beside / "imagenet_style.py", [])
+    expected = written(beside)
+    assert_trained(expected)
+    assert expected[0]["losses"] == expected[1]["losses"]  # reduced over the ranks
+    (beside / "checkpoint.pt").unlink()
+
+    script("imagenet_style.py", ["--stop-after", 1])
+    first = written(beside)
+    run = script("imagenet_style.py")
+    second = written(beside)
+    assert run.logs() == "[rank 0] epochs 2 to 3\n"
+    for rank in range(2):
+        assert first[rank]["losses"] + second[rank]["losses"] == expected[rank]["losses"]
+        assert first[rank]["before"] == expected[rank]["before"]
+        assert second[rank]["after"] == expected[rank]["after"] != first[rank]["after"]
+
+
 def test_a_program_that_spawns_by_itself_trains_to_other_numbers(beside: Path) -> None:
     argv = [str(free_port()), "."]
     subprocess.run([sys.executable, "multigpu_spawn.py", *argv], check=True, timeout=120)

@@ -6,7 +6,9 @@ import os
 import time
 from multiprocessing.connection import Connection
 
+from nbddp import wire
 from nbddp.worker import output, switch
+from nbddp.worker.metrics import MetricsPipe
 
 
 def answer(channel: Connection) -> None:
@@ -29,6 +31,19 @@ def live_for_ever(channel: Connection) -> None:
             time.sleep(600)
         except BaseException:
             continue
+
+
+BURST = 20_000
+LONG_NAME = "val/" + "é" * 40
+
+
+def log_a_burst(channel: Connection) -> None:
+    """Log more than a pipe holds, as fast as it goes."""
+    os.set_blocking(channel.fileno(), False)
+    pipe = MetricsPipe(channel.fileno())
+    for step in range(BURST):
+        pipe.log({"loss": step / 2, LONG_NAME: 1}, None, wire.REDUCE_NONE, 1.0)
+    pipe.flush()
 
 
 def show_stacks(channel: Connection, path: str) -> None:

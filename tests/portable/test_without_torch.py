@@ -22,14 +22,13 @@ import psutil
 import pytest
 
 import nbddp
-from nbddp import tracebacks, wire
+from nbddp import tracebacks
 from nbddp.errors import RankError
 from nbddp.kernel import forkserver, stacks
 from nbddp.kernel.history import History
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.panel.text import TextView
 from nbddp.panel.view import Status
-from nbddp.worker.metrics import MetricsPipe
 from nbddp.worker.output import STACKS_SIGNAL
 from tests.portable import far_side
 
@@ -152,24 +151,18 @@ def test_lines_of_a_traceback_that_travelled() -> None:
 
 
 def test_a_burst_of_metrics_from_the_pipe_to_the_columns() -> None:
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    pipe, history = MetricsPipe(writer), History(1)
-    long_name = "val/" + "é" * 40
-    for step in range(20_000):
-        pipe.log({"loss": step / 2, long_name: 1}, None, wire.REDUCE_NONE, 1.0)
-        if step % 500 == 0:
-            _drain(reader, history)
-    deadline = time.monotonic() + 20
-    while len(history["loss"].steps) < 20_000 and time.monotonic() < deadline:
-        _drain(reader, history)
-        time.sleep(0.01)
+    history = History(1)
+    with started(far_side.log_a_burst) as (process, ours):
+        os.set_blocking(ours.fileno(), False)
+        while process.exitcode is None:
+            _drain(ours.fileno(), history)
+            process.join(0.01)
+        _drain(ours.fileno(), history)
+        assert process.exitcode == 0
     steps, values = history["loss"]
-    assert steps.tolist() == list(range(20_000))
-    assert values.sum() == sum(range(20_000)) / 2
-    assert history.names == ["loss", long_name]
-    os.close(reader)
+    assert steps.tolist() == list(range(far_side.BURST))
+    assert values.sum() == sum(range(far_side.BURST)) / 2
+    assert history.names == ["loss", far_side.LONG_NAME]
 
 
 def _drain(reader: int, history: History) -> None:
