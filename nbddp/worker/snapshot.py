@@ -8,7 +8,7 @@ import pickle
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -59,16 +59,29 @@ def load_snapshot(
     if not os.path.exists(path):
         return None
     try:
-        content = torch.load(path, map_location=map_location or context.device(), weights_only=weights_only)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, ValueError) as error:
+        with open(path, "rb") as file:
+            content = _load(file, map_location or context.device(), weights_only)
+    except _Unreadable as error:
         raise NbddpError(
-            f"{os.fspath(path)} cannot be read as a snapshot: {str(error).splitlines()[0]}. "
+            f"{os.fspath(path)} cannot be read as a snapshot: {error}. "
             "It is torn, foreign, or holds other things than tensors and plain values (weights_only=False)"
-        ) from error
+        ) from error.__cause__
     if not isinstance(content, dict) or _MARK not in content:
         raise NbddpError(f"{os.fspath(path)} was not written by save_snapshot(); read it with torch.load()")
     state: dict[str, Any] = content["state"]
     return state
+
+
+class _Unreadable(Exception):
+    """torch cannot read the file that it was given."""
+
+
+def _load(file: BinaryIO, map_location: Any, weights_only: bool) -> Any:
+    try:
+        return torch.load(file, map_location=map_location, weights_only=weights_only)
+    # An OSError here is a seek beyond the end of a torn file: it is open already.
+    except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
+        raise _Unreadable(str(error).split("\n")[0] or type(error).__name__) from error
 
 
 def _plain(value: Any) -> Any:

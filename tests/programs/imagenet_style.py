@@ -1,4 +1,4 @@
-"""As the ImageNet example: global batch, workers, augmentation, seed, schedule, resume; with nbddp's helpers throughout."""
+"""As the ImageNet example: global batch, workers, augmentation, seed, schedule, resume; with nbddp's helpers."""
 
 import argparse
 
