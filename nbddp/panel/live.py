@@ -323,4 +323,4 @@ class PanelView:
         if self._echo is not None:
             self._echo.finish()
         self._handle.update(Picture(history, status, self._source).bundle(), raw=True)
-        self._widget.close()
+        self._widget.leave()

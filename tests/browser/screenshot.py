@@ -1,6 +1,6 @@
 """Take the README's picture of the panel: a real run on real data, in JupyterLab.
 
-    python tests/browser/screenshot.py [PATH]
+python tests/browser/screenshot.py [PATH]
 """
 
 from __future__ import annotations
