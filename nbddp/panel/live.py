@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -52,7 +53,8 @@ def has_page() -> bool:
         return False
     kernel: Any = getattr(current, "kernel")  # noqa: B009 (a plain shell has none)
     parent: dict[str, Any] = kernel.get_parent() if hasattr(kernel, "get_parent") else {}
-    by_page = "cellId" in parent.get("metadata", {})  # also when a server extension executes for JupyterLab
+    # A server extension may execute for JupyterLab, and Colab's messages come by a way of its own.
+    by_page = "cellId" in parent.get("metadata", {}) or "google.colab" in sys.modules
     return by_page or not _PYTHON_CLIENT.fullmatch(str(parent.get("header", {}).get("msg_id", "")))
 
 
@@ -74,6 +76,7 @@ class _Line:
     sent: int = 0
     spread_sent: int = 0
     stride: float = 0.0
+    seen: int = 0  # points on all ranks when we last looked
 
 
 @dataclass
@@ -135,11 +138,14 @@ class Feed:
     def _new_points(self) -> tuple[list[Any], list[Any], list[npt.NDArray[Any]]]:
         entries, defs, arrays = [], [], []
         history = self._source.history
-        for index, name in enumerate(history.names):
+        for index, (name, count) in enumerate(history.counts().items()):
             if index == len(self._lines):
                 self._lines.append(_Line(index, name))
                 defs.append(_definition(self._lines[index]))
             line = self._lines[index]
+            if line.seen == count:
+                continue
+            line.seen = count
             origin, series = history.new_points(name, line.sent)
             fresh = origin != line.origin
             if fresh:  # a lower rank has begun to log it: its values are the metric's from now on
@@ -259,12 +265,16 @@ class PanelView:
         self._widget: PanelWidget | None = None
         self._handle: Any = None
         self._left = False
+        self._lock = threading.Lock()
         self._began = time.monotonic()
         self._snapshots_due = list(_SOON_S)
 
     def update(self, status: Status, history: History) -> None:
-        if self._left:
-            return
+        with self._lock:  # of a background run, the cell that opens it and the run's own thread
+            if not self._left:
+                self._update(status, history)
+
+    def _update(self, status: Status, history: History) -> None:
         if self._widget is None:
             self._open(status)
         frame = self._feed.frame(status)
