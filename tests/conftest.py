@@ -1,5 +1,6 @@
 """Every test's aftermath: nothing of a run may be left, and the process is as it was before."""
 
+# ruff: noqa: E402 - the folder for temporary files is chosen before anything can ask for it
 from __future__ import annotations
 
 import atexit
@@ -18,7 +19,22 @@ atexit.register(shutil.rmtree, _TEMP, ignore_errors=True)  # before multiprocess
 
 import pytest
 import torch
-from tests.support import GONE_S, MARK, Cells, Notebook, Surroundings, fresh_main, marked_pids, run, strangers, wait_until
+from jupyter_core.utils import ensure_event_loop
+
+from nbddp.kernel import runner
+from tests import support
+from tests.support import (
+    GONE_S,
+    MARK,
+    Cells,
+    Notebook,
+    Surroundings,
+    fresh_main,
+    marked_pids,
+    run,
+    strangers,
+    wait_until_alone,
+)
 
 name, _, value = MARK.partition("=")
 os.environ[name] = value
@@ -30,21 +46,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm() -> Iterator[None]:
-    """What a process opens once and keeps: torch's two event loop fds, the fork server, the resource tracker."""
+def _warm() -> None:
+    """What a process opens once and keeps: torch's event loop, Jupyter's, the fork server."""
     home = tempfile.mkdtemp(prefix="home-", dir=_TEMP)
     for variable in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR"):
         os.environ[variable] = home
     os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
+    ensure_event_loop()  # of the blocking client
     with fresh_main() as cells:
         assert run(cells("def nothing(): return 1").nothing).values == [1, 1]
-    yield
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(_warm: None) -> Iterator[None]:
     """Fail a test that leaves a process, port, thread, fd, file, or a changed environment."""
     allowed = marked_pids()
+    support.at_start = allowed
     before = Surroundings()
     yield
     deadline = time.monotonic() + GONE_S
@@ -56,6 +73,8 @@ def _nothing_left_behind(_warm: None) -> Iterator[None]:
         return
     for pid in left:
         os.kill(pid, signal.SIGKILL)
+    for started in list(runner._live):  # a failed test's own: the next one shall not suffer from it
+        started.stop(0)
     assert not left, f"processes are left: {left}"
     assert not (changed := before.changed()), f"this process is not as it was: {changed}"
 
@@ -93,7 +112,7 @@ def notebook(_notebook: Notebook) -> Iterator[Notebook]:
     """A running notebook, shared by the tests: variables stay, the kernel must survive."""
     yield _notebook
     assert _notebook.ok("40 + 2").shown.strip() == "42"
-    wait_until(lambda: not strangers({_notebook.pid}), GONE_S, "no process is left by the notebook")
+    wait_until_alone(_notebook.pid)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import textwrap
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -125,17 +126,39 @@ def strangers(allowed: set[int] = frozenset()) -> dict[int, str]:  # type: ignor
     return found
 
 
+at_start: set[int] = set()  # the processes that the running test found when it began
+
+
+def wait_until_alone(kernel: int, timeout_s: float = GONE_S) -> None:
+    """Wait until nothing of this test is left but that kernel and what it keeps warm."""
+    deadline = time.monotonic() + timeout_s
+    while left := strangers(at_start | {kernel}):
+        assert time.monotonic() < deadline, f"still there after {timeout_s} s: {left}"
+        time.sleep(0.02)
+
+
 def _is_allowed(process: psutil.Process, allowed: set[int]) -> bool:
     if process.ppid() not in allowed | {os.getpid()} or process.status() == psutil.STATUS_ZOMBIE:
         return False
-    # A rank has its fork server's command line, but another parent.
-    command = " ".join(process.cmdline())
-    return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+    # A rank has its fork server's command line, but that server as its parent.
+    if _is_fork_server(process):
+        return not _is_fork_server(psutil.Process(process.ppid()))
+    return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+
+
+def _is_fork_server(process: psutil.Process) -> bool:
+    return "multiprocessing.forkserver" in " ".join(process.cmdline())
 
 
 def ranks_of(pid: int) -> list[int]:
-    """The pids of all processes below a kernel's fork server."""
-    return [p.pid for p in psutil.Process(pid).children(recursive=True) if os.getsid(p.pid) != os.getsid(pid)]
+    """The pids of a kernel's ranks: each leads a session, as does the fork server, which is the kernel's child."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            server = process.ppid() == pid and _is_fork_server(process)
+            if os.getsid(process.pid) == process.pid and not server:
+                found.append(process.pid)
+    return found
 
 
 def listening_ports(pid: int | None = None) -> set[tuple[str, int]]:
@@ -196,12 +219,17 @@ class Surroundings:
             if isinstance(before, set):
                 wrong = after - before
             elif name == "fds":
-                wrong = {fd: target for fd, target in after.items() if before.get(fd) != target}
+                # By kind: a fork server that had to be replaced has other pipes, as many.
+                wrong = Counter(map(_kind, after.values())) - Counter(map(_kind, before.values()))
             else:
                 wrong = {} if after == before else {"before": before, "after": after}
             if wrong:
                 found[name] = str(wrong)
         return found
+
+
+def _kind(target: str) -> str:
+    return re.sub(r"^(pipe|socket):.*", r"\1", target)
 
 
 def _temporary_files() -> set[str]:

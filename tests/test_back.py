@@ -9,9 +9,9 @@ import os
 import numpy as np
 import pytest
 import torch
-from tests.support import Cells, open_fds, run
 
 import nbddp
+from tests.support import Cells, open_fds, run
 
 
 def test_values_are_by_rank_and_value_is_rank_0s(cell: Cells) -> None:

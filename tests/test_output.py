@@ -7,9 +7,9 @@ import re
 import time
 
 import pytest
-from tests.support import Cells, Notebook, run, start, wait_until
 
 import nbddp
+from tests.support import Cells, Notebook, run, start, wait_until
 
 
 def test_stderr_flood(cell: Cells) -> None:
@@ -144,7 +144,7 @@ def test_a_gigabyte_of_prints_stays_bounded(cell: Cells) -> None:
     first, _, rest = text.partition("\n")
     assert re.fullmatch(r"\[195,805,696 older bytes are no longer kept\]", first)
     assert len(rest) == 4 << 20
-    assert rest.endswith("%099d\n" % 9999)
+    assert rest.endswith(f"{9999:099d}\n")
 
 
 def test_invalid_utf8_and_unicode(cell: Cells) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.support import Cells, marked_pids, run
 
 import nbddp
+from tests.support import Cells, marked_pids, run
 
 DTYPES = sorted(
     {

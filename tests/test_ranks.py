@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import Cells, run
 
 import nbddp
+from tests.support import Cells, run
 
 CONTRACT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

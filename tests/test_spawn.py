@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 import torch.multiprocessing
-from tests.support import Cells, wait_until
 
 import nbddp
 from nbddp.kernel.spawn import SpawnContext
+from tests.support import Cells, wait_until
 
 
 def test_the_first_argument_is_the_rank(cell: Cells) -> None:

@@ -171,8 +171,7 @@ class Worker:
             time.sleep(_NAP_S)  # grandchildren are no children of ours: their end cannot be waited for
 
     def close(self) -> None:
-        """Close its file descriptors; its output stays readable."""
-        self.output.close()
+        """Close its file descriptors."""
         if self._channel is not None:
             self._channel.close()
         for fd in self._fds.values():
@@ -244,21 +243,23 @@ class Crew:
         for worker in self.workers:
             worker.disown()
 
-    def start(self, jobs: Sequence[wire.Job], payload_fd: int, inherited: Sequence[Any]) -> None:
+    def start(
+        self, jobs: Sequence[wire.Job], outputs: Sequence[RankOutput], payload_fd: int, inherited: Sequence[Any]
+    ) -> None:
         """Start one process per job.
 
         Raises:
             LaunchError: no process could be started.
         """
-        for job in jobs:
+        for job, output in zip(jobs, outputs):
             try:
-                worker = self._start_one(job, payload_fd, inherited)
+                worker = self._start_one(job, output, payload_fd, inherited)
             except (OSError, EOFError) as error:
                 raise LaunchError(f"rank {job.rank} could not be started: {error}") from error
             self.workers.append(worker)
             worker.send(job)
 
-    def _start_one(self, job: wire.Job, payload_fd: int, inherited: Sequence[Any]) -> Worker:
+    def _start_one(self, job: wire.Job, output: RankOutput, payload_fd: int, inherited: Sequence[Any]) -> Worker:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
 
             def keep(fd: int, stack: contextlib.ExitStack) -> int:
@@ -269,20 +270,19 @@ class Crew:
             keep(metrics_r, ours), keep(metrics_w, theirs)
             _widen(metrics_w)
             os.set_blocking(metrics_r, False)
-            output_fd = keep(open_output(), ours)
             stacks_fd = keep(open_output(), ours)
             result_fd = keep(payload.open_block(f"result-{job.rank}"), ours)
             channel, far_channel = multiprocessing.Pipe()
             ours.callback(channel.close)
             theirs.callback(far_channel.close)
             ends = entry.Ends(
-                *(_Inherited(fd) for fd in (metrics_w, output_fd, stacks_fd, payload_fd, result_fd))  # type: ignore[arg-type]
+                *(_Inherited(fd) for fd in (metrics_w, output.fileno(), stacks_fd, payload_fd, result_fd))  # type: ignore[arg-type]
             )
             target_args = (far_channel, ends, tuple(inherited))
             process = self._new_process(target=entry.main, args=target_args, name=f"{job.run_name}-{job.rank}")
             ours.pop_all()  # from here on the worker's
         fds = {"metrics": metrics_r, "stacks": stacks_fd, "result": result_fd}
-        return Worker(job.rank, process, channel, RankOutput(output_fd), fds)
+        return Worker(job.rank, process, channel, output, fds)
 
     def _new_process(self, **what: Any) -> Any:
         process: Any

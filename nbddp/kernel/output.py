@@ -39,6 +39,15 @@ class RankOutput:
         self._untaken = ""
         self._end = (0, b"")  # once closed: the file's size, and its last bytes
 
+    def fileno(self) -> int:
+        """The file's descriptor, for the rank that is to print into it."""
+        assert self._fd is not None, "the run is over"
+        return self._fd
+
+    def note(self, line: str) -> None:
+        """A line of our own among the rank's."""
+        os.write(self.fileno(), f"[{line}]\n".encode())
+
     def take(self) -> str:
         """What came since the last call, at most 64 KiB at a time; ``""`` when there is nothing new."""
         with self._lock:

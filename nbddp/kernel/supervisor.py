@@ -20,7 +20,7 @@ from nbddp.errors import LaunchError, NbddpError, PayloadError, RankDied, RankEr
 from nbddp.kernel import forkserver, oom, stacks
 from nbddp.kernel.history import History
 from nbddp.kernel.launcher import LEAVE_GRACE_S, Crew, Worker
-from nbddp.kernel.output import RankOutput
+from nbddp.kernel.output import RankOutput, open_output
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.rendezvous import Rendezvous, open_rendezvous
 from nbddp.payload import Packed
@@ -144,6 +144,13 @@ class Supervisor:
         self.state = state
 
     def _attempts(self) -> None:
+        with contextlib.ExitStack() as stack:
+            self.outputs = [RankOutput(open_output()) for _ in range(self._plan.nprocs)]
+            for output in self.outputs:
+                stack.callback(output.close)
+            self._attempt_until_it_counts()
+
+    def _attempt_until_it_counts(self) -> None:
         restarts = 0
         while True:
             try:
@@ -152,10 +159,16 @@ class Supervisor:
             except _BadFork:
                 forkserver.mark_unfit()
                 self._start_method = "spawn"
-            except NbddpError:
+            except NbddpError as error:
                 if restarts == self._plan.max_restarts or self._stop_grace_s is not None:
                     raise
                 restarts += 1
+                self._tell_of_restart(restarts, error)
+
+    def _tell_of_restart(self, count: int, error: NbddpError) -> None:
+        why = str(error).split("\n")[0]
+        for output in self.outputs:
+            output.note(f"restarted {count} of {self._plan.max_restarts} after {type(error).__name__}: {why}")
 
     def _attempt(self, restart_count: int) -> None:
         """Start all ranks and follow them to their end. Raises what the first failure is."""
@@ -167,8 +180,8 @@ class Supervisor:
             stack.enter_context(crew)
             with self._lock:
                 self._crew = crew
-            crew.start(self._jobs(rendezvous, restart_count), self._block.fileno(), self._packed.inherited)
-            self.outputs = [worker.output for worker in crew.workers]
+            jobs = self._jobs(rendezvous, restart_count)
+            crew.start(jobs, self.outputs, self._block.fileno(), self._packed.inherited)
             self._follow(crew)
 
     def _let_go(self) -> None:

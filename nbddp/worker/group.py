@@ -66,6 +66,8 @@ def let_users_make_their_own() -> None:
     def init_process_group(backend: Any = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:
         global _ready_made
         if _ready_made is not None and dist.group.WORLD is _ready_made:
+            # A slower rank may still be connecting to it, and would fail if it were freed here.
+            _kept_alive.append(_ready_made)
             dist.destroy_process_group()
         _ready_made = None
         if not _asks_for_our_store(init_method, kwargs.get("store", args[3] if len(args) > 3 else None)):

@@ -1,0 +1,129 @@
+"""Both sides. A block: one file in memory that both sides map, and what goes where in it.
+
+``memfd`` is not bound by a container's 64 MB /dev/shm, and has no name in any file system.
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+ALIGN = 64
+_MAP_FROM_NBYTES = 1 << 20  # below this a copy is cheaper than a mapping, and pins nothing
+_WRITE_CHUNK = 64 << 20
+
+
+def open_block(name: str) -> int:
+    """A new, empty block. Returns its fd; nothing of it has a name in any file system."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"nbddp-{name}")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def map_block(fd: int, nbytes: int) -> memoryview:
+    """The block's bytes, private and writable, kept alive by whoever holds a part of them."""
+    if nbytes < _MAP_FROM_NBYTES or not os.path.exists("/proc/self/fd"):
+        copy = bytearray(nbytes)
+        read = 0
+        while read < nbytes:
+            read += os.preadv(fd, [memoryview(copy)[read:]], read)
+        return memoryview(copy)
+    # Not mmap.mmap: it keeps a duplicate of the fd open for as long as the mapping lives.
+    storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", shared=False, nbytes=nbytes)
+    return storage_bytes(storage)
+
+
+def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of ``data``. ``pwrite`` fills a new memfd at memcpy speed; a shared mapping takes 1.4 times that."""
+    view = memoryview(data).cast("B")
+    done = 0
+    while done < view.nbytes:
+        done += os.pwrite(fd, view[done : done + _WRITE_CHUNK], offset + done)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of the sender's memory: where they lie, and the object to read them from."""
+
+    address: int
+    data: memoryview
+
+    @classmethod
+    def of(cls, data: memoryview) -> Piece:
+        """The piece that a contiguous buffer is."""
+        return cls(int(np.frombuffer(data, dtype=np.uint8).ctypes.data) if data.nbytes else 0, data)
+
+
+class Layout:
+    """Which interval of the sender's memory goes where in the block; overlapping ones stay so."""
+
+    def __init__(self) -> None:
+        self._intervals: list[tuple[int, int]] = []
+        self._regions: list[tuple[int, int, int]] = []  # start, stop, offset
+
+    def add(self, start: int, stop: int) -> None:
+        """These bytes of memory will be in the block."""
+        if stop > start:
+            self._intervals.append((start, stop))
+
+    def place(self, first_offset: int) -> int:
+        """Give every region its offset. Returns the first free offset after them."""
+        offset = first_offset
+        merged: list[list[int]] = []
+        for start, stop in sorted(self._intervals):
+            if merged and start < merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], stop)
+            else:
+                merged.append([start, stop])
+        for start, stop in merged:
+            shift = start % ALIGN  # an address keeps its alignment, whatever that was
+            self._regions.append((start, stop, offset + shift))
+            offset = _aligned(offset + shift + stop - start)
+        return offset
+
+    def offset(self, address: int) -> int:
+        """Where in the block the byte at this address is."""
+        index = bisect.bisect_right(self._regions, address, key=operator.itemgetter(0)) - 1
+        if index < 0:
+            return 0  # an empty array: its address means nothing
+        start, stop, offset = self._regions[index]
+        return offset + address - start if address < stop else 0
+
+    def write(self, fd: int, pieces: list[Piece]) -> None:
+        """Copy every byte of the pieces once, however often they overlap."""
+        written = 0
+        for piece in sorted(pieces, key=lambda p: (p.address, -p.data.nbytes)):
+            stop = piece.address + piece.data.nbytes
+            start = max(piece.address, written)
+            if start < stop:
+                write_at(fd, piece.data[start - piece.address :], self.offset(start))
+                written = stop
+
+
+def as_bytes(storage: Any) -> torch.Tensor:
+    """A storage as a tensor of uint8 over the same memory."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def storage_bytes(storage: Any) -> memoryview:
+    """A CPU storage's memory."""
+    return memoryview(as_bytes(storage).numpy())  # type: ignore[arg-type]
+
+
+def storage_over(view: memoryview) -> torch.UntypedStorage:
+    """A CPU storage over memory of somebody else's, which it keeps alive."""
+    if not view.nbytes:
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+    return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN) * ALIGN

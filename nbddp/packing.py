@@ -1,0 +1,277 @@
+"""Both sides. How the objects of a notebook pickle: what goes into the stream, what goes beside it, what is refused.
+
+The functions at the end are what the stream calls when it is read; they ask the :class:`Reading` under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copyreg
+import functools
+import importlib
+import io
+import multiprocessing.connection
+import multiprocessing.managers
+import multiprocessing.queues
+import multiprocessing.synchronize
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass
+class PackedStorage:
+    """A torch storage on its way into a block, with the parts of it (start, stop) that some tensor can see."""
+
+    index: int
+    storage: torch.UntypedStorage
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _NotebookNamespace(dict):  # type: ignore[type-arg]
+    """Stands for the globals of ``__main__`` while pickling; arrives as the reader's own.
+
+    cloudpickle gives functions that share globals a common, new dict. Ours is the reader's real
+    ``__main__``, so that ``global``, dataclasses, type hints and pickling by reference work there too.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _main_namespace, ()
+
+
+class Packer(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with buffers and storages out of band. Close it: it is a reference cycle.
+
+    Attributes:
+        by_value: functions and classes that travelled by value, in order.
+        inherited: what only a starting process can be given, in order.
+        buffers: contiguous memory of arrays, in the order of the stream.
+        storages: torch storages, by their identity.
+        filenames: of the code that travelled by value.
+    """
+
+    def __init__(self, stream: io.BytesIO, *, known: Sequence[Any], inheriting: bool) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=self._take_buffer)
+        self.by_value: list[Any] = []
+        self.inherited: list[Any] = []
+        self.buffers: list[memoryview] = []
+        self.storages: dict[int, PackedStorage] = {}
+        self.filenames: set[str] = set()
+        self._known = {id(obj): i for i, obj in enumerate(known)}
+        self._inheriting = inheriting
+        if inheriting:
+            # On the way in only: what a rank's function reads must not overwrite the notebook's variables.
+            main = sys.modules["__main__"].__dict__
+            self.globals_ref[id(main)] = _NotebookNamespace(__name__="__main__")
+
+    def close(self) -> None:
+        """Let go of what was pickled: the pickler itself is a reference cycle, by its buffer_callback."""
+        self.clear_memo()
+        self.buffers, self.storages, self.inherited = [], {}, []
+
+    def reducer_override(self, obj: Any) -> Any:
+        for kinds, reduce in _SPECIAL:
+            if isinstance(obj, kinds):
+                return reduce(self, obj)
+        if obj is sys.stdout or obj is sys.stderr:
+            return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
+        if id(type(obj)) in self._known and "__slots__" in vars(type(obj)) and hasattr(obj, "__dict__"):
+            # cloudpickle's copy of a class has no slots; the notebook's own has, and no __dict__ for a state.
+            return copyreg.__newobj__, (type(obj),), (None, vars(obj))  # type: ignore[attr-defined]
+        refuse_unshippable(obj)
+        return self._by_cloudpickle(obj)
+
+    def _by_cloudpickle(self, obj: Any) -> Any:
+        return super().reducer_override(obj)
+
+    def _reduce_code(self, obj: Any) -> Any:
+        number = self._known.get(id(obj))
+        if number is not None:
+            return _take_known, (number,)
+        reduced = self._by_cloudpickle(obj)
+        if reduced is not NotImplemented:
+            self.by_value.append(obj)
+            if isinstance(obj, types.FunctionType):
+                self.filenames.add(obj.__code__.co_filename)
+        return reduced
+
+    def _reduce_module(self, obj: types.ModuleType) -> Any:
+        if type(obj) is types.ModuleType:
+            return self._by_cloudpickle(obj)
+        # torch.backends.cudnn and the like: cloudpickle knows plain modules only.
+        return importlib.import_module, (obj.__name__,)
+
+    def _reduce_cached(self, obj: Any) -> Any:
+        if getattr(obj, "__module__", "") != "__main__":
+            return self._by_cloudpickle(obj)
+        # It pickles by name, and the name is the notebook's.
+        return _cached, (obj.__wrapped__, obj.cache_parameters())
+
+    def _reduce_ddp(self, obj: DistributedDataParallel) -> Any:
+        # Its process group ends with the ranks; what is wanted is the model.
+        return _itself, (obj.module,)
+
+    def _reduce_inherited(self, obj: Any) -> Any:
+        if not self._inheriting:
+            return self._by_cloudpickle(obj)
+        self.inherited.append(obj)
+        return _take_inherited, (len(self.inherited) - 1,)
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        self._note_span(tensor)
+        return NotImplemented  # torch's own way, whose storages come by here
+
+    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        try:
+            self.buffers.append(buffer.raw())
+        except BufferError:  # not contiguous: stays in the stream
+            return True
+        return False
+
+    def _note_span(self, tensor: torch.Tensor) -> None:
+        """Remember which bytes of its storage a tensor can see: only those are copied."""
+        if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
+            return
+        try:
+            entry = self._storage_of(tensor.untyped_storage())
+        except (RuntimeError, NotImplementedError):  # a wrapper subclass without storage of its own
+            return
+        last = int(sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride())))
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        entry.spans.append((start, start + (last + 1) * tensor.element_size()))
+
+    def _storage_of(self, storage: torch.UntypedStorage) -> PackedStorage:
+        # Wrappers come and go, the C++ object behind them is the identity.
+        entry = self.storages.get(storage._cdata)
+        if entry is None:
+            entry = self.storages[storage._cdata] = PackedStorage(len(self.storages), storage)
+        return entry
+
+    def _reduce_storage(self, obj: Any) -> Any:
+        dtype = None
+        if isinstance(obj, torch.TypedStorage):
+            obj, dtype = obj._untyped_storage, obj.dtype
+        if obj.device.type == "meta":
+            return NotImplemented
+        if self._inheriting and obj.device.type == "cpu" and obj.is_shared():
+            # share_memory_() is the user's word that ranks write to one tensor.
+            self.inherited.append(obj)
+            return _take_inherited, (len(self.inherited) - 1, dtype)
+        seen_by_tensors = obj._cdata in self.storages
+        entry = self._storage_of(obj)
+        if not seen_by_tensors:
+            entry.spans.append((0, obj.nbytes()))
+        elif dtype is None:
+            # Tensors of the newer dtypes (float8, uint16) pickle their untyped storage and unpickle
+            # by torch._utils._rebuild_tensor_v3, which wants the typed wrapper of torch.load.
+            dtype = torch.uint8
+        return _take_storage, (entry.index, dtype)
+
+
+# What multiprocessing hands over only to a process that it is starting.
+_NEEDS_INHERITANCE: tuple[type, ...] = (
+    multiprocessing.connection.Connection,
+    multiprocessing.queues.Queue,
+    multiprocessing.queues.SimpleQueue,
+    multiprocessing.synchronize.SemLock,
+    multiprocessing.synchronize.Condition,
+    multiprocessing.synchronize.Event,
+    multiprocessing.managers.BaseProxy,
+)
+
+
+def refuse_unshippable(obj: object) -> None:
+    """Raise ``TypeError`` for what would pickle, and arrive as something that cannot work."""
+    if isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
+        name = getattr(obj, "name", "")
+        raise TypeError(f"an open file ({name!r}) stays where it was opened; open it inside the function")
+    for module, names, advice in _STAYS_IN_NOTEBOOK:
+        loaded = sys.modules.get(module)
+        if loaded is not None and isinstance(obj, tuple(getattr(loaded, n) for n in names if hasattr(loaded, n))):
+            raise TypeError(f"a {type(obj).__name__} {advice}")
+
+
+_STAYS_IN_NOTEBOOK = (
+    ("ipywidgets", ("Widget",), "lives in the notebook's front end; log() values and update it outside"),
+    ("IPython.core.interactiveshell", ("InteractiveShell",), "is the notebook itself; ranks have none"),
+    ("torch", ("Stream", "Event"), "belongs to one device of this process; make it inside the function"),
+    ("torch.cuda", ("Stream", "Event"), "belongs to one device of this process; make it inside the function"),
+)
+
+_SPECIAL: tuple[tuple[Any, Callable[[Packer, Any], Any]], ...] = (
+    ((type, types.FunctionType), Packer._reduce_code),
+    (torch.Tensor, Packer._reduce_tensor),
+    ((torch.UntypedStorage, torch.TypedStorage), Packer._reduce_storage),
+    (types.ModuleType, Packer._reduce_module),
+    (functools._lru_cache_wrapper, Packer._reduce_cached),
+    (DistributedDataParallel, Packer._reduce_ddp),
+    (_NEEDS_INHERITANCE, Packer._reduce_inherited),
+)
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One stream being read: what its references stand for.
+
+    Attributes:
+        storage: the storage of that index.
+        inherited, known: by number.
+    """
+
+    storage: Callable[[int], torch.UntypedStorage]
+    inherited: Sequence[Any]
+    known: Sequence[Any]
+
+
+_reading: contextvars.ContextVar[Reading] = contextvars.ContextVar("nbddp_reading")
+
+
+@contextlib.contextmanager
+def reading_now(reading: Reading) -> Iterator[None]:
+    """Answer the stream's references from ``reading``."""
+    token = _reading.set(reading)
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+def _itself(obj: Any) -> Any:
+    return obj
+
+
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _main_namespace() -> dict[str, Any]:
+    return sys.modules["__main__"].__dict__
+
+
+def _take_known(number: int) -> Any:
+    return _reading.get().known[number]
+
+
+def _take_inherited(number: int, dtype: torch.dtype | None = None) -> Any:
+    obj = _reading.get().inherited[number]
+    return obj if dtype is None else _typed(obj, dtype)
+
+
+def _take_storage(index: int, dtype: torch.dtype | None) -> Any:
+    storage = _reading.get().storage(index)
+    return storage if dtype is None else _typed(storage, dtype)
+
+
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

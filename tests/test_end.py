@@ -1,0 +1,462 @@
+"""The end of every run, however it comes: nothing is left, within the time that was promised."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+import nbddp
+from tests.support import (
+    Cells,
+    Notebook,
+    listening_ports,
+    marked_pids,
+    open_fds,
+    ranks_of,
+    run,
+    script,
+    start,
+    wait_until,
+    wait_until_alone,
+)
+
+GONE_AFTER_KILL_S = 1.0
+
+# What the ranks do while the end comes. Each says so in a file of its own first.
+BODIES = {
+    "sleep": "time.sleep(1000)",
+    "swallow everything": """
+while True:
+    try:
+        time.sleep(1000)
+    except BaseException:
+        pass""",
+    "hold the GIL in C": "collections.deque(itertools.count(), maxlen=0)",
+    "DataLoader workers": "list(torch.utils.data.DataLoader(Slow(), num_workers=2))",
+    "subprocess": "subprocess.run(['sleep', '1000'])",
+    "collective": "(time.sleep(1000) if nbddp.rank() else torch.distributed.all_reduce(torch.ones(1)))",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+def _source(body: str) -> str:
+    """A cell: ``train`` does that, after it has announced itself in the current folder."""
+    lines = "\n".join("    " + line for line in BODIES[body].strip("\n").splitlines())
+    return f"""
+import collections, itertools, os, signal, subprocess, time, nbddp, torch
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, i):
+        open(f"worker-{{os.getpid()}}", "w").close()
+        time.sleep(1000)
+def train():
+    nbddp.barrier()
+    open(f"rank-{{nbddp.rank()}}", "w").close()
+{lines}
+"""
+
+
+def _wait_for_ranks(folder: Path, body: str, nprocs: int = 2) -> None:
+    wait_until(lambda: len(list(folder.glob("rank-*"))) == nprocs)
+    if body == "DataLoader workers":
+        wait_until(lambda: len(list(folder.glob("worker-*"))) == 2 * nprocs)
+
+
+# ---------------------------------------------------------------------------- stop()
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_stop_ends_whatever_the_ranks_do(cell: Cells, in_folder: Path, body: str) -> None:
+    going = start(cell(_source(body)).train)
+    _wait_for_ranks(in_folder, body)
+    began = time.monotonic()
+    going.stop(0.5)
+    assert time.monotonic() - began < 0.5 + 1.0  # grace + 1 s
+    assert going.state == "stopped"
+    assert going.error is None
+
+
+@pytest.mark.parametrize("body", ["sleep", "subprocess"])
+def test_stop_does_not_wait_for_the_grace_without_need(cell: Cells, in_folder: Path, body: str) -> None:
+    going = start(cell(_source(body)).train)
+    _wait_for_ranks(in_folder, body)
+    began = time.monotonic()
+    going.stop(30)
+    assert time.monotonic() - began < 5
+
+
+def test_stop_runs_finally_blocks_and_keeps_what_was_logged(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        import nbddp, time
+        def train():
+            nbddp.log(loss=1.5)
+            try:
+                open(f"rank-{nbddp.rank()}", "w").close()
+                time.sleep(1000)
+            finally:
+                nbddp.log(loss=2.5)
+                print("cleaned up")
+                open(f"closed-{nbddp.rank()}", "w").close()
+    """)
+    going = start(names.train)
+    _wait_for_ranks(in_folder, "sleep")
+    going.stop()
+    assert len(list(in_folder.glob("closed-*"))) == 2
+    assert going.history["loss"].values.tolist() == [1.5, 2.5]
+    assert going.logs() == "[rank 0] cleaned up\n[rank 1] cleaned up\n"
+
+
+def test_stop_twice_and_after_the_end(cell: Cells) -> None:
+    names = cell("import time\ndef train(): time.sleep(1000)\ndef quick(): return 1")
+    going = run(names.train, wait=False)  # stopped while it starts
+    going.stop(0)
+    going.stop(0)
+    assert going.state == "stopped"
+    done = run(names.quick)
+    done.stop()
+    assert (done.state, done.values) == ("finished", [1, 1])
+
+
+def test_stop_from_many_threads_at_once(cell: Cells) -> None:
+    names = cell("import time\ndef train(): time.sleep(1000)")
+    going = start(names.train)
+    threads = [threading.Thread(target=going.stop, args=(i,)) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert going.state == "stopped"
+    assert not any(thread.is_alive() for thread in threads)
+
+
+# ---------------------------------------------------------------------------- interrupt
+
+
+@pytest.mark.parametrize("how", ["kill", "killpg"])
+def test_one_interrupt(notebook: Notebook, in_folder: Path, how: str) -> None:
+    """VS Code signals the kernel alone, Jupyter its whole process group."""
+    notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
+    message = notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
+    _wait_for_ranks(in_folder, "sleep")
+    began = time.monotonic()
+    notebook.interrupt(how)
+    reply = notebook.end_of(message)
+    assert time.monotonic() - began < 1.5
+    assert (reply.status, reply.ename) == ("error", "KeyboardInterrupt")
+    wait_until_alone(notebook.pid, 1.0)
+    after = notebook.ok("nbddp.last_run().state, nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values")
+    assert after.shown.strip() == "('stopped', [5, 5])"
+
+
+@pytest.mark.parametrize("how", ["kill", "killpg"])
+@pytest.mark.parametrize("body", ["swallow everything", "hold the GIL in C"])
+def test_five_interrupts(notebook: Notebook, in_folder: Path, how: str, body: str) -> None:
+    """The impatient user: every further one may only shorten the grace."""
+    notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source(body))
+    message = notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
+    _wait_for_ranks(in_folder, body)
+    began = time.monotonic()
+    for _ in range(5):
+        notebook.interrupt(how)
+        time.sleep(0.1)  # as fast as a finger
+    reply = notebook.end_of(message)
+    assert time.monotonic() - began < 3
+    assert (reply.status, reply.ename) == ("error", "KeyboardInterrupt")
+    wait_until_alone(notebook.pid, 1.0)
+    assert notebook.ok("nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values").shown.strip() == "[5, 5]"
+
+
+def test_an_interrupt_stops_run_all(notebook: Notebook, in_folder: Path) -> None:
+    notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
+    first = notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
+    second = notebook.begin("after_interrupt = True")
+    _wait_for_ranks(in_folder, "sleep")
+    notebook.interrupt()
+    assert notebook.end_of(first).ename == "KeyboardInterrupt"
+    assert notebook.end_of(second).status == "aborted"
+    assert notebook.ok("'after_interrupt' in globals()").shown.strip() == "False"
+
+
+def test_an_interrupt_while_the_ranks_start(own_notebook: Notebook) -> None:
+    """The most delicate moment: a process half made must not stay."""
+    own_notebook.ok("import nbddp, time\ndef train(): time.sleep(1000)")
+    for delay_s in (0.0, 0.01, 0.03, 0.06, 0.1):
+        message = own_notebook.begin("print('go', flush=True)\nnbddp.run(train, nprocs=4, device='cpu', show=False)")
+        own_notebook.shown_so_far(message, until="go")
+        time.sleep(delay_s)  # the moment is the point
+        own_notebook.interrupt()
+        reply = own_notebook.end_of(message)
+        assert reply.ename == "KeyboardInterrupt"
+        wait_until_alone(own_notebook.pid)
+    assert own_notebook.ok("nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).value").shown.strip() == "5"
+
+
+def test_an_interrupt_of_an_idle_kernel_does_not_touch_background_ranks(notebook: Notebook, in_folder: Path) -> None:
+    """Jupyter's stop button signals the whole group even when no cell runs."""
+    notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
+    notebook.ok("going = nbddp.run(train, nprocs=2, device='cpu', wait=False, show=False)")
+    _wait_for_ranks(in_folder, "sleep")
+    notebook.interrupt("killpg")
+    assert notebook.ok("time.sleep(0.2); print(going.state)").shown == "running\n"
+    message = notebook.begin("going.wait()")
+    time.sleep(0.3)  # until the cell waits; an early interrupt would end the cell as well
+    notebook.interrupt("killpg")
+    assert notebook.end_of(message).ename == "KeyboardInterrupt"
+    assert notebook.ok("print(going.state); going.stop(0); print(going.state)").shown == "running\nstopped\n"
+
+
+@pytest.mark.slow
+def test_handlers_environment_and_threads_of_the_kernel_are_as_before(own_notebook: Notebook, in_folder: Path) -> None:
+    own_notebook.ok(_source("sleep"))
+    own_notebook.ok(f"""
+        import json, signal, sys, threading
+        os.chdir({str(in_folder)!r})
+        def fd_kind(fd):
+            try:
+                return os.readlink(f"/proc/self/fd/{{fd}}").split(":[")[0]
+            except OSError:
+                return "gone"
+        def look():
+            return dict(
+                environ=dict(os.environ), cwd=os.getcwd(), path=list(sys.path),
+                main=sorted(n for n in globals() if n[0] != "_"),
+                handlers=[str(signal.getsignal(n)) for n in sorted(signal.valid_signals())],
+                threads=sorted(t.name for t in threading.enumerate()),
+                fds=sorted(map(fd_kind, os.listdir("/proc/self/fd"))),
+                torch_threads=torch.get_num_threads(), stdout=str(type(sys.stdout)), hook=str(sys.excepthook),
+            )
+    """)
+    own_notebook.ok("look()")
+    before = own_notebook.ok("print(json.dumps(look()))").json()
+    message = own_notebook.begin("nbddp.run(train, nprocs=2, device='cpu', env={'X': '1'}, seed=1)")
+    _wait_for_ranks(in_folder, "sleep")
+    own_notebook.interrupt()
+    assert own_notebook.end_of(message).ename == "KeyboardInterrupt"
+    own_notebook.cell("nbddp.run(lambda: 1 / 0, nprocs=2, device='cpu')")
+    own_notebook.ok("nbddp.run(lambda: 1, nprocs=2, device='cpu').values")
+    fds = Counter(before.pop("fds"))
+
+    def settled() -> bool:
+        """ipykernel keeps an eventfd for each thread that touched stdout, and looks for dead ones every 10 s."""
+        after = own_notebook.ok("print(json.dumps(look()))").json()
+        extra = Counter(after.pop("fds")) - fds
+        assert after == before
+        return not [kind for kind in extra if "history.sqlite" not in kind]
+
+    wait_until(settled, 20)
+
+
+# ---------------------------------------------------------------------------- the kernel goes
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_kernel_killed(in_folder: Path, body: str) -> None:
+    """SIGKILL leaves no code to run: ranks, their children, sockets and folders must go by themselves."""
+    before = marked_pids()
+    with Notebook() as notebook:
+        # killed here and not by a fixture: what is left must be looked at with the kernel gone
+        notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source(body))
+        notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
+        _wait_for_ranks(in_folder, body)
+        assert len(ranks_of(notebook.pid)) >= 2
+        began = time.monotonic()
+        notebook.kill()
+        wait_until(lambda: not {p for p in marked_pids() - before if _runs(p) and p != notebook.pid}, 10)
+        assert time.monotonic() - began < GONE_AFTER_KILL_S + 1.0  # and the fork server's own end
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_script_killed_ranks_gone_within_a_second(in_folder: Path, start_method: str) -> None:
+    import subprocess
+    import sys
+
+    Path("train_script.py").write_text(
+        _source("hold the GIL in C")
+        + f"\nif __name__ == '__main__':\n    nbddp.run(train, nprocs=2, device='cpu', start_method={start_method!r})\n"
+    )
+    before = marked_pids()
+    process = subprocess.Popen([sys.executable, "train_script.py"], stdout=subprocess.DEVNULL)
+    _wait_for_ranks(in_folder, "hold the GIL in C")
+    ranks = set(ranks_of(process.pid)) - before
+    assert len(ranks) == 2
+    process.kill()
+    began = time.monotonic()
+    process.wait()
+    wait_until(lambda: not any(_runs(pid) for pid in ranks), 10)
+    assert time.monotonic() - began < GONE_AFTER_KILL_S
+
+
+@pytest.mark.parametrize("body", ["sleep", "swallow everything"])
+def test_kernel_restarted(own_notebook: Notebook, in_folder: Path, body: str) -> None:
+    own_notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source(body))
+    own_notebook.ok("going = nbddp.run(train, nprocs=2, device='cpu', wait=False, show=False)")
+    _wait_for_ranks(in_folder, body)
+    old = own_notebook.pid
+    own_notebook.restart()
+    assert own_notebook.pid != old
+    wait_until_alone(own_notebook.pid)
+    reply = own_notebook.ok("import nbddp\nprint(nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values)")
+    assert reply.shown == "[5, 5]\n"
+
+
+def test_kernel_restarted_while_a_cell_runs(own_notebook: Notebook, in_folder: Path) -> None:
+    own_notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
+    own_notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
+    _wait_for_ranks(in_folder, "sleep")
+    own_notebook.restart()
+    wait_until_alone(own_notebook.pid)
+    own_notebook.ok("import nbddp\nnbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values")
+
+
+def test_a_script_that_ends_with_a_run_in_the_background(in_folder: Path) -> None:
+    """multiprocessing would join the ranks at exit, for ever."""
+    Path("train_script.py").write_text(
+        _source("swallow everything")
+        + "\nif __name__ == '__main__':\n"
+        + "    going = nbddp.run(train, nprocs=2, device='cpu', wait=False, show=False)\n"
+        + "    while len([n for n in os.listdir('.') if n.startswith('rank-')]) < 2: time.sleep(0.01)\n"
+    )
+    began = time.monotonic()
+    ended = script("import runpy; runpy.run_path('train_script.py', run_name='__main__')", timeout_s=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert time.monotonic() - began < 30
+
+
+def test_sigterm_to_a_script_takes_the_ranks_along(in_folder: Path) -> None:
+    import subprocess
+    import sys
+
+    Path("train_script.py").write_text(
+        _source("sleep") + "\nif __name__ == '__main__':\n    nbddp.run(train, nprocs=2, device='cpu')\n"
+    )
+    process = subprocess.Popen([sys.executable, "train_script.py"], stdout=subprocess.DEVNULL)
+    _wait_for_ranks(in_folder, "sleep")
+    process.terminate()
+    assert process.wait(10) == -signal.SIGTERM
+
+
+# ---------------------------------------------------------------------------- while it runs, and after
+
+
+def test_only_loopback_listens(cell: Cells, in_folder: Path) -> None:
+    """A plain TCPStore listens on all interfaces: anyone on the network could feed it pickles."""
+    going = start(cell(_source("collective")).train)
+    _wait_for_ranks(in_folder, "collective")
+    addresses = {address for pid in [os.getpid(), *ranks_of(os.getpid())] for address, _ in listening_ports(pid)}
+    going.stop(0)
+    assert addresses
+    assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def test_nothing_lies_in_shared_memory_or_on_disk_while_it_runs(cell: Cells, in_folder: Path) -> None:
+    """Things without a name cannot be left behind."""
+    import tempfile
+
+    import torch
+
+    names = cell("""
+        import nbddp, time
+        def train(data):
+            print("x" * 100_000)
+            open(f"rank-{nbddp.rank()}", "w").close()
+            time.sleep(1000)
+    """)
+    before = set(os.listdir("/dev/shm")), set(os.listdir(tempfile.gettempdir()))
+    going = start(names.train, torch.ones(1 << 20))
+    _wait_for_ranks(in_folder, "sleep")
+    during = set(os.listdir("/dev/shm")), set(os.listdir(tempfile.gettempdir()))
+    going.stop(0)
+    assert not during[1] - before[1]
+    assert not {name for name in during[0] - before[0] if str(os.getpid()) in name}
+
+
+def test_fifty_runs_leave_no_fd_no_thread_and_no_memory(cell: Cells) -> None:
+    names = cell("import torch\ndef train(data): return data.sum()")
+    import torch
+
+    data = torch.ones(1 << 20)
+    for _ in range(5):
+        run(names.train, data)
+    fds, threads, memory = len(open_fds()), threading.active_count(), psutil.Process().memory_info().rss
+    for _ in range(50):
+        assert run(names.train, data).values == [1 << 20, 1 << 20]
+    assert len(open_fds()) == fds
+    assert threading.active_count() == threads
+    assert psutil.Process().memory_info().rss - memory < 20 << 20
+
+
+def test_the_users_own_children_and_handlers_are_left_alone(cell: Cells) -> None:
+    """Clean-up by name (pkill) kills strangers."""
+    import subprocess
+
+    mine = subprocess.Popen(["sleep", "1000"])
+    caught = []
+    handler = signal.signal(signal.SIGCHLD, lambda *_: caught.append(1))
+    try:
+        names = cell("import os, signal\ndef dies(): os.kill(os.getpid(), signal.SIGKILL)\ndef good(): return 1")
+        run(names.good)
+        with pytest.raises(nbddp.RankDied):
+            run(names.dies)
+        assert mine.poll() is None
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+        mine.kill()
+        mine.wait()
+
+
+def test_a_process_that_the_user_detached_is_his(cell: Cells, in_folder: Path) -> None:
+    """A rank's child with a session of its own (a tracking daemon, say) was let go on purpose."""
+    names = cell("""
+        import subprocess
+        def train(): return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+    """)
+    pid = run(names.train, nprocs=1).value
+    assert _runs(pid)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not _runs(pid))
+
+
+def test_exit_handlers_of_the_ranks_run(cell: Cells, in_folder: Path) -> None:
+    """wandb and friends finish there."""
+    names = cell("""
+        import atexit, nbddp
+        def train():
+            rank = nbddp.rank()
+            atexit.register(lambda: open(f"finished-{rank}", "w").close())
+    """)
+    run(names.train)
+    assert sorted(os.listdir(in_folder)) == ["finished-0", "finished-1"]
+
+
+@pytest.mark.gpu
+def test_no_gpu_memory_is_left_after_stop_and_kill(cell: Cells, in_folder: Path) -> None:
+    import torch
+
+    names = cell("""
+        import nbddp, time, torch
+        def train():
+            hog = torch.ones(1 << 28, device=nbddp.device())
+            open(f"rank-{nbddp.rank()}", "w").close()
+            time.sleep(1000)
+    """)
+    torch.zeros(1).cuda()
+    before = torch.cuda.mem_get_info()[0]
+    going = nbddp.run(names.train, nprocs=1, wait=False, show=False)
+    _wait_for_ranks(in_folder, "sleep", 1)
+    assert torch.cuda.mem_get_info()[0] < before - (1 << 29)
+    going.stop(0)
+    wait_until(lambda: torch.cuda.mem_get_info()[0] > before - (64 << 20), 5)

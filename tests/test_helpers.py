@@ -1,0 +1,526 @@
+"""``rank log progress wrap loader reduce ...``: right on every rank, and in the notebook as rank 0 of 1."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import nbddp
+from tests.support import Cells, run, script
+
+# ---------------------------------------------------------------------------- where am I
+
+
+def test_names_on_every_rank(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            nbddp.print("only rank 0 says", nbddp.rank())
+            return (nbddp.rank(), nbddp.local_rank(), nbddp.world_size(), nbddp.is_primary(), str(nbddp.device()),
+                    nbddp.restart_count())
+    """)
+    done = run(names.train, nprocs=3)
+    assert done.values == [(i, i, 3, i == 0, "cpu", 0) for i in range(3)]
+    assert [done.logs(i) for i in range(3)] == ["only rank 0 says 0\n", "", ""]
+
+
+def test_the_function_is_an_ordinary_function_in_the_notebook(cell: Cells, capsys: Any, in_folder: Path) -> None:
+    """Rank 0 of 1: called directly, a debugger steps through it."""
+    names = cell("""
+        import nbddp, torch
+        def train():
+            model = nbddp.wrap(torch.nn.Linear(2, 1))
+            data = torch.utils.data.TensorDataset(torch.arange(10.0))
+            loader = nbddp.loader(data, batch_size=4, shuffle=True)
+            seen = sum(float(x.sum()) for epoch in nbddp.progress(range(2)) for (x,) in loader)
+            nbddp.log(loss=1.0, reduce="mean")
+            nbddp.log({"val/acc": torch.tensor(0.5)}, step=3)
+            nbddp.barrier()
+            nbddp.print("hello")
+            nbddp.save_snapshot("s.pt", model=model, epoch=1)
+            state = nbddp.load_snapshot("s.pt")
+            return (nbddp.rank(), nbddp.world_size(), nbddp.is_primary(), nbddp.reduce(3, "sum"), nbddp.reduce(3),
+                    nbddp.gather(5), seen, type(model).__name__, state["epoch"], nbddp.restart_count())
+    """)
+    assert names.train() == (0, 1, True, 3, 3.0, [5], 90.0, "Linear", 1, 0)
+    assert "hello" in capsys.readouterr().out
+    assert nbddp.load_snapshot("missing.pt") is None
+
+
+def test_reduce_gather_barrier(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            r = nbddp.rank() + 1
+            x = torch.tensor([float(r), 10.0 * r])
+            nbddp.barrier()
+            out = dict(
+                mean=nbddp.reduce(r), sum=nbddp.reduce(r, "sum"), min=nbddp.reduce(float(r), "min"),
+                max=nbddp.reduce(r, "max"), tensor=nbddp.reduce(x), total=nbddp.reduce(x, "sum"),
+                kept=x.tolist(), gathered=nbddp.gather(r), tensors=[t.tolist() for t in nbddp.gather(torch.ones(r))],
+                big=nbddp.reduce(2**53 + r, "max"),
+            )
+            return out
+    """)
+    for rank, value in enumerate(run(names.train, nprocs=3).values):
+        assert (value["mean"], value["sum"], value["min"], value["max"]) == (2.0, 6, 1.0, 3)
+        assert isinstance(value["sum"], int)
+        assert value["tensor"].tolist() == [2.0, 20.0]
+        assert value["total"].tolist() == [6.0, 60.0]
+        assert value["kept"] == [rank + 1.0, 10.0 * (rank + 1)]
+        assert value["gathered"] == [1, 2, 3]
+        assert value["tensors"] == [[1.0], [1.0, 1.0], [1.0, 1.0, 1.0]]
+        assert value["big"] == 2**53 + 3
+
+
+def test_helpers_without_a_group_say_what_to_do(cell: Cells) -> None:
+    names = cell("import nbddp\ndef train(): nbddp.barrier()\ndef odd(): nbddp.reduce(1, 'median')")
+    with pytest.raises(nbddp.RankError, match="init=False"):
+        run(names.train, init=False)
+    with pytest.raises(nbddp.RankError, match="'median'"):
+        run(names.odd)
+
+
+def test_wrap_keeps_gradients_in_step(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            model = nbddp.wrap(torch.nn.Linear(3, 1), find_unused_parameters=False)
+            frozen = nbddp.wrap(torch.nn.Linear(1, 1).requires_grad_(False))
+            before = model.module.weight.detach().clone()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                x = torch.randn(4, 3, generator=torch.Generator().manual_seed(nbddp.rank()))
+                optimizer.zero_grad(); model(x).square().mean().backward(); optimizer.step()
+            return type(model).__name__, type(frozen).__name__, before, model.module.weight.detach()
+    """)
+    first, second = run(names.train).values
+    assert first[:2] == ("DistributedDataParallel", "Linear")
+    assert torch.equal(first[3], second[3])
+    assert not torch.equal(first[2], first[3])
+
+
+# ---------------------------------------------------------------------------- loader
+
+
+@pytest.mark.parametrize("size", [24, 25])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_loader_shards_without_gap_and_reshuffles_every_epoch(cell: Cells, size: int, shuffle: bool) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train(size, shuffle):
+            loader = nbddp.loader(torch.arange(size), batch_size=4, shuffle=shuffle)
+            return [torch.cat(list(loader)).tolist() for _ in range(3)], len(loader), loader.batch_size
+    """)
+    values = run(names.train, size, shuffle, nprocs=3, seed=5).values
+    share = math.ceil(size / 3)
+    for epoch in range(3):
+        shards = [value[0][epoch] for value in values]
+        assert [len(shard) for shard in shards] == [share] * 3
+        assert set().union(*shards) == set(range(size))
+    first, second, third = values[0][0]
+    assert (first != second and second != third) == shuffle
+    assert {value[1:] for value in values} == {(math.ceil(share / 4), 4)}
+
+
+def test_split_batch_is_the_global_batch(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train(batch): return nbddp.loader(torch.arange(12), batch_size=batch, split_batch=True).batch_size
+        def stream():
+            class Stream(torch.utils.data.IterableDataset):
+                def __iter__(self): return iter(range(3))
+            nbddp.loader(Stream())
+    """)
+    assert run(names.train, 8).values == [4, 4]
+    with pytest.raises(nbddp.RankError, match="does not divide by 2"):
+        run(names.train, 9)
+    with pytest.raises(nbddp.RankError, match="IterableDataset"):
+        run(names.stream)
+
+
+def test_loader_with_workers_and_set_epoch(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            plain = nbddp.loader(torch.arange(20), batch_size=5, shuffle=True)
+            epochs = [torch.cat(list(plain)).tolist() for _ in range(2)]
+            workers = nbddp.loader(torch.arange(20), batch_size=5, shuffle=True, num_workers=2)
+            with_workers = torch.cat(list(workers)).tolist()
+            plain.sampler.set_epoch(1)
+            return epochs, with_workers, torch.cat(list(plain)).tolist()
+    """)
+    for epochs, with_workers, resumed in run(names.train, seed=1, timeout=60).values:
+        assert with_workers == epochs[0]
+        assert resumed == epochs[1]
+
+
+def test_the_last_uneven_batch_does_not_hang(cell: Cells) -> None:
+    """One rank with a batch more waits for ever in its all-reduce."""
+    names = cell("""
+        import nbddp, torch
+        def train():
+            model = nbddp.wrap(torch.nn.Linear(1, 1))
+            steps = 0
+            for batch in nbddp.loader(torch.arange(11.0), batch_size=2):
+                model(batch[:, None]).sum().backward()
+                steps += 1
+            return steps
+    """)
+    assert run(names.train, nprocs=3, timeout=60).values == [2, 2, 2]
+
+
+# ---------------------------------------------------------------------------- log
+
+
+def test_log_is_in_history_in_order(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, numpy, torch
+        def train():
+            for i in range(5):
+                nbddp.log(loss=1 / (i + 1), lr=i)
+                if i % 2 == 1:
+                    nbddp.log({"val/acc": torch.tensor([0.1 * i])})
+            nbddp.log(numpy=numpy.float32(1.5), tensor=torch.tensor(2.5, requires_grad=True), flag=True)
+    """)
+    history = run(names.train).history
+    assert history.names == ["loss", "lr", "val/acc", "numpy", "tensor", "flag"]
+    steps, values = history["loss"]
+    assert steps.tolist() == [0, 1, 2, 3, 4]
+    assert values.tolist() == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
+    assert history["val/acc"].steps.tolist() == [1, 3]  # at the step of the loss before it
+    np.testing.assert_allclose(history["val/acc"].values, [0.1, 0.3], rtol=1e-6)
+    assert [history[name].values.tolist() for name in ("numpy", "tensor", "flag")] == [[1.5], [2.5], [1.0]]
+
+
+def test_explicit_steps(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            for step in (10, 20, 30):
+                nbddp.log(loss=step, step=step)
+            nbddp.log(after=1)
+    """)
+    history = run(names.train).history
+    assert history["loss"].steps.tolist() == [10, 20, 30]
+    assert history["after"].steps.tolist() == [30]
+
+
+def test_reduce_over_ranks_is_weighted_and_needs_no_collective(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch.distributed as dist
+        def train():
+            assert not dist.is_initialized()
+            r = nbddp.rank()
+            for step in range(3):
+                nbddp.log(mean=r + step, reduce="mean", weight=r + 1)
+                nbddp.log(sum=r, reduce="sum", step=step)
+                nbddp.log(low=r, reduce="min", step=step)
+                nbddp.log(high=r, reduce="max", step=step)
+                nbddp.log(own=r, step=step)
+    """)
+    history = run(names.train, nprocs=3, init=False).history
+    expected = [(0 * 1 + 1 * 2 + 2 * 3) / 6 + step for step in range(3)]
+    np.testing.assert_allclose(history["mean"].values, expected, rtol=1e-12)
+    assert history["sum"].values.tolist() == [3.0] * 3
+    assert history["low"].values.tolist() == [0.0] * 3
+    assert history["high"].values.tolist() == [2.0] * 3
+    assert history["own"].values.tolist() == [0.0] * 3
+    assert {rank: s.values.tolist() for rank, s in history.by_rank("own").items()} == {
+        i: [float(i)] * 3 for i in range(3)
+    }
+
+
+def test_250_000_points_are_all_there(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            for i in range(125_000):
+                nbddp.log(loss=float(i))
+    """)
+    done = run(names.train, timeout=100)
+    for rank in range(2):
+        steps, values = done.history.by_rank("loss")[rank]
+        assert len(values) == 125_000
+        assert np.array_equal(steps, np.arange(125_000))
+        assert np.array_equal(values, np.arange(125_000.0))
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "raise"])
+def test_nothing_logged_is_lost_when_a_rank_dies(cell: Cells, how: str) -> None:
+    """All but what was logged within the last milliseconds before a SIGKILL."""
+    names = cell("""
+        import os, signal, time, nbddp
+        def train(how):
+            if nbddp.rank() == 1:
+                time.sleep(1000)
+            for i in range(5000):
+                nbddp.log(loss=float(i))
+            if how == "kill":
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif how == "exit":
+                time.sleep(0.1)
+                os._exit(1)
+            raise ValueError
+    """)
+    with pytest.raises((nbddp.RankDied, nbddp.RankError)):
+        run(names.train, how)
+    last = nbddp.last_run()
+    assert last is not None
+    assert last.history["loss"].values.tolist() == [float(i) for i in range(5000)]
+
+
+def test_log_refuses_what_is_no_number_the_same_in_a_rank_and_here(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            said = []
+            for bad in ("0.5", [1, 2], None, torch.ones(2), object()):
+                try:
+                    nbddp.log(loss=bad)
+                except (TypeError, ValueError) as error:
+                    said.append((type(error).__name__, str(error).split(" at 0x")[0]))
+            try:
+                nbddp.log(loss=1, reduce="median")
+            except ValueError as error:
+                said.append(("ValueError", str(error)))
+            return said
+    """)
+    here = names.train()
+    assert [kind for kind, _ in here] == [
+        "TypeError",
+        "TypeError",
+        "TypeError",
+        "ValueError",
+        "TypeError",
+        "ValueError",
+    ]
+    assert all("loss" in text for _, text in here[:5])
+    done = run(names.train)
+    assert done.values == [here, here]
+    assert done.history.names == []
+
+
+def test_nan_and_infinity_travel(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            for value in (1.0, float("nan"), float("inf"), -float("inf")):
+                nbddp.log(loss=value, m=value, reduce="mean")
+    """)
+    values = run(names.train).history["loss"].values
+    np.testing.assert_array_equal(values, [1.0, np.nan, np.inf, -np.inf])
+
+
+def test_log_in_a_dataloader_worker_and_a_thread(cell: Cells) -> None:
+    """A forked worker has a copy of the pipe: its records must not tear the rank's."""
+    names = cell("""
+        import nbddp, threading, torch
+        class Data(torch.utils.data.Dataset):
+            def __len__(self): return 64
+            def __getitem__(self, i):
+                nbddp.log(inside=i)
+                return i
+        def train():
+            nbddp.log(loss=0.5)
+            def chatter():
+                for i in range(1000):
+                    nbddp.log(thread=i, step=i)
+            thread = threading.Thread(target=chatter)
+            thread.start()
+            for i, batch in enumerate(torch.utils.data.DataLoader(Data(), num_workers=2, batch_size=8)):
+                nbddp.log(batch=i, step=i)
+            thread.join()
+    """)
+    history = run(names.train, nprocs=1).history
+    assert sorted(history["thread"].values.tolist()) == [float(i) for i in range(1000)]
+    assert history["batch"].values.tolist() == [float(i) for i in range(8)]
+    assert "inside" not in history
+
+
+def test_long_and_many_names(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            for i in range(300):
+                nbddp.log({f"größe/{'layer.' * 20}{i}": i})
+    """)
+    history = run(names.train).history
+    assert len(history.names) == 300
+    assert history[f"größe/{'layer.' * 20}299"].values.tolist() == [299.0]
+    with pytest.raises(KeyError, match="no metric 'nope'"):
+        history["nope"]
+
+
+def test_progress_reaches_the_notebook(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            for epoch in nbddp.progress(range(3), desc="epoch"):
+                for step in nbddp.progress((i for i in range(4)), total=4, desc="step"):
+                    pass
+            return list(nbddp.progress([1, 2, 3]))
+    """)
+    done = run(names.train)
+    assert done.value == [1, 2, 3]
+    bar = done.history.ranks[0].bars[0]
+    assert (bar.desc, bar.total, bar.done) == ("", 3, 3)
+
+
+def test_progress_that_breaks_off_or_raises(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            for i in nbddp.progress(range(10), desc="a"):
+                if i == 4:
+                    break
+            try:
+                for i in nbddp.progress(range(10), desc="b"):
+                    raise KeyError
+            except KeyError:
+                pass
+            for i in nbddp.progress(range(2), desc="c"):
+                pass
+    """)
+    bars = run(names.train).history.ranks[0].bars
+    assert [(bar.desc, bar.done) for bar in bars] == [("c", 2)]
+
+
+def test_samples_are_counted(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            for epoch in range(2):
+                for batch in nbddp.loader(torch.arange(22), batch_size=4): pass
+    """)
+    assert [rank.samples for rank in run(names.train).history.ranks] == [22, 22]
+
+
+def test_log_never_waits_for_a_notebook_that_does_not_read(tmp_path: Path) -> None:
+    """The kernel is stopped (SIGSTOP) while a rank logs more than any pipe holds."""
+    import subprocess
+    import sys
+
+    (tmp_path / "train_script.py").write_text("""
+import nbddp, os, signal, time
+def train(folder):
+    open(folder + "/up", "w").close()
+    while not os.path.exists(folder + "/stopped"):
+        time.sleep(0.01)
+    for i in range(100_000):
+        nbddp.log(loss=float(i))
+    open(folder + "/logged", "w").close()
+if __name__ == "__main__":
+    import sys
+    run = nbddp.run(train, (sys.argv[1],), nprocs=1, device="cpu", show=False)
+    print(len(run.history["loss"].values))
+""")
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "train_script.py"), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    from tests.support import wait_until
+
+    try:
+        wait_until(lambda: (tmp_path / "up").exists(), 60)
+        os.kill(process.pid, signal.SIGSTOP)
+        (tmp_path / "stopped").touch()
+        wait_until(lambda: (tmp_path / "logged").exists(), 20)
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+        shown, _ = process.communicate(timeout=60)
+    assert shown == "100000\n"
+
+
+def test_log_costs_at_most_half_of_tqdm(cell: Cells) -> None:
+    pytest.importorskip("tqdm")
+    names = cell("""
+        import io, time, nbddp, tqdm
+        def train():
+            best = [9e9, 9e9]
+            for _ in range(7):
+                began = time.perf_counter()
+                for i in range(5000):
+                    nbddp.log(loss=0.5)
+                best[0] = min(best[0], time.perf_counter() - began)
+                bar = tqdm.tqdm(range(5000), file=io.StringIO(), mininterval=0.1)
+                began = time.perf_counter()
+                for i in range(5000):
+                    bar.set_postfix(loss=0.5, refresh=False)
+                    bar.update()
+                best[1] = min(best[1], time.perf_counter() - began)
+                bar.close()
+            return best
+    """)
+    for _ in range(3):  # the best of three, on a machine with other work
+        ours, theirs = run(names.train, nprocs=1).value
+        if ours < theirs / 2:
+            return
+    raise AssertionError(f"log {ours / 5000 * 1e6:.1f} µs, tqdm {theirs / 5000 * 1e6:.1f} µs a step")
+
+
+def test_seed_of_the_loader_is_the_runs(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train(): return torch.cat(list(nbddp.loader(torch.arange(20), 5, shuffle=True))).tolist()
+    """)
+    assert run(names.train, seed=1).values == run(names.train, seed=1).values
+    assert run(names.train, seed=1).values != run(names.train, seed=2).values
+
+
+def test_helpers_find_a_group_of_torchruns(tmp_path: Path) -> None:
+    """The same script under torchrun: rank and world size are the group's."""
+    (tmp_path / "t.py").write_text(
+        "import torch.distributed as dist, nbddp\n"
+        "dist.init_process_group('gloo')\n"
+        f"open(r'{tmp_path}/' + str(nbddp.rank()) + '-' + str(nbddp.world_size()), 'w')\n"
+        "assert nbddp.reduce(nbddp.rank(), 'sum') == 1\n"
+        "dist.destroy_process_group()\n"
+    )
+    ended = script(
+        "import sys, torch.distributed.run as r\nr.main(sys.argv[1:])",
+        "--standalone", "--nproc-per-node=2", str(tmp_path / "t.py"),
+        OMP_NUM_THREADS="1", TMPDIR=str(tmp_path),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(path.name for path in tmp_path.glob("*-2")) == ["0-2", "1-2"]
+
+
+@pytest.mark.gpu
+def test_log_of_cuda_tensors_does_not_wait_for_the_gpu(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time, torch
+        def train():
+            x = torch.randn(8192, 8192, device=nbddp.device())
+            nbddp.log(loss=(x @ x).sum())
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for i in range(20):
+                y = x
+                for _ in range(10):
+                    y = y @ x
+                nbddp.log(loss=torch.full((), float(i), device=nbddp.device()) + 0 * y[0, 0])
+            queued = time.perf_counter() - began
+            torch.cuda.synchronize()
+            return queued, time.perf_counter() - began
+    """)
+    done = nbddp.run(names.train, nprocs=1, show=False)
+    queued, finished = done.value
+    assert queued < finished / 4
+    assert len(done.history["loss"].values) == 21
+
+
+def test_times_of_the_history_are_unix_seconds(cell: Cells) -> None:
+    names = cell("import nbddp\ndef train(): nbddp.log(loss=1.0)")
+    before = time.time()
+    progress = run(names.train).history.ranks[0]
+    assert before - 1 < progress.advanced_at < time.time() + 1
+    assert progress.step == 0

@@ -1,0 +1,177 @@
+"""Every public name is a promise; and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import nbddp
+from tests.support import Cells, run, script
+
+PACKAGE = Path(nbddp.__file__).parent
+OURS = [path for path in sorted(PACKAGE.rglob("*.py")) if "node_modules" not in path.parts]
+
+PROMISED = {
+    "History", "LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "Run", "RunTimeout",
+    "barrier", "device", "gather", "is_primary", "last_run", "load_snapshot", "loader", "local_rank", "log",
+    "print", "progress", "rank", "reduce", "restart_count", "run", "run_script", "save_snapshot", "spawn", "world_size",
+    "wrap",
+}  # fmt: skip
+
+SIGNATURES = {
+    "run": "(fn, args=(), kwargs=None, *, nprocs=None, device=None, gpus=None, backend=None, init=True, seed=None, "
+    "deterministic=False, env=None, timeout=None, pg_timeout=None, max_restarts=0, wait=True, show=None, name=None, "
+    "start_method=None)",
+    "spawn": "(fn, args=(), nprocs=1, join=True, daemon=False, start_method='spawn')",
+    "log": "(values=None, /, *, step=None, reduce=None, weight=1, **metrics)",
+    "progress": "(iterable, total=None, desc=None)",
+    "wrap": "(model, **ddp)",
+    "loader": "(dataset, batch_size=1, *, shuffle=False, split_batch=False, **kw)",
+    "reduce": "(x, op='mean')",
+    "gather": "(x)",
+    "barrier": "()",
+    "rank": "()",
+    "local_rank": "()",
+    "world_size": "()",
+    "is_primary": "()",
+    "device": "()",
+    "restart_count": "()",
+    "last_run": "()",
+    "save_snapshot": "(path, **state)",
+}
+
+RUN_HAS = {
+    "value", "values", "history", "state", "seconds", "error", "logs", "stacks", "stop", "wait", "__await__", "show"
+}  # fmt: skip
+
+
+def _bare(function: object) -> str:
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+def test_all_names_are_as_promised() -> None:
+    assert set(nbddp.__all__) == PROMISED
+    for name in nbddp.__all__:
+        assert getattr(nbddp, name).__doc__, name
+    assert set(dir(nbddp)) >= PROMISED
+    with pytest.raises(AttributeError, match="nope"):
+        _ = nbddp.nope
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_as_promised(name: str) -> None:
+    assert _bare(getattr(nbddp, name)) == SIGNATURES[name]
+
+
+def test_run_has_what_was_promised(cell: Cells) -> None:
+    done = run(cell("def train(): return 1").train)
+    assert not [name for name in RUN_HAS if not hasattr(done, name)]
+    assert _bare(nbddp.Run.stop) == "(self, grace=5.0)"
+    assert _bare(nbddp.Run.wait) == "(self, timeout=None)"
+    assert _bare(nbddp.Run.logs) == "(self, rank=None)"
+
+
+def test_the_error_tree_is_as_promised() -> None:
+    for name in ("LaunchError", "PayloadError", "RankError", "RankDied", "RunTimeout"):
+        assert getattr(nbddp, name).__mro__[1] is nbddp.NbddpError
+    assert not issubclass(nbddp.NbddpError, KeyboardInterrupt)
+
+
+def test_a_rank_has_no_front_end_and_nothing_of_the_kernel_side(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            import sys
+            nbddp.log(loss=1.0); nbddp.loader([1, 2]); nbddp.rank()
+            return sorted(sys.modules)
+    """)
+    for method in ("forkserver", "spawn"):
+        modules = run(names.train, start_method=method).value
+        front_end = {"IPython", "ipywidgets", "anywidget", "ipykernel", "matplotlib", "pandas"}
+        assert not front_end & set(modules)
+        assert not [name for name in modules if name.startswith(("nbddp.kernel", "nbddp.panel"))]
+        assert "nbddp.worker.entry" in modules
+
+
+def test_importing_nbddp_is_light() -> None:
+    ended = script("import sys, nbddp; print([m for m in ('torch', 'IPython', 'numpy') if m in sys.modules])")
+    assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, path
+            found |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.startswith("nbddp")}
+
+
+def _modules(part: str) -> list[Path]:
+    return sorted((PACKAGE / part).glob("*.py"))
+
+
+@pytest.mark.parametrize("path", _modules("worker"), ids=lambda path: path.name)
+def test_the_worker_side_never_imports_the_kernel_side(path: Path) -> None:
+    assert not [name for name in _imports(path) if name.startswith(("nbddp.kernel", "nbddp.panel"))]
+
+
+@pytest.mark.parametrize("path", _modules("panel"), ids=lambda path: path.name)
+def test_the_panel_knows_no_process(path: Path) -> None:
+    allowed = ("nbddp.kernel.history", "nbddp.wire", "nbddp.panel")
+    assert not [n for n in _imports(path) if n not in ("nbddp", "nbddp.kernel") and not n.startswith(allowed)]
+
+
+@pytest.mark.parametrize("name", ["wire.py", "errors.py", "payload.py", "culprit.py"])
+def test_shared_modules_import_neither_side(name: str) -> None:
+    sides = ("nbddp.kernel", "nbddp.worker", "nbddp.panel")
+    assert not [n for n in _imports(PACKAGE / name) if n.startswith(sides)]
+
+
+def test_one_arrow_crosses_to_the_worker_side() -> None:
+    crossing = {path.name: {n for n in _imports(path) if n.startswith("nbddp.worker")} for path in _modules("kernel")}
+    crossing = {name: found for name, found in crossing.items() if found}
+    for name, found in crossing.items():
+        assert all(n.startswith(("nbddp.worker", "nbddp.worker.entry", "nbddp.worker.output")) for n in found), name
+    assert "launcher.py" in crossing
+
+
+def test_every_module_names_its_side_and_no_function_is_a_monster() -> None:
+    for path in OURS:
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), path
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                if body:
+                    lines = (body[-1].end_lineno or 0) - body[0].lineno + 1
+                    assert lines <= 60, f"{path.name}: {node.name} has {lines} lines"
+
+
+def test_no_file_called_utils() -> None:
+    assert not [path for path in OURS if path.name.startswith("util")]
+
+
+def test_private_interfaces_of_others_are_still_there() -> None:
+    """Used, guarded and commented in the package; this fails when a new version drops one."""
+    from multiprocessing import forkserver, popen_forkserver, reduction
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    assert hasattr(forkserver.ForkServer, "connect_to_new_process")
+    assert hasattr(forkserver.ForkServer(), "_forkserver_pid")
+    assert hasattr(popen_forkserver.Popen, "_launch")
+    assert reduction.HAVE_SEND_HANDLE
+    assert hasattr(torch.cuda, "_is_in_bad_fork")
+    assert hasattr(torch.UntypedStorage, "_cdata")
+    assert "master_listen_fd" in (dist.TCPStore.__init__.__doc__ or "")
+    assert hasattr(distributed_c10d, "init_process_group")
