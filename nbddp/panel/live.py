@@ -30,6 +30,7 @@ _HEAD_S = 1.0  # numbers that have not changed are told again so often, for the 
 _FRAME_POINTS = 400  # per metric and frame; more cannot be seen, and the server drops what is too much
 _SNAPSHOT_POINTS = 24_000  # of all metrics together
 _LOG_BYTES = 16 << 10  # per frame, all ranks together
+_LOG_REST = 128 << 10  # per rank, in the last frame
 _LOG_TAIL = 64 << 10  # per rank, for a page that comes late
 _SOON_S = (0.3, 1.0, 2.0, 4.0, 8.0, 16.0)  # to a page that cannot answer: it may have missed the first frames
 
@@ -172,7 +173,7 @@ class Feed:
     def _new_logs(self, status: Status) -> list[Any]:
         while len(self._logs) < len(status.ranks):
             self._logs.append(_Log())
-        limit = _LOG_TAIL if status.over else _LOG_BYTES // max(1, len(self._logs))
+        limit = _LOG_REST if status.over else _LOG_BYTES // max(1, len(self._logs))
         news: list[Any] = []
         for rank, log in enumerate(self._logs):
             text, log.position, follows = self._source.output(rank, log.position, limit)
