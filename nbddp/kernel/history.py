@@ -307,6 +307,15 @@ class History:
 
     # ------------------------------------------------------------------ for a view, which has seen a part already
 
+    def counts(self) -> dict[str, int]:
+        """Of each metric, how many points there are: on every rank and combined."""
+        with self._lock:
+            return {
+                name: sum(map(len, columns.values()))
+                + (len(self._combined[name].column) if name in self._combined else 0)
+                for name, columns in self._columns.items()
+            }
+
     def new_points(self, name: str, start: int, stop: int | None = None) -> tuple[int, Series]:
         """The points from this one on, and whose they are: a rank's, or -1 when combined over the ranks.
 

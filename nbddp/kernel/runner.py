@@ -270,9 +270,10 @@ class Run:
         """In the calling cell; whoever watches the run keeps it up to date."""
         view = view_for(_Source(self), wanted=wanted, again=again, echo=self._blocking and not again)
         view.update(self._status(), self.history)
-        if self._supervisor.done.is_set() and again:
-            return
         self._views.append(view)
+        if again and self._supervisor.done.is_set():
+            view.update(self._status(), self.history)  # it may have ended between the two lines above
+            return
         if not self._blocking and view.live and self._follower is None:
             # No cell waits for this run, so the panel needs a thread; it ends with the run.
             self._follower = threading.Thread(target=self._watch, name=f"nbddp-panel-{self.name}", daemon=True)

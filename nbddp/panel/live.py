@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ _HEAD_S = 1.0  # numbers that have not changed are told again so often, for the 
 _FRAME_POINTS = 400  # per metric and frame; more cannot be seen, and the server drops what is too much
 _SNAPSHOT_POINTS = 24_000  # of all metrics together
 _LOG_BYTES = 16 << 10  # per frame, all ranks together
+_LOG_REST = 128 << 10  # per rank, in the last frame
 _LOG_TAIL = 64 << 10  # per rank, for a page that comes late
 _SOON_S = (0.3, 1.0, 2.0, 4.0, 8.0, 16.0)  # to a page that cannot answer: it may have missed the first frames
 
@@ -52,7 +54,8 @@ def has_page() -> bool:
         return False
     kernel: Any = getattr(current, "kernel")  # noqa: B009 (a plain shell has none)
     parent: dict[str, Any] = kernel.get_parent() if hasattr(kernel, "get_parent") else {}
-    by_page = "cellId" in parent.get("metadata", {})  # also when a server extension executes for JupyterLab
+    # A server extension may execute for JupyterLab, and Colab's messages come by a way of its own.
+    by_page = "cellId" in parent.get("metadata", {}) or "google.colab" in sys.modules
     return by_page or not _PYTHON_CLIENT.fullmatch(str(parent.get("header", {}).get("msg_id", "")))
 
 
@@ -74,6 +77,7 @@ class _Line:
     sent: int = 0
     spread_sent: int = 0
     stride: float = 0.0
+    seen: int = 0  # points on all ranks when we last looked
 
 
 @dataclass
@@ -135,11 +139,14 @@ class Feed:
     def _new_points(self) -> tuple[list[Any], list[Any], list[npt.NDArray[Any]]]:
         entries, defs, arrays = [], [], []
         history = self._source.history
-        for index, name in enumerate(history.names):
+        for index, (name, count) in enumerate(history.counts().items()):
             if index == len(self._lines):
                 self._lines.append(_Line(index, name))
                 defs.append(_definition(self._lines[index]))
             line = self._lines[index]
+            if line.seen == count:
+                continue
+            line.seen = count
             origin, series = history.new_points(name, line.sent)
             fresh = origin != line.origin
             if fresh:  # a lower rank has begun to log it: its values are the metric's from now on
@@ -166,7 +173,7 @@ class Feed:
     def _new_logs(self, status: Status) -> list[Any]:
         while len(self._logs) < len(status.ranks):
             self._logs.append(_Log())
-        limit = _LOG_TAIL if status.over else _LOG_BYTES // max(1, len(self._logs))
+        limit = _LOG_REST if status.over else _LOG_BYTES // max(1, len(self._logs))
         news: list[Any] = []
         for rank, log in enumerate(self._logs):
             text, log.position, follows = self._source.output(rank, log.position, limit)
@@ -259,12 +266,16 @@ class PanelView:
         self._widget: PanelWidget | None = None
         self._handle: Any = None
         self._left = False
+        self._lock = threading.Lock()
         self._began = time.monotonic()
         self._snapshots_due = list(_SOON_S)
 
     def update(self, status: Status, history: History) -> None:
-        if self._left:
-            return
+        with self._lock:  # of a background run, the cell that opens it and the run's own thread
+            if not self._left:
+                self._update(status, history)
+
+    def _update(self, status: Status, history: History) -> None:
         if self._widget is None:
             self._open(status)
         frame = self._feed.frame(status)
@@ -323,4 +334,4 @@ class PanelView:
         if self._echo is not None:
             self._echo.finish()
         self._handle.update(Picture(history, status, self._source).bundle(), raw=True)
-        self._widget.close()
+        self._widget.leave()

@@ -153,7 +153,7 @@ class Picture:
         status, source = self._status, self._source
         if status is None or source is None or status.failed_rank is None:
             return
-        text, _, _ = source.output(status.failed_rank, 0, 16 << 10)
+        text, _, _ = source.output(status.failed_rank, 0, 128 << 10)
         lines = [line[:_LINE_CHARS] for line in fold(text).rstrip("\n").split("\n")[-_LOG_LINES:] if line]
         if lines:
             yield f"<details open><summary>Last output of rank {status.failed_rank}</summary>"

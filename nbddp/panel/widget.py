@@ -42,6 +42,11 @@ class PanelWidget(anywidget.AnyWidget):
         content, data = self._make_snapshot()
         return {"content": content, "data": data}
 
+    def leave(self) -> None:
+        """Close it in the page, and the layout that ipywidgets has made for it."""
+        self.layout.close()
+        self.close()
+
     def _be_heard_while_busy(self) -> None:
         # ipykernel 7.4 sends the page's answers to the thread that spoke last, which is the busy
         # one. Ours go where the page sends them: to the subshell, as in 7.0 to 7.3.

@@ -20,6 +20,7 @@ import psutil
 from playwright.sync_api import Browser, Page, sync_playwright
 
 START_S = 60.0
+GONE_S = 5.0
 TOKEN = "nbddp-tests"
 KERNEL = "nbddp-tests"  # the name python3 would always mean the server's own ipykernel
 CHROMIUM_FLAGS = [
@@ -87,11 +88,13 @@ class Lab:
         self._temp.cleanup()
 
     def end_kernels(self) -> None:
-        """Of all open notebooks."""
+        """Of all open notebooks; nothing that they started is left."""
         for what in ("sessions", "kernels"):
             for each in self.api(f"api/{what}"):
                 with contextlib.suppress(urllib.error.HTTPError):  # it went with its session
                     self.api(f"api/{what}/{each['id']}", "DELETE")
+        _, left = psutil.wait_procs(psutil.Process(self._process.pid).children(recursive=True), GONE_S)
+        assert not left, f"these are left: {left}"
 
     def api(self, path: str, method: str = "GET") -> Any:
         request = urllib.request.Request(f"{self.url}/{path}", method=method)

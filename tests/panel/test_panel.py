@@ -359,6 +359,17 @@ def test_a_history_without_points_has_a_picture_too() -> None:
     assert "Finished" in Picture(History(), status("finished")).bundle()["text/html"]
 
 
+@pytest.fixture(scope="session")
+def _fonts() -> None:
+    """matplotlib keeps the fonts open that it has drawn with."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    figure.add_subplot().set_title("warm", loc="left")
+    figure.savefig(io.BytesIO())
+
+
+@pytest.mark.usefixtures("_fonts")
 def test_plot_gives_the_same_picture_and_a_figure() -> None:
     history = History()
     rank = Rank(history)
@@ -369,6 +380,7 @@ def test_plot_gives_the_same_picture_and_a_figure() -> None:
     assert picture.svg == svg_of(picture._repr_mimebundle_()["text/html"])
     figure = picture.figure()
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["Loss", "Accuracy"]
+    assert [len(axes.lines) for axes in figure.axes] == [3, 2], "raw and smoothed; val is dots"
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     assert len(buffer.getvalue()) > 5_000
@@ -435,31 +447,39 @@ def train():
 """
 
 
-def test_an_executed_notebook_keeps_the_picture_and_no_dead_widget() -> None:
-    import nbformat
-    from nbclient import NotebookClient
+def executed(folder: Path, *cells: str) -> list[Any]:
+    """The outputs of each cell, as `jupyter nbconvert --execute` leaves them."""
+    code = [{"cell_type": "code", "id": f"c{i}", "source": source} for i, source in enumerate((TRAIN, *cells))]
+    for cell in code:
+        cell |= {"metadata": {}, "outputs": [], "execution_count": None}
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    path = folder / "test.ipynb"
+    path.write_text(json.dumps({"cells": code, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+    command = [sys.executable, "-m", "jupyter", "nbconvert", "--to", "notebook", "--execute", "--inplace", str(path)]
+    subprocess.run(command, check=True, capture_output=True, cwd=folder)
+    after = json.loads(path.read_text())
+    return [cell["outputs"] for cell in after["cells"]][1:]
 
-    cells = [nbformat.v4.new_code_cell(source) for source in (TRAIN, "nbddp.run(train, nprocs=2, device='cpu');")]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    outputs = notebook.cells[1].outputs
-    displayed = [output.data for output in outputs if output.output_type == "display_data"]
-    assert [set(data) for data in displayed] == [{"text/html", "text/plain"}]
-    assert "train: finished after" in displayed[0]["text/plain"]
-    ElementTree.fromstring(svg_of(displayed[0]["text/html"]))
-    assert "widgets" not in notebook.metadata
-    said = "".join(output.text for output in outputs if output.output_type == "stream")
+
+def displayed(outputs: list[Any]) -> list[dict[str, Any]]:
+    return [output["data"] for output in outputs if output["output_type"] == "display_data"]
+
+
+def test_an_executed_notebook_keeps_the_picture_and_no_dead_widget(in_folder: Path) -> None:
+    (outputs,) = executed(in_folder, "nbddp.run(train, nprocs=2, device='cpu');")
+    (data,) = displayed(outputs)
+    assert set(data) == {"text/html", "text/plain"}
+    assert "train: finished after" in "".join(data["text/plain"])
+    ElementTree.fromstring(svg_of("".join(data["text/html"])))
+    said = "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
     assert "train: 2 processes · gloo" in said
     assert "done" in said
 
 
-def test_show_true_opens_the_panel_whatever_the_front_end() -> None:
-    import nbformat
-    from nbclient import NotebookClient
-
-    source = "nbddp.run(train, nprocs=2, device='cpu', show=True);"
-    cells = [nbformat.v4.new_code_cell(text) for text in (TRAIN, source, "nbddp.last_run().show()")]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(notebook, timeout=120, kernel_name="python3", store_widget_state=False).execute()
-    first = [output.data for output in notebook.cells[1].outputs if output.output_type == "display_data"]
-    assert [set(data) for data in first] == [{"text/html", "text/plain"}], "in the end the picture took its place"
+def test_show_true_opens_the_panel_whatever_the_front_end(in_folder: Path) -> None:
+    source = "run = nbddp.run(train, nprocs=2, device='cpu', show=True)"
+    look = "import ipywidgets; print([type(w).__name__ for w in ipywidgets.Widget.widgets.values()])"
+    first, second, silent = executed(in_folder, source, look, "nbddp.run(train, nprocs=2, device='cpu', show=False);")
+    assert [set(data) for data in displayed(first)] == [{"text/html", "text/plain"}], "the picture took its place"
+    assert "".join(second[0]["text"]).strip() == "[]", "the widget is closed"
+    assert not silent

@@ -20,6 +20,7 @@ export class RankTable {
       this._body.append(row.el);
     }
     rows.forEach((row, i) => this._rows[i].update(row));
+    this.el.dataset.memory = rows.some((row) => row.memory_bytes !== null || row.gpu_bytes !== null);
   }
 }
 
