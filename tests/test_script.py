@@ -42,7 +42,12 @@ def written(folder: Path, ranks: int = 2) -> Found:
 
 def under_torchrun(path: Path, argv: Sequence[str], *options: str) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", *options, str(path), *argv]
-    env = {**os.environ, "TMPDIR": str(path.parent)}  # it leaves a folder there
+    env = {
+        **os.environ,
+        "TMPDIR": str(path.parent),  # it leaves a folder there
+        # Else its restarted gloo ranks read their dead predecessors' addresses, and wait for them.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
 

@@ -110,7 +110,7 @@ def make_plan(
     notice = ""
     if device is None and gpus is None and device_type == "cpu" and nprocs is None:
         notice = f"no GPU: {ranks} processes on CPU" + (" with gloo" if init and backend in (None, "gloo") else "")
-    threads = _threads(ranks)
+    threads = _threads(ranks, {**os.environ, **(env or {})})
     return Plan(
         name=name,
         nprocs=ranks,
@@ -283,9 +283,9 @@ def _choose_start_method(start_method: str | None) -> str:
     return start_method
 
 
-def _threads(nprocs: int) -> int:
+def _threads(nprocs: int, environ: Mapping[str, str]) -> int:
     """Intra-op threads of one rank: the user's OMP_NUM_THREADS, else this process's cores divided."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
+    asked = str(environ.get("OMP_NUM_THREADS", ""))
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -320,7 +320,8 @@ class Run:
         )
 
     def _rank_statuses(self, failed_rank: int | None) -> tuple[RankStatus, ...]:
-        self._gauges.read(self._supervisor.pids())
+        if not self._supervisor.done.is_set():  # a pid may be a stranger's afterwards
+            self._gauges.read(self._supervisor.pids())
         states = self._supervisor.rank_states()
         return tuple(self._rank_status(rank, states, failed_rank) for rank in range(self.nprocs))
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from nbddp.errors import LaunchError, RankDied, RankError
 from nbddp.kernel.plan import accelerator, make_plan
-from nbddp.kernel.runner import Run, launch
+from nbddp.kernel.runner import Run, last_run, launch
 
 
 class SpawnRaised(ProcessRaisedException, RankError):
@@ -73,14 +73,17 @@ class SpawnContext:
         pids = self.pids()
         if not self.run._supervisor.join(timeout):
             return False
-        error = self.run.error
-        if isinstance(error, RankError):
-            raise SpawnRaised(error, pids[error.rank])
-        if isinstance(error, RankDied):
-            raise SpawnExited(error, pids[error.rank])
-        if error is not None:
-            raise error
+        if self.run.error is not None:
+            raise _in_torchs_terms(self.run.error, pids)
         return True
+
+
+def _in_torchs_terms(error: BaseException, pids: Sequence[int]) -> BaseException:
+    if isinstance(error, RankError):
+        return SpawnRaised(error, pids[error.rank])
+    if isinstance(error, RankDied):
+        return SpawnExited(error, pids[error.rank])
+    return error
 
 
 def spawn(
@@ -93,8 +96,8 @@ def spawn(
 ) -> SpawnContext | None:
     """``torch.multiprocessing.spawn`` that works from a cell: calls ``fn(rank, *args)`` in ``nprocs`` processes.
 
-    No process group is made and no environment variable set: the function does that, as in the
-    tutorials, on whatever port it says.
+    The run shows itself as one of :func:`nbddp.run` does. No process group is made and no environment
+    variable set: the function does that, as in the tutorials, on whatever port it says.
 
     Args:
         join: False: return a context with ``join()`` and ``pids()`` at once.
@@ -111,8 +114,12 @@ def spawn(
     found = accelerator()
     device = None if found is not None and found[1] >= nprocs else "cpu"
     plan = make_plan(fn, args, {}, nprocs=nprocs, device=device, init=False, contract=False, pass_rank=True)
-    context = SpawnContext(launch(plan, fn, tuple(args), {}, wait=False, show=False))
     if not join:
-        return context
-    context.join()
+        return SpawnContext(launch(plan, fn, tuple(args), {}, wait=False, show=False))
+    try:
+        launch(plan, fn, tuple(args), {}, wait=True, show=None)
+    except (RankError, RankDied) as error:
+        run = last_run()
+        assert run is not None
+        raise _in_torchs_terms(error, run._supervisor.pids()) from error.__cause__
     return None

@@ -59,6 +59,7 @@ class Supervisor:
         self._lock = threading.Lock()  # over what another thread may ask of the crew while its fds are open
         self._crew: Crew | None = None
         self._rank_states: list[str] = []
+        self._pids: list[int] = []
         self._stop_grace_s: float | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._start_method = plan.start_method
@@ -101,9 +102,11 @@ class Supervisor:
             return "\n\n".join(_stack_of(worker) for worker in self._crew.workers)
 
     def pids(self) -> list[int]:
-        """Of the ranks that have been started, by rank."""
+        """Of the ranks that have been started, by rank; also after their end."""
         with self._lock:
-            return [worker.pid for worker in self._crew.workers] if self._crew is not None else []
+            if self._crew is not None:
+                self._pids = [worker.pid for worker in self._crew.workers]
+            return self._pids
 
     def rank_states(self) -> list[str]:
         """``starting``, ``running``, ``finished`` or ``ended`` of the ranks that have been started, by rank."""
@@ -185,7 +188,7 @@ class Supervisor:
             self._follow(crew)
 
     def _let_go(self) -> None:
-        self.rank_states()  # the last ones, for who asks later
+        self.rank_states(), self.pids()  # the last ones, for who asks later
         with self._lock:
             assert self._crew is not None
             self._crew.close()
