@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tests.benchmarks import data, log, start
+from tests.benchmarks import data, log, start, training
 from tests.benchmarks.measure import Table, as_json, report
 
-PARTS = ("start", "spawn", "memory", "data", "log")
+PARTS = ("start", "spawn", "memory", "data", "log", "training")
 
 
 def main() -> None:
@@ -36,6 +36,8 @@ def _measure(part: str, rounds: int) -> list[Table]:
         return data.measure(rounds)
     if part == "log":
         return [log.measure(rounds)]
+    if part == "training":
+        return training.measure(rounds)
     raise SystemExit(f"there is no part {part!r}; there is {', '.join(PARTS)}")
 
 
