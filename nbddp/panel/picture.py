@@ -29,6 +29,8 @@ _CHARTS = 12
 _POINTS = 6_000  # of all lines together, at first
 _LOG_LINES = 12
 _LINE_CHARS = 300
+_LARGEST = 1e300  # of what is drawn: the difference of two such numbers is a number too
+_APART = 1e-12  # of a number's size; what lies closer together is a flat line
 _COLOUR_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 # Seen on white and on near-black: a saved notebook does not know the theme of who opens it.
@@ -47,6 +49,7 @@ _GAP, _LEFT, _TOP, _BOTTOM = 22, 44, 32, 24
 class _Line:
     metric: summary.Metric
     color: str
+    last: float
     series: Series
     spread: Spread
     sparse: bool
@@ -202,12 +205,19 @@ def _lines(history: History, metrics: list[summary.Metric], points: int) -> list
         _Line(
             metric,
             color,
-            summary.thin(s, points),
-            summary.thin_spread(history.spread(metric.name), points // 4),
+            float(s.values[-1]),
+            Series(thinned.steps, _drawable(thinned.values)),
+            Spread(band.steps, _drawable(band.low), _drawable(band.high)),
             len(s.steps) < max(_SPARSE, densest / 5),
         )
         for metric, s, color in zip(metrics, series, _colors(metrics))
+        for thinned in [summary.thin(s, points)]
+        for band in [summary.thin_spread(history.spread(metric.name), points // 4)]
     ]
+
+
+def _drawable(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return np.where(np.isfinite(values), np.clip(values, -_LARGEST, _LARGEST), values)
 
 
 def _colors(metrics: list[summary.Metric]) -> list[str]:
@@ -260,7 +270,10 @@ def _chart(lines: list[_Line], x: float, y: float, width: float) -> str:
 def _x_range(lines: list[_Line]) -> tuple[float, float]:
     low = min(float(line.series.steps[0]) for line in lines)
     high = max(float(line.series.steps[-1]) for line in lines)
-    return (low, high) if low < high else (low - 0.5, high + 0.5)
+    if _flat(low, high):
+        room = max(0.5, abs(low) * 1e-9)
+        return low - room, high + room
+    return low, high
 
 
 def _y_range(lines: list[_Line]) -> tuple[float, float]:
@@ -269,11 +282,17 @@ def _y_range(lines: list[_Line]) -> tuple[float, float]:
     if not len(values):
         return 0.0, 1.0
     low, high = float(values.min()), float(values.max())
-    if low == high:
-        room = abs(low) * 0.1 or 1.0
+    if _flat(low, high):
+        room = abs(low) * 0.1
+        room = room if room > 1 / _LARGEST else 1.0
         return low - room, high + room
     room = (high - low) * 0.06
     return (0.0 if 0 <= low < (high - low) * 0.25 else low - room), high + room
+
+
+def _flat(low: float, high: float) -> bool:
+    """Is there so little between the two that float64 can hardly count it?"""
+    return high - low <= max(_APART * max(abs(low), abs(high)), 1 / _LARGEST)
 
 
 def _legend(lines: list[_Line], x: float, y: float, width: float) -> str:
@@ -282,7 +301,7 @@ def _legend(lines: list[_Line], x: float, y: float, width: float) -> str:
     at = x + 14 + 7.4 * len(title)
     for line in lines:
         alone = len(lines) == 1 and line.metric.label.lower() == line.metric.family
-        label = f"{'' if alone else line.metric.label[:24] + ' '}{_short(float(line.series.values[-1]))}"
+        label = f"{'' if alone else line.metric.label[:24] + ' '}{_short(line.last)}"
         if at + 20 + 6.2 * len(label) > x + width:
             break
         parts.append(f'<path d="M{at:.0f} {y - 4:.0f}h12" stroke="{line.color}" stroke-width="2"/>')
@@ -351,11 +370,13 @@ def _path(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> str:
 
 def ticks(low: float, high: float, count: int) -> list[float]:
     """About so many round numbers between the two."""
+    if not math.isfinite(high - low) or _flat(low, high):
+        return [low]
     rough = (high - low) / count
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough)
     first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def _short(value: float) -> str:

@@ -26,7 +26,7 @@ from nbddp.kernel.history import History, Series
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.panel import live, summary
 from nbddp.panel.live import Feed
-from nbddp.panel.picture import Picture
+from nbddp.panel.picture import Picture, ticks
 from nbddp.panel.text import TextView
 from nbddp.panel.view import RankStatus, Status
 
@@ -345,13 +345,44 @@ def test_the_picture_stays_small_whatever_was_logged() -> None:
     ElementTree.fromstring(Picture(history).svg)
 
 
-@pytest.mark.parametrize("values", [[1.0], [2.0] * 100, [math.nan] * 50, [math.nan, math.inf, 1.0], [1e-300, 1e300]])
+ODD_VALUES = [
+    [1.0],
+    [2.0] * 100,
+    [math.nan] * 50,
+    [math.nan, math.inf, 1.0],
+    [1e-300, 1e300],
+    [1e308, -1e308],
+    [1.7e308, -math.inf] * 40,
+    [0.0, 5e-324],
+    [5e-324, 5e-324],
+    [1.0, 1.0 + 2**-52],
+    [1e16, 1e16 + 2],
+    [1e-15, 3e-15],
+]
+
+
+@pytest.mark.usefixtures("_fonts")
+@pytest.mark.parametrize("values", ODD_VALUES)
 def test_the_picture_of_odd_values_is_whole(values: list[float]) -> None:
     history = History()
     Rank(history).log("loss", range(len(values)), values)
     svg = Picture(history).svg
     ElementTree.fromstring(svg)
     assert not re.search(r"[ML]-?(nan|inf)", svg)
+    Picture(history).figure().savefig(io.BytesIO())
+
+
+@pytest.mark.parametrize("steps", [[2**62], [2**53, 2**53 + 1], [-(2**63), 2**63 - 1], [0, 0]])
+def test_the_picture_of_odd_steps_is_whole(steps: list[int]) -> None:
+    history = History()
+    Rank(history).log("loss", steps, [float(i) for i in range(len(steps))])
+    svg = Picture(history).svg
+    ElementTree.fromstring(svg)
+    assert "nan" not in svg
+
+
+def test_ticks_of_small_numbers_are_not_all_zero() -> None:
+    assert ticks(1e-15, 3e-15, 5) == pytest.approx([1e-15, 1.5e-15, 2e-15, 2.5e-15, 3e-15], rel=1e-9, abs=0)
 
 
 def test_a_history_without_points_has_a_picture_too() -> None:
