@@ -122,6 +122,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_inherited(self, obj: Any) -> Any:
         if not self._inheriting:
             return self._by_cloudpickle(obj)
+        refuse_unshippable(obj)
         self.inherited.append(obj)
         return _take_inherited, (len(self.inherited) - 1,)
 
@@ -193,10 +194,22 @@ def refuse_unshippable(obj: object) -> None:
     if isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
         name = getattr(obj, "name", "")
         raise TypeError(f"an open file ({name!r}) stays where it was opened; open it inside the function")
+    if isinstance(obj, _NEEDS_INHERITANCE) and _of_fork_context(obj):
+        kind = type(obj).__name__
+        raise TypeError(
+            f"a {kind} of multiprocessing's fork context works in forks of this process alone; "
+            f'make it with multiprocessing.get_context("spawn").{kind}()'
+        )
     for module, names, advice in _STAYS_IN_NOTEBOOK:
         loaded = sys.modules.get(module)
         if loaded is not None and isinstance(obj, tuple(getattr(loaded, n) for n in names if hasattr(loaded, n))):
             raise TypeError(f"a {type(obj).__name__} {advice}")
+
+
+def _of_fork_context(obj: Any) -> bool:
+    """SemLocks remember it, in themselves or as a part of a queue or event (multiprocessing since 2023)."""
+    parts = (obj, *getattr(obj, "__dict__", {}).values())
+    return any(getattr(part, "_is_fork_ctx", False) for part in parts)
 
 
 _STAYS_IN_NOTEBOOK = (

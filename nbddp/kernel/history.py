@@ -24,6 +24,7 @@ _RECORD_DTYPE = np.dtype(
     [("kind", "u1"), ("op", "u1"), ("id", "<u2"), ("weight", "<f4"), ("step", "<i8"), ("value", "<f8"), ("time", "<f8")]
 )
 _RATE_WINDOW_S = 5.0
+_BEFORE_ALL = -(2**63)  # a step
 _COMBINE: dict[int, Callable[[list[float]], float]] = {
     wire.REDUCE_SUM: lambda values: sum(values),
     wire.REDUCE_MIN: min,
@@ -83,34 +84,45 @@ class _Column:
 
 
 class _Combined:
-    """A metric with ``reduce=``: one point per step, once every rank has logged it."""
+    """A metric with ``reduce=``: one point per step, once every rank has logged it or gone past it."""
 
     def __init__(self, op: int, world_size: int) -> None:
         self.op = op
         self.column = _Column()
-        self._world_size = world_size
-        self._waiting: dict[int, list[tuple[float, float, float]]] = {}  # by step: value, weight, time
+        # By rank: the step it logged last, and how often its steps have begun again or stood still.
+        self._at = [(0, _BEFORE_ALL)] * world_size
+        self._waiting: dict[tuple[int, int], dict[int, tuple[float, float, float]]] = {}  # by rank: value, weight, time
 
-    def add(self, step: int, value: float, weight: float, at: float) -> None:
-        points = self._waiting.setdefault(step, [])
-        points.append((value, weight, at))
-        if len(points) == self._world_size:
-            self._emit(step)
+    def add(self, rank: int, step: int, value: float, weight: float, at: float) -> None:
+        round_, last = self._at[rank]
+        self._at[rank] = key = (round_ + 1 if step <= last else round_, step)
+        self._waiting.setdefault(key, {})[rank] = (value, weight, at)
+        while self._waiting and self._is_complete(first := next(iter(self._waiting))):
+            self._emit(first)
+
+    def restart(self) -> None:
+        """The ranks begin again: what they had not logged together, they will log again."""
+        self._waiting.clear()
+        self._at = [(max(self._at)[0] + 1, _BEFORE_ALL)] * len(self._at)
 
     def settle(self) -> None:
         """The run is over: a step that not every rank reached is combined from those that did."""
-        for step in sorted(self._waiting):
-            self._emit(step)
+        for key in sorted(self._waiting):
+            self._emit(key)
 
-    def _emit(self, step: int) -> None:
-        points = self._waiting.pop(step)
+    def _is_complete(self, key: tuple[int, int]) -> bool:
+        values = self._waiting[key]
+        return all(rank in values or at > key for rank, at in enumerate(self._at))
+
+    def _emit(self, key: tuple[int, int]) -> None:
+        points = self._waiting.pop(key).values()
         values = [value for value, _, _ in points]
         if self.op == wire.REDUCE_MEAN:
             total = sum(weight for _, weight, _ in points)
             value = sum(v * w for v, w, _ in points) / total if total else float("nan")
         else:
             value = _COMBINE[self.op](values)
-        self.column.append(step, value, max(at for _, _, at in points))
+        self.column.append(key[1], value, max(at for _, _, at in points))
 
 
 @dataclass
@@ -350,6 +362,14 @@ class History:
             for record in records[records["kind"] > wire.KIND_METRIC]:
                 self._add_progress(self.ranks[rank], reader.name(int(record["id"])), record)
 
+    def restart(self) -> None:
+        """The ranks begin again, in new processes."""
+        with self._lock:
+            self._readers.clear()
+            self.ranks[:] = [RankProgress() for _ in self.ranks]
+            for combined in self._combined.values():
+                combined.restart()
+
     def settle(self) -> None:
         """The run is over: nothing more will be fed."""
         with self._lock:
@@ -363,7 +383,7 @@ class History:
             combined = self._combined.setdefault(name, _Combined(op, self._world_size))
             for record in records.tolist():
                 _, _, _, weight, step, value, at = record
-                combined.add(step, value, weight, at)
+                combined.add(rank, step, value, weight, at)
         progress = self.ranks[rank]
         newest = int(records["step"].argmax())
         progress.saw_step(int(records["step"][newest]), float(records["time"][newest]))

@@ -32,6 +32,7 @@ LEAVE_GRACE_S = 30.0  # for exit handlers, threads that still save and NCCL's te
 _GONE_S = 2.0  # after a SIGKILL; a process in an uninterruptible disk wait may take longer
 _NAP_S = 0.002
 _PIPE_BYTES = 1 << 20
+_READ_BYTES = 256 << 10
 _F_SETPIPE_SZ = 1031
 
 
@@ -55,7 +56,7 @@ class Worker:
         called: has it reported that the function begins?
         report: its last word, or None.
         exitcode: as ``multiprocessing.Process.exitcode``; None while it lives.
-        started_at: monotonic time of its start.
+        exited_at: monotonic time at which that was seen.
     """
 
     def __init__(self, rank: int, process: Any, channel: Connection, output: RankOutput, fds: dict[str, int]) -> None:
@@ -64,10 +65,10 @@ class Worker:
         self.ready = False
         self.called = False
         self._dismissed = False
+        self._spawned = not isinstance(process, forkserver.WorkerProcess)
         self.report: wire.Finished | wire.Failed | wire.Exited | None = None
         self.exitcode: int | None = None
         self.exited_at: float | None = None
-        self.started_at = time.monotonic()
         self._process = process
         self._channel: Connection | None = channel
         self._fds = fds
@@ -105,9 +106,10 @@ class Worker:
     def hear(self) -> None:
         """Take in what it has said, and whether it has ended."""
         # Its exit first: a message that it sent before that is then certainly in the channel.
-        if self.alive and wait([self._process.sentinel], 0):
+        # A spawned one is asked for itself: children that it forked keep its sentinel's pipe open.
+        if self.alive and (self._spawned or wait([self._process.sentinel], 0)):
             self.exitcode = self._process.exitcode
-            self.exited_at = time.monotonic()
+            self.exited_at = time.monotonic() if self.exitcode is not None else None
         while self._channel is not None and self._channel.poll():
             try:
                 self._take(wire.decode(self._channel.recv_bytes()))
@@ -123,11 +125,11 @@ class Worker:
         elif isinstance(message, (wire.Finished, wire.Failed, wire.Exited)):
             self.report = message
 
-    def read_metrics(self) -> Iterator[bytes]:
-        """The metric records in its pipe, until that is empty."""
+    def read_metrics(self) -> bytes:
+        """The metric records in its pipe, at most 256 KiB of them: one rank shall not keep us from the others."""
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._fds["metrics"], _PIPE_BYTES):
-                yield data
+            return os.read(self._fds["metrics"], _READ_BYTES)
+        return b""
 
     def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Any:
         """The object that it left in its result block."""
@@ -255,7 +257,8 @@ class Crew:
             try:
                 worker = self._start_one(job, output, payload_fd, inherited)
             except (OSError, EOFError) as error:
-                raise LaunchError(f"rank {job.rank} could not be started: {error}") from error
+                why = str(error) or "the fork server ended"
+                raise LaunchError(f"rank {job.rank} could not be started: {why}") from error
             self.workers.append(worker)
             worker.send(job)
 

@@ -33,7 +33,7 @@ from IPython.core.magic_arguments import (  # noqa: TID253
     parse_argstring,
 )
 
-from nbddp.errors import LaunchError, NbddpError
+from nbddp.errors import LaunchError, NbddpError, PayloadError
 from nbddp.kernel import cell as cells
 from nbddp.kernel import forkserver, runner
 from nbddp.kernel.plan import CPU_NPROCS, accelerator, make_plan
@@ -340,14 +340,17 @@ class _Return:
         self.names = names
         self._shell = shell
 
-    def receive(self, results: list[script.CellResult]) -> list[Any]:
-        """On the run's thread, when every rank has finished."""
-        outputs = results[0].outputs
+    def receive(self, results: list[script.CellResult | None]) -> list[Any]:
+        """On the run's thread, when every rank has finished; None: the rank left by ``sys.exit(0)``."""
+        outputs = results[0].outputs if results[0] is not None else {}
+        arrived = {name: value for name, value in outputs.items() if not isinstance(value, script.Remains)}
+        self._shell.user_ns.update(arrived)
         for name in self.names:
             if name not in outputs:
                 raise NbddpError(f"-o {name}: rank 0 has no {name} at the end of the cell")
-        self._shell.user_ns.update(outputs)
-        return [result.value for result in results]
+            if name not in arrived:
+                raise PayloadError(f"-o {name}: it cannot come back to the notebook: {outputs[name].why}", (name,))
+        return [result and result.value for result in results]
 
 
 class _Keeping:

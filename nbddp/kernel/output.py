@@ -100,7 +100,11 @@ class RankOutput:
             text = fold(self._read(-KEPT_BYTES))
             dropped = size - KEPT_BYTES
             self._kept = f"[{dropped:,} older bytes are no longer kept]\n{text}" if dropped > 0 else text
-            self._untaken = "".join(iter(self._take, "")) if size - self._taken < KEPT_BYTES else self._kept
+            self._untaken = (
+                "".join(iter(self._take, "")) + self._decoder.decode(b"", final=True)
+                if size - self._taken < KEPT_BYTES
+                else self._kept
+            )
             os.close(self._fd)
             self._fd = None
 
@@ -108,7 +112,7 @@ class RankOutput:
         assert self._fd is not None
         data = os.pread(self._fd, _TAKE_BYTES, self._taken)
         self._taken += len(data)
-        return self._decoder.decode(data, final=not data)
+        return self._decoder.decode(data)
 
     def _read(self, start: int) -> str:
         assert self._fd is not None

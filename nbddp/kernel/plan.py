@@ -17,6 +17,9 @@ from nbddp.errors import LaunchError
 from nbddp.kernel import forkserver
 from nbddp.kernel.rendezvous import Rendezvous
 
+# What torchrun's environment contract says differently to each rank or run.
+_CONTRACT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_CONTRACT += ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CPU_NPROCS = 2  # ranks on a machine without GPUs, when the user does not say
 
 
@@ -105,6 +108,7 @@ def make_plan(
     name = name or _name_of(fn)
     _check_function(fn, (0, *args) if pass_rank else args, kwargs, name)
     _check_numbers(nprocs=nprocs, max_restarts=max_restarts, timeout=timeout, pg_timeout=pg_timeout, seed=seed)
+    _check_containers(gpus, env, contract)
     device_type, count = _choose_device(device, gpus)
     ranks = _choose_nprocs(nprocs, device_type, count, gpus)
     notice = ""
@@ -177,6 +181,16 @@ def _check_numbers(**named: Any) -> None:
             raise LaunchError(f"{name}={value} is too small{advice}")
 
 
+def _check_containers(gpus: Any, env: Any, contract: bool) -> None:
+    if gpus is not None and not (gpus and isinstance(gpus, (list, tuple, range))):
+        raise LaunchError(f"gpus is a list of device numbers, e.g. gpus=[0, 1], not {_short(gpus)}")
+    if env is not None and not isinstance(env, Mapping):
+        raise LaunchError(f"env is a dict of strings, not {_short(env)}")
+    ours = [name for name in env or () if contract and name in _CONTRACT]
+    if ours:
+        raise LaunchError(f"env sets {ours[0]}, which tells a rank its place and is set for each. Leave it out")
+
+
 # ---------------------------------------------------------------------------- devices
 
 
@@ -240,7 +254,7 @@ def _choose_nprocs(nprocs: int | None, device_type: str, count: int, gpus: Seque
 def _check_gpus(gpus: Sequence[int], device_type: str, count: int) -> None:
     if device_type != "cuda":
         raise LaunchError(f"gpus= picks CUDA devices; for {device_type} use its own environment variable")
-    if not gpus or not all(isinstance(i, int) and not isinstance(i, bool) for i in gpus):
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in gpus):
         raise LaunchError(f"gpus is a list of device numbers, e.g. gpus=[0, 1], not {_short(gpus)}")
     missing = [i for i in gpus if not 0 <= i < count]
     if missing:

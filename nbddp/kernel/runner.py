@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -27,6 +28,7 @@ from nbddp.panel.view import RankStatus, Status, View
 STOP_GRACE_S = 5.0  # between KeyboardInterrupt in the ranks and SIGKILL
 _REDRAW_S = 0.1
 _EXIT_S = 2.0
+_MOST_BY_FORK_SERVER = 200  # fds of queues and shared tensors; multiprocessing's limit is 256 in all
 
 _live: set[Run] = set()
 _last: Run | None = None
@@ -114,7 +116,10 @@ def launch(
 ) -> Run:
     """Pack, start, and unless told otherwise watch until the end."""
     global _last
-    started = _last = Run(plan, *_pack(plan, fn, args, kwargs), blocking=wait)
+    packed, block = _pack(plan, fn, args, kwargs)
+    if len(packed.inherited) > _MOST_BY_FORK_SERVER:
+        plan = dataclasses.replace(plan, start_method="spawn")
+    started = _last = Run(plan, packed, block, blocking=wait)
     try:
         started._supervisor.start()
         if show is not False:
@@ -125,6 +130,9 @@ def launch(
         started._stop_insistently()
         started._redraw()
         raise errors.interrupt(f"{plan.name} was stopped") from None
+    except BaseException:  # what shows the run cannot: it shall not go on unseen
+        started._supervisor.request_stop(0.0)
+        raise
     if wait and started.state == "stopped":  # by the panel's button: as if the cell had been interrupted
         raise errors.interrupt(f"{plan.name} was stopped")
     if wait and started.error is not None:
@@ -146,13 +154,15 @@ def _pack(
     plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[payload.Packed, BinaryIO]:
     """The function and its data in a block, before any process exists."""
-    block = open(payload.open_block(plan.name), "r+b", buffering=0)  # noqa: SIM115 (the run closes it)
-    try:
-        return payload.pack((fn, args, kwargs), block.fileno()), block
-    except Exception as error:  # whatever a user's __reduce__ raises
-        block.close()
-        named = {plan.name: fn, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
-        raise culprit.explain(named, error, what=f"cannot send {plan.name} to the ranks") from None
+    with contextlib.ExitStack() as unless_packed:
+        block = unless_packed.enter_context(open(payload.open_block(plan.name), "r+b", buffering=0))
+        try:
+            packed = payload.pack((fn, args, kwargs), block.fileno())
+        except Exception as error:  # whatever a user's __reduce__ raises
+            named = {plan.name: fn, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
+            raise culprit.explain(named, error, what=f"cannot send {plan.name} to the ranks") from None
+        unless_packed.pop_all()  # the run closes it
+    return packed, block
 
 
 class Run:
@@ -203,7 +213,7 @@ class Run:
     def values(self) -> list[Any]:
         """What each rank returned, by rank. Raises the run's error if it failed."""
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
         if self._supervisor.values is None:
             advice = "wait() for it" if self.state in ("starting", "running") else "it has no value"
             raise NbddpError(f"{self.name} is {self.state}: {advice}")

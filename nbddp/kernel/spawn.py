@@ -22,8 +22,12 @@ class SpawnRaised(ProcessRaisedException, RankError):
         Exception.__init__(self, self.msg)
         self.__dict__.update(error.__dict__)
         self.__cause__ = error.cause
+        self._made_of = (error, pid)
         self.error_index = error.rank
         self.pid = self.error_pid = pid
+
+    def __reduce__(self) -> Any:
+        return type(self), self._made_of
 
 
 class SpawnExited(ProcessExitedException, RankDied):
@@ -35,9 +39,13 @@ class SpawnExited(ProcessExitedException, RankDied):
         self.msg = f"process {error.rank} terminated with {how}"
         Exception.__init__(self, self.msg)
         self.__dict__.update(error.__dict__)
+        self._made_of = (error, pid)
         self.error_index = error.rank
         self.exit_code = error.exitcode
         self.pid = self.error_pid = pid
+
+    def __reduce__(self) -> Any:
+        return type(self), self._made_of
 
 
 class SpawnContext:
@@ -49,13 +57,12 @@ class SpawnContext:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._pids: list[int] = []
 
     def pids(self) -> list[int]:
         """The process ids, by rank."""
-        while len(self._pids) < self.run.nprocs and not self.run._supervisor.join(0.001):
-            self._pids = self.run._supervisor.pids() or self._pids
-        return self._pids
+        while len(pids := self.run._supervisor.pids()) < self.run.nprocs and not self.run._supervisor.join(0.001):
+            pass
+        return pids
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait for all processes.
@@ -70,11 +77,10 @@ class SpawnContext:
         Raises:
             ProcessRaisedException, ProcessExitedException: the first failure, as torch words it.
         """
-        pids = self.pids()
         if not self.run._supervisor.join(timeout):
             return False
         if self.run.error is not None:
-            raise _in_torchs_terms(self.run.error, pids)
+            raise _in_torchs_terms(self.run.error, self.pids())
         return True
 
 

@@ -32,6 +32,8 @@ _PEERS_GRACE_S = 0.2  # for the other ranks' finally blocks when one has failed
 _FAILURE_WINDOW_S = 0.1  # how much later than its consequence a failure may be heard of
 _STACKS_S = 1.0
 _LAST_LINES = 10
+_MUCH_BYTES = 128 << 10  # of metrics at once: the rank logs faster than we look
+_DEATH_SEEN_S = 0.03  # at most so long after a rank's death its exit code is here
 
 
 class Supervisor:
@@ -53,6 +55,7 @@ class Supervisor:
         self.began = time.monotonic()
         self.ended: float | None = None
         self._plan = plan
+        self._deadline = self.began + (plan.timeout_s or float("inf"))
         self._packed = packed
         self._block = block
         self._history = history
@@ -148,9 +151,9 @@ class Supervisor:
 
     def _attempts(self) -> None:
         with contextlib.ExitStack() as stack:
-            self.outputs = [RankOutput(open_output()) for _ in range(self._plan.nprocs)]
-            for output in self.outputs:
-                stack.callback(output.close)
+            for _ in range(self._plan.nprocs):
+                self.outputs.append(RankOutput(open_output()))
+                stack.callback(self.outputs[-1].close)
             self._attempt_until_it_counts()
 
     def _attempt_until_it_counts(self) -> None:
@@ -162,10 +165,11 @@ class Supervisor:
             except _BadFork:
                 forkserver.mark_unfit()
                 self._start_method = "spawn"
-            except NbddpError as error:
+            except (RankError, RankDied, LaunchError) as error:  # the others would fail again
                 if restarts == self._plan.max_restarts or self._stop_grace_s is not None:
                     raise
                 restarts += 1
+                self._history.restart()
                 self._tell_of_restart(restarts, error)
 
     def _tell_of_restart(self, count: int, error: NbddpError) -> None:
@@ -179,7 +183,7 @@ class Supervisor:
             rendezvous = stack.enter_context(open_rendezvous(self._plan.nprocs))
             crew = Crew(self._start_method)
             stack.callback(self._let_go)
-            stack.callback(self._feed, crew)  # what the ranks wrote before they ended
+            stack.callback(self._feed_all, crew)  # what the ranks wrote before they ended
             stack.enter_context(crew)
             with self._lock:
                 self._crew = crew
@@ -223,10 +227,10 @@ class Supervisor:
         ]
 
     def _follow(self, crew: Crew) -> None:
-        deadline = self.began + (self._plan.timeout_s or float("inf"))
+        more = False
         while True:
-            crew.watch(max(0.0, min(_TICK_S, deadline - time.monotonic())))
-            self._feed(crew)
+            crew.watch(0.0 if more else max(0.0, min(_TICK_S, self._deadline - time.monotonic())))
+            more = self._feed(crew)
             if self.state == "starting" and crew.ready:
                 self.state = "running"
             if self._stop_grace_s is not None:
@@ -236,18 +240,29 @@ class Supervisor:
                 return self._fail(crew)
             if all(isinstance(worker.report, wire.Finished) for worker in crew.workers):
                 return self._succeed(crew)
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= self._deadline:
                 self._time_out(crew)
 
-    def _feed(self, crew: Crew) -> None:
+    def _feed(self, crew: Crew) -> bool:
+        """Take in what the ranks have logged, a part of it. Returns whether there may be more."""
+        more = False
         for worker in crew.workers:
-            for data in worker.read_metrics():
+            if data := worker.read_metrics():
+                self._history.feed(worker.rank, data)
+                more = more or len(data) >= _MUCH_BYTES
+        return more
+
+    def _feed_all(self, crew: Crew) -> None:
+        for worker in crew.workers:
+            while data := worker.read_metrics():
                 self._history.feed(worker.rank, data)
 
     def _succeed(self, crew: Crew) -> None:
         values = self._plan.receive([self._result_of(worker) for worker in crew.workers])
         crew.dismiss_reported()
-        self._watch_until(crew, time.monotonic() + LEAVE_GRACE_S)
+        # What is left are exit handlers and threads: a stop or the end of the time need not wait for them.
+        leave_by = min(time.monotonic() + LEAVE_GRACE_S, self._deadline)
+        self._watch_until(crew, leave_by, or_when=lambda _: self._stop_grace_s is not None)
         self.values = values
         self._conclude("finished")
 
@@ -359,8 +374,10 @@ def _state_of(worker: Worker) -> str:
 
 
 def _failed_at(worker: Worker) -> float:
-    # A rank that died could not say when. Whatever it was, its peers' broken connections follow from it.
-    return 0.0 if worker.report is None else worker.report.at
+    # A rank that died could not say when; its peers' broken connections follow from it within milliseconds.
+    if worker.report is None:
+        return (worker.exited_at or 0.0) - _DEATH_SEEN_S
+    return worker.report.at
 
 
 def _all_have_ended(crew: Crew) -> bool:
@@ -372,7 +389,7 @@ def _why(worker: Worker) -> str:
     server = forkserver.pid()
     if worker.exitcode == 255 and server is not None and not _runs(server):
         return "was lost with the fork server that it came from, which something outside nbddp ended"
-    if worker.ready and not worker.called:
+    if worker.ready and not worker.called and worker.exitcode is not None and worker.exitcode >= 0:
         return f"ended with exit code {worker.exitcode} while it unpacked the function and its data"
     return ""
 
@@ -388,5 +405,7 @@ def _stack_of(worker: Worker) -> str:
         return stacks.render(worker.rank, "", "has reported, and waits for the others")
     if not worker.alive:
         return stacks.render(worker.rank, "", "has ended")
+    if not worker.ready:
+        return stacks.render(worker.rank, "", "is still setting itself up")
     dump = worker.ask_for_stacks(_STACKS_S)
     return stacks.render(worker.rank, dump, "is here" if dump else "gives no answer")

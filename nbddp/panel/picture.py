@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SMOOTHING = 0.85
-LIMIT_BYTES = 120_000  # of the SVG; the notebook's file holds it as base64 and a table beside it
+LIMIT_BYTES = 110_000  # of the SVG; the notebook's file holds it as base64 and a table beside it
 _SPARSE = 30  # fewer points than this, or a fifth of the densest line's, are dots and not smoothed
 _CHARTS = 12
+_LINES = 24  # in one chart, at first
+_ROWS = 40  # of the table of metrics
+_NAME_CHARS = 60
 _POINTS = 6_000  # of all lines together, at first
 _LOG_LINES = 12
 _LINE_CHARS = 300
@@ -53,6 +56,12 @@ class _Line:
     series: Series
     spread: Spread
     sparse: bool
+
+
+@dataclass(frozen=True)
+class _Family:
+    lines: list[_Line]
+    undrawn: int
 
 
 @dataclass(frozen=True)
@@ -88,13 +97,14 @@ class Picture:
 
     @property
     def svg(self) -> str:
-        """The charts as an SVG document, readable on light and dark; at most 120 kB."""
-        points = _POINTS
+        """The charts as an SVG document, readable on light and dark; at most 110 kB."""
+        points, lines = _POINTS, _LINES
         while True:
-            text = _draw(families(self._history, points))
-            if len(text) <= LIMIT_BYTES or points < 100:
+            text = _draw(families(self._history, points, lines))
+            if len(text.encode()) <= LIMIT_BYTES or lines == 1:
                 return text
-            points //= 2
+            # Fewer points first; when each line has its least, fewer lines.
+            points, lines = (points // 2, lines) if points > 100 else (points, lines // 2)
 
     def _repr_mimebundle_(self, **_options: Any) -> dict[str, str]:
         return self.bundle()
@@ -116,9 +126,9 @@ class Picture:
         columns = min(2, max(1, len(groups)))
         rows = max(1, math.ceil(len(groups) / columns))
         figure = Figure(figsize=(width, rows * width / columns * 0.62), layout="constrained")
-        for i, lines in enumerate(groups):
+        for i, family in enumerate(groups):
             axes = figure.add_subplot(rows, columns, i + 1)
-            _plot(axes, lines)
+            _plot(axes, family.lines)
         return figure
 
     def _html(self) -> str:
@@ -145,7 +155,7 @@ class Picture:
     def _image(self) -> Iterable[str]:
         if any(len(self._history[name].steps) for name in self._history.names):
             data = base64.b64encode(self.svg.encode()).decode()
-            alt = "Curves of " + ", ".join(self._history.names[:20])
+            alt = "Curves of " + ", ".join(name[:_NAME_CHARS] for name in self._history.names[:20])
             yield (
                 f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}" width="{_WIDTH}" '
                 f'style="width:100%;max-width:{_WIDTH}px;height:auto">'
@@ -169,51 +179,52 @@ def _printable(lines: Sequence[str]) -> str:
 
 
 def _metrics_table(history: History) -> Iterable[str]:
-    named = [(name, history[name]) for name in history.names[:40]]
+    named = [(name, history[name]) for name in history.names]
     named = [(name, series) for name, series in named if len(series.steps)]
+    rest = len(named) - _ROWS
     if not named:
         return
     headings = ("Metric", "Last", "Lowest", "Highest", "Points")
     yield "<table><thead><tr>" + "".join(f"<th>{text}</th>" for text in headings) + "</tr></thead><tbody>"
-    for name, (steps, values) in named:
+    for name, (steps, values) in named[:_ROWS]:
         finite = values[np.isfinite(values)]
         low, high = (f"{finite.min():.4g}", f"{finite.max():.4g}") if len(finite) else ("–", "–")
-        cells = [escape(name[:80]), f"{values[-1]:.4g}", low, high, f"{len(steps):,}"]
+        cells = [escape(name[:_NAME_CHARS]), f"{values[-1]:.4g}", low, high, f"{len(steps):,}"]
         yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    if rest > 0:
+        yield f'<tr><td colspan="{len(headings)}">and {rest:,} more</td></tr>'
     yield "</tbody></table>"
 
 
 # ---------------------------------------------------------------------------- the lines
 
 
-def families(history: History, points: int) -> list[list[_Line]]:
-    """The metrics that have points, by family, thinned to so many points together."""
+def families(history: History, points: int, lines: int = _LINES) -> list[_Family]:
+    """The metrics that have points, by family, so many to a chart, thinned to so many points together."""
     groups: dict[str, list[summary.Metric]] = {}
     for name in history.names:
         if len(history[name].steps):
             metric = summary.describe(name)
             groups.setdefault(metric.family, []).append(metric)
     shown = list(groups.values())[:_CHARTS]
-    each = points // max(1, sum(len(metrics) for metrics in shown))
-    return [_lines(history, metrics, max(16, each)) for metrics in shown]
+    each = points // max(1, sum(min(lines, len(metrics)) for metrics in shown))
+    return [_Family(_lines(history, m[:lines], max(16, each)), len(m[lines:])) for m in shown]
 
 
 def _lines(history: History, metrics: list[summary.Metric], points: int) -> list[_Line]:
     series = [summary.forward(history[metric.name]) for metric in metrics]
     densest = max(len(s.steps) for s in series)
     return [
-        _Line(
-            metric,
-            color,
-            float(s.values[-1]),
-            Series(thinned.steps, _drawable(thinned.values)),
-            Spread(band.steps, _drawable(band.low), _drawable(band.high)),
-            len(s.steps) < max(_SPARSE, densest / 5),
-        )
+        _line(metric, color, s, history.spread(metric.name), points, sparse=len(s.steps) < max(_SPARSE, densest / 5))
         for metric, s, color in zip(metrics, series, _colors(metrics))
-        for thinned in [summary.thin(s, points)]
-        for band in [summary.thin_spread(history.spread(metric.name), points // 4)]
     ]
+
+
+def _line(metric: summary.Metric, color: str, series: Series, spread: Spread, points: int, *, sparse: bool) -> _Line:
+    thin, band = summary.thin(series, points), summary.thin_spread(spread, points // 4)
+    shown = Series(thin.steps, _drawable(thin.values))
+    shown_band = Spread(band.steps, _drawable(band.low), _drawable(band.high))
+    return _Line(metric, color, float(series.values[-1]), shown, shown_band, sparse)
 
 
 def _drawable(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -249,12 +260,12 @@ def smooth(series: Series, weight: float = SMOOTHING) -> npt.NDArray[np.float64]
 # ---------------------------------------------------------------------------- SVG
 
 
-def _draw(groups: list[list[_Line]]) -> str:
+def _draw(groups: list[_Family]) -> str:
     columns = 1 if len(groups) == 1 else 2
     rows = max(1, math.ceil(len(groups) / columns))
     width = (_WIDTH - _GAP * (columns - 1)) / columns
     body = "".join(
-        _chart(lines, (i % columns) * (width + _GAP), (i // columns) * _HEIGHT, width) for i, lines in enumerate(groups)
+        _chart(group, (i % columns) * (width + _GAP), (i // columns) * _HEIGHT, width) for i, group in enumerate(groups)
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {rows * _HEIGHT}" '
@@ -262,9 +273,10 @@ def _draw(groups: list[list[_Line]]) -> str:
     )
 
 
-def _chart(lines: list[_Line], x: float, y: float, width: float) -> str:
+def _chart(family: _Family, x: float, y: float, width: float) -> str:
+    lines = family.lines
     box = _Box(x + _LEFT, y + _TOP, width - _LEFT - 14, _HEIGHT - _TOP - _BOTTOM, _x_range(lines), _y_range(lines))
-    return _legend(lines, x, y + 16, width) + _axes(box) + "".join(_curves(line, box) for line in lines)
+    return _legend(family, x, y + 16, width) + _axes(box) + "".join(_curves(line, box) for line in lines)
 
 
 def _x_range(lines: list[_Line]) -> tuple[float, float]:
@@ -295,9 +307,13 @@ def _flat(low: float, high: float) -> bool:
     return high - low <= max(_APART * max(abs(low), abs(high)), 1 / _LARGEST)
 
 
-def _legend(lines: list[_Line], x: float, y: float, width: float) -> str:
+def _legend(family: _Family, x: float, y: float, width: float) -> str:
+    lines = family.lines
     title = lines[0].metric.title[:28]
     parts = [f'<text x="{x:.0f}" y="{y:.0f}" font-size="13" font-weight="700">{escape(title)}</text>']
+    if family.undrawn:
+        parts.append(f'<text x="{x + width:.0f}" y="{y:.0f}" text-anchor="end">and {family.undrawn:,} more</text>')
+        width -= 100
     at = x + 14 + 7.4 * len(title)
     for line in lines:
         alone = len(lines) == 1 and line.metric.label.lower() == line.metric.family

@@ -13,6 +13,8 @@ from nbddp.panel.view import Status
 from nbddp.wire import fold
 
 LINE_EVERY_S = 2.0
+_METRICS = 8  # in one line
+_NAME_CHARS = 60
 OUTPUT_LIMIT = 512 << 10  # bytes of rank 0's output in one cell; the whole is in run.logs(0)
 
 
@@ -119,8 +121,10 @@ def end_text(status: Status, history: History) -> str:
 
 
 def metrics_text(history: History) -> list[str]:
-    """``["loss 0.412", "val/acc 0.97"]``."""
-    return [f"{name} {value:.4g}" for name, value in history.latest().items()]
+    """``["loss 0.412", "val/acc 0.97"]``, a few of them."""
+    latest = history.latest()
+    parts = [f"{name[:_NAME_CHARS]} {latest[name]:.4g}" for name in list(latest)[:_METRICS]]
+    return [*parts, f"… and {len(latest) - _METRICS:,} more"] if len(latest) > _METRICS else parts
 
 
 def duration(seconds: float) -> str:

@@ -113,7 +113,7 @@ def reduce(x: N, op: str = "mean") -> N:
     if op not in _OPS:
         raise ValueError(f"op is 'mean', 'sum', 'min' or 'max', not {op!r}")
     if not isinstance(x, torch.Tensor):
-        wide = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) or op == "mean" else torch.int64)
+        wide = torch.tensor(x, dtype=torch.int64 if isinstance(x, int) and op != "mean" else torch.float64)
         return cast(N, _all_reduce(wide, op).item())
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"the mean of {x.dtype} is not of that type; pass x.float()")

@@ -67,10 +67,10 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[An
         value = function(*args, **kwargs)
         phase = "pack"
         return _finished(value, ends.result, unpacked.by_value, job)
-    except SystemExit as error:
-        return _exited(error, ends.result)
     except BaseException as error:
         at = time.monotonic()  # before anything slow: the first failure in time is the run's
+        if isinstance(error, SystemExit) and phase == "call":
+            return _exited(error, ends.result)
         known = unpacked.by_value if phase in ("call", "pack") else ()
         return _failed(error, at, phase, ends.result, known)
 
@@ -194,7 +194,7 @@ def _exited(error: SystemExit, fd: int) -> wire.Message:
     if error.code is None or error.code == 0:
         return wire.Finished(payload.pack(None, fd).nbytes, at)
     if isinstance(error.code, int):
-        return wire.Exited(error.code, "", at)
+        return wire.Exited(error.code & 0xFF, "", at)  # as the system would tell it
     print(error.code, file=sys.stderr)
     return wire.Exited(1, str(error.code)[:1000], at)
 
@@ -206,7 +206,8 @@ def _failed(error: BaseException, at: float, phase: str, fd: int, known: Sequenc
     try:
         packed = payload.pack(error, fd, known=known, inheriting=False)
     except Exception:  # an exception that does not pickle: its name, text and frames still travel
-        stand_in = type(type(error).__name__, (Exception,), {"__module__": type(error).__module__})(str(error))
+        look_alike = type(type(error).__name__, (Exception,), {"__module__": type(error).__module__})
+        stand_in = look_alike(summary.partition(": ")[2] or summary)
         stand_in.__traceback__ = error.__traceback__
         make_picklable(stand_in)
         packed = payload.pack(stand_in, fd, inheriting=False)

@@ -262,7 +262,7 @@ def flush() -> None:
 
 def _report_progress(level: int, desc: str | None, total: int | None, done: int) -> None:
     if _pipe is not None:
-        _pipe.record(wire.KIND_PROGRESS, desc or "", -1 if total is None else total, done, weight=level)
+        _pipe.record(wire.KIND_PROGRESS, desc or "", -1 if total is None else int(total), done, weight=level)
 
 
 def _check(name: str, value: Any) -> None:

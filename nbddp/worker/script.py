@@ -64,7 +64,8 @@ def run_cell(cell: Cell, /, **names: Any) -> CellResult:
         namespace.setdefault(name, value)
     linecache.cache[cell.filename] = (len(cell.source), None, cell.source.splitlines(keepends=True), cell.filename)
     value = _execute(ast.parse(cell.source, cell.filename), cell.filename, namespace)
-    outputs = {name: namespace[name] for name in cell.outputs if name in namespace} if context.is_primary() else {}
+    asked_for = cell.outputs if context.is_primary() else ()
+    outputs = {name: _that_travels(namespace[name]) for name in asked_for if name in namespace}
     return CellResult(_that_travels(value), outputs)
 
 
@@ -92,7 +93,7 @@ def _execute(tree: ast.Module, filename: str, namespace: dict[str, Any]) -> Any:
 
 
 def _that_travels(value: Any) -> Any:
-    """A training is not lost because its last line happens to give a generator."""
+    """A training is not lost because its last line happens to give a generator, or one of its names holds one."""
     try:
         payload.probe(value)
     except Exception as error:  # whatever a user's __reduce__ raises

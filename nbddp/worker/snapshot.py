@@ -29,13 +29,14 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
     """
     if not context.is_primary():
         return
-    target = Path(path)
+    target = Path(os.path.realpath(path))
     fd, partial = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
     try:
         with os.fdopen(fd, "wb") as file:
             torch.save({_MARK: 1, "state": {name: _plain(value) for name, value in state.items()}}, file)
             file.flush()
             os.fsync(file.fileno())
+            os.fchmod(fd, 0o666 & ~_umask())  # mkstemp is for secrets; this is a file like any other
         os.replace(partial, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -82,6 +83,12 @@ def _load(file: BinaryIO, map_location: Any, weights_only: bool) -> Any:
     # An OSError here is a seek beyond the end of a torn file: it is open already.
     except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
         raise _Unreadable(str(error).split("\n")[0] or type(error).__name__) from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _plain(value: Any) -> Any:
