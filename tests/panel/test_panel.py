@@ -345,6 +345,43 @@ def test_the_picture_stays_small_whatever_was_logged() -> None:
     ElementTree.fromstring(Picture(history).svg)
 
 
+@pytest.mark.parametrize(
+    ("name", "metrics", "points"),
+    [("layer{}/norm", 1000, 20), ("m{}", 3000, 2), ("层{}é&/" + "<" * 50, 300, 100), ("m{}/x{}" + "层" * 5000, 20, 5)],
+)
+def test_any_number_of_metrics_stays_within_the_limit(name: str, metrics: int, points: int) -> None:
+    history = History()
+    rank = Rank(history)
+    for i in range(metrics):
+        rank.log(name.format(i, i), range(points), np.random.randn(points).tolist())
+    bundle = Picture(history, status("finished")).bundle()
+    assert len(json.dumps(bundle, ensure_ascii=False).encode()) < 200_000
+    assert len(bundle["text/plain"]) < 1000
+    ElementTree.fromstring(svg_of(bundle["text/html"]))
+
+
+def test_lines_that_are_not_drawn_are_counted() -> None:
+    history = History()
+    rank = Rank(history)
+    for i in range(300):
+        rank.log(f"layer{i}/norm", range(3), [1.0, 2.0, 3.0])
+    picture = Picture(history, status("finished"))
+    assert "and 276 more" in picture.svg
+    assert "and 260 more" in picture.bundle()["text/html"]
+    assert repr(picture).endswith("layer7/norm 3 · … and 292 more")
+
+
+def test_a_line_of_progress_names_a_few_metrics() -> None:
+    stream, history = io.StringIO(), History()
+    view = TextView(stream, clock=iter(range(0, 100, 10)).__next__)
+    view.update(status("running"), history)
+    rank = Rank(history)
+    for i in range(100):
+        rank.log(f"m{i}", [0], [1.0])
+    view.update(status("running"), history)
+    assert stream.getvalue().endswith("m7 1 · … and 92 more\n")
+
+
 ODD_VALUES = [
     [1.0],
     [2.0] * 100,
