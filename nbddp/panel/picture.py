@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,8 @@ import numpy.typing as npt
 
 from nbddp.kernel.history import History, Series, Spread
 from nbddp.panel import summary
-from nbddp.panel.text import duration, end_text
+from nbddp.panel.summary import plain
+from nbddp.panel.text import end_text
 from nbddp.panel.view import Source, Status
 from nbddp.wire import fold
 
@@ -142,11 +144,11 @@ class Picture:
         color = _STATE_COLORS.get(status.state, _COLORS[0])
         yield (
             f'<p><span style="color:{color}"><b>● {escape(status.state.capitalize())}</b></span> &nbsp;'
-            f"<b>{escape(status.name)}</b> &nbsp;"
-            f"{escape(status.summary)} · {escape(duration(status.seconds))}{escape(self._pace())}</p>"
+            f"<b>{escape(plain(status.name[:_LINE_CHARS]))}</b> &nbsp;"
+            f"{escape(plain(status.summary))} · {escape(_clock(status.seconds))}{escape(self._pace())}</p>"
         )
         if status.error:
-            yield f'<p style="color:{color}"><b>{escape(status.error[:_LINE_CHARS])}</b></p>'
+            yield f'<p style="color:{color}"><b>{escape(plain(status.error[:_LINE_CHARS]))}</b></p>'
 
     def _pace(self) -> str:
         rate = summary.progress(self._history).throughput
@@ -157,7 +159,7 @@ class Picture:
             data = base64.b64encode(self.svg.encode()).decode()
             alt = "Curves of " + ", ".join(name[:_NAME_CHARS] for name in self._history.names[:20])
             yield (
-                f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}" width="{_WIDTH}" '
+                f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(plain(alt))}" width="{_WIDTH}" '
                 f'style="width:100%;max-width:{_WIDTH}px;height:auto">'
             )
 
@@ -171,6 +173,13 @@ class Picture:
         if lines:
             yield f"<details open><summary>Last output of rank {status.failed_rank}</summary>"
             yield f"<pre>{escape(_printable(lines))}</pre></details>"
+
+
+def _clock(seconds: float) -> str:
+    """``00:38`` or ``2:03:04``, as the live panel has it."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
 
 
 def _printable(lines: Sequence[str]) -> str:
@@ -189,7 +198,7 @@ def _metrics_table(history: History) -> Iterable[str]:
     for name, (steps, values) in named[:_ROWS]:
         finite = values[np.isfinite(values)]
         low, high = (f"{finite.min():.4g}", f"{finite.max():.4g}") if len(finite) else ("–", "–")
-        cells = [escape(name[:_NAME_CHARS]), f"{values[-1]:.4g}", low, high, f"{len(steps):,}"]
+        cells = [escape(plain(name[:_NAME_CHARS])), f"{values[-1]:.4g}", low, high, f"{len(steps):,}"]
         yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
     if rest > 0:
         yield f'<tr><td colspan="{len(headings)}">and {rest:,} more</td></tr>'
@@ -238,7 +247,8 @@ def _colors(metrics: list[summary.Metric]) -> list[str]:
         place = _PLACES.get(metric.label.lower())
         chosen.append(None if place in chosen else place)
     free = [i for i in range(len(_COLORS)) if i not in chosen]
-    return [_COLORS[(free.pop(0) if free else 0) if place is None else place] for place in chosen]
+    rest = itertools.chain(free, itertools.cycle(range(len(_COLORS))))
+    return [_COLORS[next(rest) if place is None else place] for place in chosen]
 
 
 def smooth(series: Series, weight: float = SMOOTHING) -> npt.NDArray[np.float64]:

@@ -17,7 +17,15 @@ _STALLED_STEPS = 10
 _SLOW = 1.5  # times the median step time
 _BEHIND_S = 1.0  # ranks report a little apart; so many seconds' worth of steps is more than that
 _STAGE = re.compile(r"(train|training|val|valid|validation|test|eval|dev)[_.\-](.+)", re.IGNORECASE)
+_ROUNDS = re.compile(r"epoch|\brounds?\b", re.IGNORECASE)
+# What XML forbids, what steers a terminal, and what turns a line's direction around.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 _TITLES = {"acc": "Accuracy", "lr": "Learning rate", "ppl": "Perplexity"}
+
+
+def plain(text: str) -> str:
+    """One line that any terminal and any XML can hold."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 @dataclass(frozen=True)
@@ -40,13 +48,14 @@ class Metric:
 
 def describe(name: str) -> Metric:
     """``train/loss``, ``train_loss`` and ``loss`` are all of the family ``loss``."""
-    before, _, last = name.rpartition("/")
+    shown = plain(name)
+    before, _, last = shown.rpartition("/")
     stage = _STAGE.fullmatch(last)
     if stage:
         before, last = f"{before}/{stage[1]}" if before else stage[1], stage[2]
     title = _TITLES.get(last.lower(), _capital(last.replace("_", " ")))
     tile = f"{before.replace('/', ' ')} {last.replace('_', ' ')}".strip()
-    return Metric(name, last.lower(), title, before or last, _TITLES.get(name.lower(), _capital(tile)))
+    return Metric(name, last.lower(), title, before or last, _TITLES.get(shown.lower(), _capital(tile)))
 
 
 def _capital(text: str) -> str:
@@ -85,7 +94,7 @@ def progress(history: History, *, over: bool = False) -> Progress:
     left = seconds_left(bars)
     if not bars:
         return Progress(step=first.step if first.step >= 0 else None, throughput=throughput)
-    if len(bars) == 1 and not _counts_rounds(bars[0]):
+    if len(bars) == 1 and not counts_rounds(bars[0]):
         done, total = bars[0].done, bars[0].total
         return Progress(
             done, total, _label(bars[0], "Step"), fraction=_share(done, total), left=left, throughput=throughput
@@ -116,8 +125,9 @@ def progress(history: History, *, over: bool = False) -> Progress:
     )
 
 
-def _counts_rounds(bar: Bar) -> bool:
-    return "epoch" in bar.desc.lower()
+def counts_rounds(bar: Bar) -> bool:
+    """Are its items epochs, by its name, rather than steps?"""
+    return _ROUNDS.search(bar.desc) is not None
 
 
 def _label(bar: Bar, otherwise: str) -> str:

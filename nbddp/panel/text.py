@@ -8,13 +8,15 @@ from collections.abc import Callable
 from typing import TextIO
 
 from nbddp.kernel.history import Bar, History
-from nbddp.panel.summary import seconds_left
+from nbddp.panel.summary import counts_rounds, plain, seconds_left
 from nbddp.panel.view import Status
 from nbddp.wire import fold
 
 LINE_EVERY_S = 2.0
 _METRICS = 8  # in one line
 _NAME_CHARS = 60
+_FEW_ROUNDS = 50  # deserve a line each however fast they are
+_SLOW_ROUND_S = 0.5
 OUTPUT_LIMIT = 512 << 10  # bytes of rank 0's output in one cell; the whole is in run.logs(0)
 
 
@@ -44,7 +46,7 @@ class Echo:
             self.write("\n")
 
     def line(self, line: str) -> None:
-        self._put(("" if self._at_line_start else "\n") + line + "\n")
+        self._put(("" if self._at_line_start else "\n") + plain(line) + "\n")
 
     def _put(self, text: str) -> None:
         stream = self._stream or sys.stdout
@@ -90,7 +92,7 @@ class TextView:
 
     def _say_progress(self, history: History) -> None:
         bars = history.ranks[0].bars
-        epoch = bars[0].done if len(bars) > 1 else 0
+        epoch = bars[0].done if len(bars) > 1 or (bars and _has_slow_rounds(bars[0])) else 0
         due = self._clock() - self._said_at >= LINE_EVERY_S
         if not due and epoch <= self._epoch:
             return
@@ -117,7 +119,7 @@ def progress_text(history: History) -> list[str]:
 def end_text(status: Status, history: History) -> str:
     """``train: finished after 0:38 · 4 processes · nccl · loss 0.412``."""
     parts = [f"{status.name}: {status.state} after {duration(status.seconds)}", status.summary]
-    return " · ".join(parts + metrics_text(history))
+    return plain(" · ".join(parts + metrics_text(history)))
 
 
 def metrics_text(history: History) -> list[str]:
@@ -142,6 +144,11 @@ def _settled(text: str) -> tuple[str, str]:
     if "\r" in last:
         return fold(whole + newline), last
     return fold(whole + newline) + last, ""
+
+
+def _has_slow_rounds(bar: Bar) -> bool:
+    few = bar.total is not None and bar.total <= _FEW_ROUNDS
+    return counts_rounds(bar) and (few or (bar.rate is not None and bar.rate * _SLOW_ROUND_S <= 1))
 
 
 def _bar_text(bar: Bar) -> str:

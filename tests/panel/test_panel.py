@@ -360,6 +360,22 @@ def test_any_number_of_metrics_stays_within_the_limit(name: str, metrics: int, p
     ElementTree.fromstring(svg_of(bundle["text/html"]))
 
 
+def test_more_lines_than_colours_share_all_of_them() -> None:
+    history = History()
+    rank = Rank(history)
+    for i in range(24):
+        rank.log(f"layer{i}/norm", [0], [1.0])
+    colors = re.findall('<circle [^>]*fill="(#[0-9a-f]+)"', Picture(history).svg)
+    assert len(colors) == 24
+    assert {colors.count(color) for color in colors} == {3}
+
+
+def test_the_pictures_clock_has_two_digits_of_minutes() -> None:
+    for seconds, shown in ((4.9, "00:04"), (38.2, "00:38"), (3662.0, "1:01:02")):
+        html = Picture(History(), status("finished", seconds=seconds)).bundle()["text/html"]
+        assert f"· {shown}</p>" in html
+
+
 def test_lines_that_are_not_drawn_are_counted() -> None:
     history = History()
     rank = Rank(history)
@@ -471,6 +487,57 @@ def test_text_says_the_end_once_and_without_control_characters() -> None:
     assert stream.getvalue() == (
         "train: 1 process · gloo\nab\ntrain: finished after 0:38 · 1 process · gloo · loss 0.5\n"
     )
+
+
+def lines_of_one_bar(desc: str, total: int, every_s: float) -> int:
+    """How many lines a loop leaves that takes ten seconds, or ends before."""
+    stream, history, now = io.StringIO(), History(), [0.0]
+    rank, view = Rank(history), TextView(stream, clock=lambda: now[0])
+    view.update(status("running"), history)
+    for tenth in range(1, 101):
+        now[0] = tenth / 10
+        rank.bar(0, desc, total, min(total, int(now[0] / every_s + 1e-9)), at=now[0])
+        view.update(status("running"), history)
+    return stream.getvalue().count("\n")
+
+
+def test_each_epoch_has_its_line_also_when_its_loop_is_the_only_bar() -> None:
+    assert lines_of_one_bar("epoch", 20, 0.5) >= 20
+    assert lines_of_one_bar("Round", 200, 1.0) >= 9
+
+
+def test_a_lone_bar_of_many_fast_items_does_not_flood() -> None:
+    assert lines_of_one_bar("step", 1000, 0.01) <= 6
+    assert lines_of_one_bar("epoch", 1000, 0.01) <= 6
+    assert lines_of_one_bar("background", 20, 0.5) <= 6
+
+
+CONTROLS = "a\x1b[31mb\x00c\x08\nd\x9be\uffff\u202e"
+
+
+def test_control_characters_in_names_reach_neither_svg_nor_terminal() -> None:
+    stream, history = io.StringIO(), History()
+    rank = Rank(history)
+    for name in (CONTROLS, f"train/{CONTROLS}", f"{CONTROLS}/loss"):
+        rank.log(name, [0, 1], [1.0, 2.0])
+    rank.bar(0, CONTROLS, 5, 2)
+    named = status("finished", name=CONTROLS, summary=CONTROLS, notice=CONTROLS, error=CONTROLS)
+    bundle = Picture(history, named).bundle()
+    ElementTree.fromstring(svg_of(bundle["text/html"]))
+    now = [0.0]
+    view = TextView(stream, clock=lambda: now[0])
+    for state in ("starting", "running", "running", "finished"):
+        view.update(dataclasses.replace(named, state=state), history)
+        now[0] += 10
+    assert stream.getvalue().count("\n") == 3
+    for text in (*bundle.values(), stream.getvalue().replace("\n", "")):
+        assert not re.search("[\x00-\x1f\x7f-\x9f\u202e\uffff]", text)
+
+
+def test_the_users_own_output_keeps_its_colours() -> None:
+    stream = io.StringIO()
+    TextView(stream).write("\x1b[31mred\x1b[0m\n")
+    assert stream.getvalue() == "\x1b[31mred\x1b[0m\n"
 
 
 # ---------------------------------------------------------------------------- where it lives
