@@ -8,6 +8,7 @@ import { faint, places } from "./theme.js";
 const HEIGHT_PX = 180;
 const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
 const PER_LINE = 4; // columns of a line in uPlot's table: raw, line, high, low
+const KEYS = 8; // in the legend and in what a screen reader hears; more would push the chart off the screen
 const SPARSE = 30; // fewer points than this, or a fifth of the densest line's, are drawn as dots and not smoothed
 
 export class Chart {
@@ -229,14 +230,17 @@ export class Chart {
 
   _rebuildLegend() {
     const alone = this.series.length === 1 && this.series[0].label.toLowerCase() === this.family;
-    this._values = this.series.map(() => h("span", { class: "nbddp-value" }));
-    this._dashes = this.series.map(() => h("i", { class: "nbddp-dash", "aria-hidden": "true" }));
+    const named = this.series.slice(0, KEYS);
+    const rest = this.series.length - named.length;
+    this._values = named.map(() => h("span", { class: "nbddp-value" }));
+    this._dashes = named.map(() => h("i", { class: "nbddp-dash", "aria-hidden": "true" }));
     this.legend.replaceChildren(
-      ...this.series.map((s, i) => {
+      ...named.map((s, i) => {
         const label = h("span", { class: "nbddp-label" }, s.label);
         show(label, !alone);
         return h("span", { class: "nbddp-key", title: s.name }, this._dashes[i], label, this._values[i]);
       }),
+      ...(rest ? [h("span", { class: "nbddp-rest" }, `and ${rest} more`)] : []),
     );
   }
 
@@ -246,7 +250,7 @@ export class Chart {
 
   _sayValues() {
     this._values.forEach((element, i) => say(element, metric(this._at(i, this.cursorX))));
-    const parts = this.series.map((s, i) => `${s.label} ${metric(this._at(i, this.cursorX))}`);
+    const parts = this.series.slice(0, KEYS).map((s, i) => `${s.label} ${metric(this._at(i, this.cursorX))}`);
     const where = this.cursorX === null ? "" : ` at step ${tick(this._stepAt(this.cursorX))}`;
     this.plot.setAttribute("aria-label", `Chart of ${this.series[0].title}${where}: ${parts.join(", ")}`);
   }

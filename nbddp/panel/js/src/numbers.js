@@ -12,6 +12,8 @@ export function lowerBound(x, n, value) {
   return lo;
 }
 
+const LARGEST = 1e300; // of what is drawn: the difference of two such numbers is a number too
+const APART = 1e-12; // of a number's size; what lies closer together is a flat line
 const BLOCK = 64;
 
 /** Points of one line, ascending in x. A point at an x already passed replaces all from there on. */
@@ -140,7 +142,7 @@ export function join(lines) {
     let at = 0;
     for (let i = 0; i < x.length; i++) {
       while (xs[at] < x[i]) at += 1;
-      column[at] = Number.isFinite(y[i]) ? y[i] : null;
+      column[at] = Number.isFinite(y[i]) ? Math.max(-LARGEST, Math.min(LARGEST, y[i])) : null;
     }
     return column;
   });
@@ -153,19 +155,19 @@ export function extent(columns, positive = false) {
   let high = -Infinity;
   for (const column of columns) {
     for (const value of column) {
-      if (value === null || (positive && value <= 0)) continue;
+      if (value === null || (positive && value < 1 / LARGEST)) continue;
       if (value < low) low = value;
       if (value > high) high = value;
     }
   }
-  return low <= high ? [low, high] : [0, 1];
+  return low <= high ? [low, high] : [positive ? 0.1 : 0, 1];
 }
 
 /** Room around the data; zero stays the edge where the data come near it. */
 export function padded([low, high]) {
-  if (low === high) {
-    const room = Math.abs(low) * 0.1 || 1;
-    return [low - room, high + room];
+  if (high - low <= Math.max(APART * Math.max(Math.abs(low), Math.abs(high)), 1 / LARGEST)) {
+    const room = Math.abs(low) * 0.1;
+    return room > 1 / LARGEST ? [low - room, high + room] : [low - 1, high + 1];
   }
   const room = (high - low) * 0.06;
   const bottom = low >= 0 && low < (high - low) * 0.25 ? 0 : low - room;
@@ -202,13 +204,13 @@ export function count(value) {
   return Math.round(value).toLocaleString("en-US");
 }
 
-/** 0:38, 1:02, 2:03:04. */
+/** 00:38, 01:02, 2:03:04. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const whole = Math.max(0, Math.floor(seconds));
   const [h, m, s] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
   const two = (n) => String(n).padStart(2, "0");
-  return h ? `${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
+  return h ? `${h}:${two(m)}:${two(s)}` : `${two(m)}:${two(s)}`;
 }
 
 /** The time of one step: 41.2 ms, 3.4 s. */

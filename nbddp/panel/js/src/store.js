@@ -3,6 +3,7 @@
 import { Column, Lines } from "./numbers.js";
 
 const HELLO_EVERY_MS = 300;
+const PATIENCE_MS = 5000; // a kernel that hears nothing sends no snapshot; then curves with a gap are better than none
 // JupyterLab opens its way into a busy kernel (a subshell) a moment after the model; what was sent before waits.
 const HELLO_AGAIN_MS = [400, 1200, 3000];
 
@@ -17,7 +18,9 @@ export class Store {
     this.series = []; // { name, label, family, title, column, low, high }
     this.logs = new Map();
     this.version = 0; // of the curves
+    this._byIndex = new Map();
     this._seq = -1;
+    this._gapAt = null; // since when frames are missing
     this._views = new Set();
     this._helloAt = 0;
     this._onMessage = (content, buffers) => this._take(content, buffers?.[0]);
@@ -67,21 +70,33 @@ export class Store {
   _take(content, data) {
     if (content.kind === "snapshot") {
       if (content.seq < this._seq) return;
-      this._restart(content);
+      this._restart();
     } else if (content.kind !== "frame" || content.seq <= this._seq) {
       return;
-    } else if (content.seq !== this._seq + 1) {
-      this._hello(); // frames came before this script did
     }
-    this._seq = content.seq;
     if (content.head) this._setHead(content.head);
-    this._define(content.defs ?? []);
-    if (content.series?.length) this._append(content.series, numbers(data));
-    for (const [rank, text, fresh] of content.logs ?? []) this._log(rank, text, fresh);
+    if (content.kind === "snapshot" || this._follows(content.seq)) this._apply(content, data);
     for (const view of this._views) view.update();
   }
 
+  /** May this frame be added to what there is? When others are missing before it, the kernel is asked for all. */
+  _follows(seq) {
+    if (seq === this._seq + 1) return true;
+    this._hello();
+    this._gapAt ??= performance.now();
+    return performance.now() - this._gapAt > PATIENCE_MS;
+  }
+
+  _apply(content, data) {
+    this._seq = content.seq;
+    this._gapAt = null;
+    this._define(content.defs ?? []);
+    if (content.series?.length) this._append(content.series, numbers(data));
+    for (const [rank, text, fresh] of content.logs ?? []) this._log(rank, text, fresh);
+  }
+
   _restart() {
+    this._byIndex = new Map();
     this.series = [];
     this.logs = new Map();
   }
@@ -93,7 +108,9 @@ export class Store {
 
   _define(defs) {
     for (const { index, ...def } of defs) {
-      this.series[index] = { ...def, column: new Column(), low: new Column(), high: new Column() };
+      const series = { ...def, column: new Column(), low: new Column(), high: new Column() };
+      this._byIndex.set(index, series);
+      this.series.push(series);
     }
   }
 
@@ -101,7 +118,11 @@ export class Store {
     let at = 0;
     const next = (n) => values.subarray(at, (at += n));
     for (const { index, points, spread, stride, fresh } of entries) {
-      const series = this.series[index];
+      const series = this._byIndex.get(index);
+      if (!series) {
+        at += 2 * points + 3 * spread; // its definition was in a frame that was lost
+        continue;
+      }
       if (fresh) Object.assign(series, { column: new Column(), low: new Column(), high: new Column() });
       if (stride) series.column.stride = stride;
       series.column.append(next(points), next(points));

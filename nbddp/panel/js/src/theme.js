@@ -37,7 +37,8 @@ const PLACES = { train: 0, val: 1, valid: 1, validation: 1, eval: 1, dev: 1, tes
 /** Which colour each line of a chart gets: train and val the same in every chart. */
 export function places(labels) {
   const taken = new Set();
-  const firstFree = () => LIGHT.findIndex((_, i) => !taken.has(i));
+  const free = () => LIGHT.findIndex((_, i) => !taken.has(i));
+  let beyond = 0;
   const wished = labels.map((label) => PLACES[label.toLowerCase()]);
   const result = wished.map((place) => {
     if (place === undefined || taken.has(place)) return undefined;
@@ -46,9 +47,10 @@ export function places(labels) {
   });
   return result.map((place) => {
     if (place !== undefined) return place;
-    const free = Math.max(0, firstFree());
-    taken.add(free);
-    return free;
+    const next = free();
+    if (next < 0) return beyond++ % LIGHT.length;
+    taken.add(next);
+    return next;
   });
 }
 

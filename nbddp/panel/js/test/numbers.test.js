@@ -103,6 +103,17 @@ test("ranges leave room, and keep zero where it is near", () => {
   assert.deepEqual(padded([0, 0]), [-1, 1]);
 });
 
+test("no value that a number can have makes a range without numbers or without width", () => {
+  const lines = [[1e308, -1e308], [1.7e308, -Infinity], [0, 5e-324], [5e-324, 5e-324], [1, 1 + 2 ** -52], [1e16, 1e16 + 2]];
+  for (const y of lines) {
+    const [, column] = join([{ x: [0, 1], y }]);
+    const [low, high] = padded(extent([column]));
+    assert.ok(high - low > 1e-300 && Number.isFinite(high - low), `${y}: ${low} to ${high}`);
+    assert.ok(high - low > 1e-13 * Math.max(Math.abs(low), Math.abs(high)), `${y}: ${low} to ${high}`);
+    assert.ok(extent([column], true)[0] > 0 && Number.isFinite(10 * extent([column], true)[1]));
+  }
+});
+
 test("lowerBound finds the first not below", () => {
   assert.equal(lowerBound([1, 2, 2, 5], 4, 2), 1);
   assert.equal(lowerBound([1, 2, 2, 5], 4, 9), 4);
@@ -113,7 +124,7 @@ test("numbers are written to be read", () => {
   assert.deepEqual([0.246, 12.3456, 123.456, 12430, 12430.6].map(metric), ["0.2460", "12.35", "123.5", "12,430", "12,431"]);
   assert.deepEqual([1e-4, 3e12, NaN, Infinity, undefined, 0].map(metric), ["1.00e-4", "3.00e12", "NaN", "∞", "–", "0"]);
   assert.deepEqual([0, 0.25, 1500, 20000, 1.5e6, 1e-5].map(tick), ["0", "0.25", "1500", "20k", "1.5M", "1e-5"]);
-  assert.deepEqual([38, 62, 7384, null].map(duration), ["0:38", "1:02", "2:03:04", "–"]);
+  assert.deepEqual([4, 38, 62, 7384, null].map(duration), ["00:04", "00:38", "01:02", "2:03:04", "–"]);
   assert.deepEqual([0.0412, 0.00012, 3.44, 0.5, null].map(stepTime), ["41.2 ms", "0.12 ms", "3.4 s", "500 ms", "–"]);
   assert.deepEqual(bytes(9.1 * 2 ** 30, 16 * 2 ** 30), { number: "9.1", unit: "GB" });
 });

@@ -66,6 +66,36 @@ test("a late script says hello when frames are missing, and a snapshot fills the
   assert.deepEqual(Array.from(store.series[0].column.y.subarray(0, 3)), [3, 2, 1]);
 });
 
+test("what follows a lost frame waits for the snapshot, an unknown metric throws nothing", (t) => {
+  const model = new Model();
+  const store = stored(t, model);
+  model.receive({ kind: "frame", seq: 0, head: HEAD, defs: [DEF], series: points(1) }, [0, 5]);
+  store._helloAt = -1e9;
+  const second = [{ index: 1, points: 1, spread: 0, stride: 0, fresh: false }];
+  model.receive({ kind: "frame", seq: 2, head: { ...HEAD, seconds: 9 }, series: [...points(1), ...second] }, [2, 7, 2, 8]);
+  model.receive({ kind: "frame", seq: 3, series: points(1), logs: [[0, "b\n", false]] }, [3, 8]);
+  assert.deepEqual(model.sent.at(-1), { kind: "hello", seq: 0 });
+  assert.equal(store.series[0].column.n, 1, "no line across the gap");
+  assert.equal(store.logs.size, 0);
+  assert.equal(store.head.seconds, 9, "the clock and the ranks need no frame before");
+  model.receive({ kind: "snapshot", seq: 3, head: HEAD, defs: [DEF], series: points(4) }, [0, 1, 2, 3, 5, 6, 7, 8]);
+  model.receive({ kind: "frame", seq: 4, series: points(1) }, [4, 9]);
+  assert.deepEqual(Array.from(store.series[0].column.y.subarray(0, 5)), [5, 6, 7, 8, 9]);
+});
+
+test("with a kernel that answers no hello the curves go on after a while", (t) => {
+  const model = new Model();
+  const store = stored(t, model);
+  model.receive({ kind: "frame", seq: 0, head: HEAD, defs: [DEF], series: points(1) }, [0, 5]);
+  model.receive({ kind: "frame", seq: 2, series: points(1) }, [2, 7]);
+  store._gapAt -= 1e6;
+  const third = [{ index: 3, points: 1, spread: 1, stride: 0, fresh: false }, ...points(1)];
+  model.receive({ kind: "frame", seq: 3, defs: [{ ...DEF, index: 2 }], series: third }, [3, 1, 3, 1, 1, 3, 8]);
+  model.receive({ kind: "frame", seq: 4, series: points(1) }, [4, 9]);
+  assert.deepEqual(Array.from(store.series[0].column.y.subarray(0, 3)), [5, 8, 9]);
+  assert.ok(store.series.every(Boolean));
+});
+
 test("an older snapshot does not undo newer frames", (t) => {
   const model = new Model();
   const store = stored(t, model);
