@@ -151,13 +151,14 @@ def _is_fork_server(process: psutil.Process) -> bool:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """The pids of a kernel's ranks: each leads a session, as does the fork server, which is the kernel's child."""
+    """The pids of a kernel's ranks: each leads a session; they are its fork server's children, or its own."""
     found = []
-    for process in psutil.Process(pid).children(recursive=True):
+    for child in psutil.Process(pid).children():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            server = process.ppid() == pid and _is_fork_server(process)
-            if os.getsid(process.pid) == process.pid and not server:
-                found.append(process.pid)
+            for process in child.children() if _is_fork_server(child) else [child]:
+                # A notebook that a test started leads a session, too.
+                if os.getsid(process.pid) == process.pid and "ipykernel_launcher" not in process.cmdline():
+                    found.append(process.pid)
     return found
 
 

@@ -18,8 +18,8 @@ from nbddp.kernel import forkserver
 from nbddp.kernel.rendezvous import Rendezvous
 
 # What torchrun's environment contract says differently to each rank or run.
-_CONTRACT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-_CONTRACT += ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_CONTRACT = (*_PLACE, "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CPU_NPROCS = 2  # ranks on a machine without GPUs, when the user does not say
 
 
