@@ -353,3 +353,15 @@ def test_an_ordinary_mistake_is_blamed_on_a_magic() -> None:
         cells.parse("x = 1 %\n", "cell")
     with pytest.raises(LaunchError, match="line 1: `%time x` is a magic"):
         cells.parse("%time x\n", "cell")
+
+
+def test_a_cell_that_leaves_by_sys_exit_zero_is_our_own_failure(magic: Notebook) -> None:
+    reply = magic.cell("%%ddp\nimport sys\nsys.exit(0)")
+    assert reply.status == "ok", reply.traceback
+
+
+def test_one_name_that_cannot_travel_loses_the_others(magic: Notebook) -> None:
+    reply = magic.cell("%%ddp -o loss,bad\nloss = 0.125\nbad = (i for i in range(3))")
+    assert reply.status == "error"
+    assert "-o bad" in reply.evalue
+    assert out(magic.ok("loss")) == "0.125"

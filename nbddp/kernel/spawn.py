@@ -27,7 +27,7 @@ class SpawnRaised(ProcessRaisedException, RankError):
         self.pid = self.error_pid = pid
 
     def __reduce__(self) -> Any:
-        return type(self), self._made_of
+        return type(self), self._made_of, {"msg": self.msg}
 
 
 class SpawnExited(ProcessExitedException, RankDied):
@@ -45,7 +45,7 @@ class SpawnExited(ProcessExitedException, RankDied):
         self.pid = self.error_pid = pid
 
     def __reduce__(self) -> Any:
-        return type(self), self._made_of
+        return type(self), self._made_of, {"msg": self.msg}
 
 
 class SpawnContext:

@@ -1,0 +1,188 @@
+"""Two things at once: a failure and its echo, a flood and a stop, a step that one rank skips, a view that breaks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import time
+from typing import Any
+
+import pytest
+
+import nbddp
+from tests.support import Cells, run, start, wait_until
+
+
+def test_a_step_logged_three_times_is_averaged_over_one_rank(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            for _ in range(3):
+                nbddp.log(step=0, loss=float(nbddp.rank()), reduce="mean")
+    """)
+    assert run(names.train).history["loss"].values.tolist() == [0.5, 0.5, 0.5]
+
+
+def test_a_step_that_one_rank_skips_cuts_the_curve(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            for step in range(200):
+                if not (nbddp.rank() == 1 and step == 50):
+                    nbddp.log(step=step, loss=step + nbddp.rank(), reduce="mean")
+    """)
+    steps, values = run(names.train).history["loss"]
+    assert steps.tolist() == list(range(200))
+    assert values.tolist() == [50.0 if step == 50 else step + 0.5 for step in range(200)]
+
+
+def test_a_failed_attempt_is_averaged_into_the_next(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time
+        def train():
+            if nbddp.restart_count() == 0 and nbddp.rank() == 1:
+                time.sleep(0.3)
+                raise ValueError("once")
+            for step in range(3):
+                nbddp.log(step=step, loss=100.0 if nbddp.restart_count() == 0 else nbddp.rank(), reduce="mean")
+            if nbddp.restart_count() == 0:
+                time.sleep(60)
+    """)
+    finished = run(names.train, max_restarts=1)
+    assert finished.history["loss"].steps.tolist() == [0, 1, 2]
+    assert finished.history["loss"].values.tolist() == [0.5, 0.5, 0.5]
+    assert [rank.step for rank in finished.history.ranks] == [2, 2]
+
+
+def test_a_flood_of_metrics_keeps_stop_waiting(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            while True:
+                nbddp.log(x=1.0, y=2.0, z=3.0, reduce="mean")
+    """)
+    started = start(names.train)
+    wait_until(lambda: "x" in started.history)
+    wait_until(lambda: max(len(series.steps) for series in started.history.by_rank("x").values()) > 50_000)
+    began = time.monotonic()
+    started.stop(0.5)
+    assert time.monotonic() - began < 5
+    assert started.state == "stopped"
+
+
+def test_a_run_whose_time_is_over_is_started_again(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time
+        def train():
+            print(f"attempt {nbddp.restart_count()}")
+            time.sleep(60)  # here it hangs
+    """)
+    with pytest.raises(nbddp.RunTimeout, match="here it hangs"):
+        run(names.train, timeout=1, max_restarts=2)
+    last = nbddp.last_run()
+    assert last is not None
+    assert last.logs(0) == "attempt 0\n"
+
+
+def test_a_peer_that_leaves_later_is_taken_for_the_cause(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, os, time
+        def train():
+            nbddp.barrier()
+            if nbddp.rank() == 0:
+                raise ValueError("the root")
+            time.sleep(0.06)
+            os._exit(3)
+    """)
+    with pytest.raises(nbddp.RankError, match="rank 0 of 2 failed: ValueError: the root"):
+        run(names.train)
+
+
+def test_stop_waits_for_a_thread_that_the_function_left(cell: Cells) -> None:
+    names = cell("""
+        import threading, time
+        def train():
+            threading.Thread(target=time.sleep, args=(20,)).start()
+            return 7
+    """)
+    started = start(names.train)
+    time.sleep(0.3)
+    began = time.monotonic()
+    started.stop(0.2)
+    assert time.monotonic() - began < 5
+    assert started.values == [7, 7]
+
+
+def test_spawn_joined_after_the_end_has_forgotten_its_processes(cell: Cells) -> None:
+    names = cell("def boom(rank):\n    raise ValueError('late')")
+    context = nbddp.spawn(names.boom, nprocs=2, join=False)
+    assert context is not None
+    wait_until(lambda: context.run.state == "failed")
+    with pytest.raises(Exception, match="ValueError: late") as caught:
+        context.join()
+    assert len(context.pids()) == 2
+    again: Any = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), str(again), again.error_pid) == (type(caught.value), str(caught.value), caught.value.error_pid)
+
+
+def test_a_module_that_exits_while_it_is_imported_counts_as_success(cell: Cells, in_folder: Any) -> None:
+    (in_folder / "no_guard.py").write_text("import os, sys\nif 'RANK' in os.environ: sys.exit(0)\ndef helper(): pass\n")
+    names = cell("""
+        import sys
+        sys.path.insert(0, "")
+        import no_guard
+        def train():
+            return no_guard.helper()
+    """)
+    with pytest.raises(nbddp.PayloadError, match="SystemExit"):
+        run(names.train)
+    names.sys.path.remove("")
+    del names.sys.modules["no_guard"]
+
+
+def test_sys_exit_minus_one_is_taken_for_a_signal(cell: Cells) -> None:
+    names = cell("import sys\ndef train(): sys.exit(-1)")
+    with pytest.raises(nbddp.RankDied) as caught:
+        run(names.train)
+    assert (caught.value.exitcode, caught.value.signal_name) == (255, None)
+
+
+def test_a_lock_of_the_fork_context_ends_as_our_own_failure(cell: Cells) -> None:
+    lock = multiprocessing.get_context("fork").Lock()
+    if not hasattr(lock, "_is_fork_ctx"):
+        pytest.skip("this Python's locks do not tell")
+    names = cell("def train(): return lock")
+    cell("import __main__").__main__.lock = lock
+    with pytest.raises(nbddp.PayloadError, match=r'train → lock: .*get_context\("spawn"\)\.Lock\(\)'):
+        run(names.train)
+
+
+def test_bad_containers_end_as_a_raw_typeerror() -> None:
+    for options in ({"gpus": 2}, {"gpus": []}, {"env": ["A=B"]}, {"env": {"RANK": "1"}}):
+        with pytest.raises(nbddp.LaunchError):
+            nbddp.run(os.getpid, **options)  # type: ignore[arg-type]
+
+
+def test_numbers_that_are_no_python_numbers(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, numpy as np
+        def train():
+            list(nbddp.progress(range(2), total=2.0))
+            return nbddp.reduce(np.float32(0.5), "max"), nbddp.reduce(np.int64(2), "sum")
+    """)
+    assert run(names.train).value == (0.5, 4)
+
+
+def test_a_view_that_breaks_leaves_the_ranks_alone(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    monkeypatch.setattr("nbddp.panel.text.Echo.line", broken)
+    names = cell("import time\ndef train(): time.sleep(60)")
+    with pytest.raises(BrokenPipeError):
+        nbddp.run(names.train, nprocs=2, device="cpu")
+    last = nbddp.last_run()
+    assert last is not None
+    wait_until(lambda: last.state == "stopped")
+    last.stop()
