@@ -123,7 +123,8 @@ def test_spawn_joined_after_the_end_has_forgotten_its_processes(cell: Cells) -> 
         context.join()
     assert len(context.pids()) == 2
     again: Any = pickle.loads(pickle.dumps(caught.value))
-    assert (type(again), str(again), again.error_pid) == (type(caught.value), str(caught.value), caught.value.error_pid)
+    before: Any = caught.value
+    assert (type(again), again.msg, again.error_pid) == (type(before), before.msg, before.error_pid)
 
 
 def test_a_module_that_exits_while_it_is_imported_counts_as_success(cell: Cells, in_folder: Any) -> None:
@@ -175,14 +176,22 @@ def test_numbers_that_are_no_python_numbers(cell: Cells) -> None:
 
 
 def test_a_view_that_breaks_leaves_the_ranks_alone(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: object, **kwargs: object) -> None:
-        raise BrokenPipeError("nobody reads")
+    class Broken:
+        live = False
 
-    monkeypatch.setattr("nbddp.panel.text.Echo.line", broken)
+        def update(self, status: Any, history: Any) -> None:
+            if status.state == "running":
+                raise BrokenPipeError("nobody reads")
+
+        def write(self, text: str) -> None:
+            pass
+
+    monkeypatch.setattr("nbddp.kernel.runner.view_for", lambda *args, **options: Broken())
     names = cell("import time\ndef train(): time.sleep(60)")
+    began = time.monotonic()
     with pytest.raises(BrokenPipeError):
         nbddp.run(names.train, nprocs=2, device="cpu")
     last = nbddp.last_run()
     assert last is not None
-    wait_until(lambda: last.state == "stopped")
     last.stop()
+    assert (last.state, time.monotonic() - began < 30) == ("stopped", True)
