@@ -5,9 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
+import subprocess
+import sys
+import textwrap
 import time
 from typing import Any
 
+import psutil
 import pytest
 
 import nbddp
@@ -195,3 +200,51 @@ def test_a_view_that_breaks_leaves_the_ranks_alone(cell: Cells, monkeypatch: pyt
     assert last is not None
     last.stop()
     assert (last.state, time.monotonic() - began < 30) == ("stopped", True)
+
+
+def _script(folder: Any, source: str, **env: str) -> subprocess.Popen[str]:
+    (folder / "program.py").write_text(textwrap.dedent(source))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), **env}
+    return subprocess.Popen([sys.executable, "program.py"], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_fork_of_the_kernel_keeps_the_ranks_alive(in_folder: Any) -> None:
+    kernel = _script(
+        in_folder,
+        """
+        import os, signal, time
+        import nbddp
+        run = nbddp.run(time.sleep, (600,), nprocs=2, device="cpu", show=False, wait=False)
+        while run.state != "running": time.sleep(0.01)
+        child = os.fork()
+        if child == 0: time.sleep(600)
+        print(child, *run._supervisor.pids(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    assert kernel.stdout is not None
+    child, *ranks = map(int, kernel.stdout.readline().split())
+    kernel.wait(10)
+    try:
+        wait_until(lambda: not any(map(psutil.pid_exists, ranks)), timeout_s=5)
+        assert psutil.pid_exists(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        kernel.stdout.close()
+
+
+def test_cuda_in_the_fork_server_ends_every_run(in_folder: Any) -> None:
+    (in_folder / "initialises_cuda.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
+    program = _script(
+        in_folder,
+        """
+        import nbddp
+        from nbddp.kernel import forkserver
+        forkserver.PRELOAD.append("initialises_cuda")
+        if __name__ == "__main__":
+            run = nbddp.run(nbddp.rank, nprocs=2, device="cpu", show=False)
+            print(run.values, forkserver.available())
+        """,
+    )
+    shown, _ = program.communicate(timeout=90)
+    assert shown == "[0, 1] False\n"
