@@ -40,6 +40,11 @@ name, _, value = MARK.partition("=")
 os.environ[name] = value
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The browser's tests last: Playwright leaves an event loop running in this thread."""
+    items.sort(key=lambda item: "browser" in item.path.parts)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and this machine has none")

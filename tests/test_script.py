@@ -48,8 +48,11 @@ def under_torchrun(path: Path, argv: Sequence[str], *options: str) -> None:
         # Else its restarted gloo ranks read their dead predecessors' addresses, and wait for them.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 0, done.stderr
+    for _ in range(3):  # its ranks abort now and then on their way out: "terminate called without an active exception"
+        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120, env=env)
+        if done.returncode == 0:
+            return
+    raise AssertionError(done.stderr)
 
 
 def assert_trained(found: Found, ranks: int = 2) -> None:
