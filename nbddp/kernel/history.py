@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import heapq
 import os
 import threading
 from array import array
@@ -91,18 +92,22 @@ class _Combined:
         self.column = _Column()
         # By rank: the step it logged last, and how often its steps have begun again or stood still.
         self._at = [(0, _BEFORE_ALL)] * world_size
+        self._order: list[tuple[int, int]] = []  # a heap of the steps that wait: one rank may be ahead
         self._waiting: dict[tuple[int, int], dict[int, tuple[float, float, float]]] = {}  # by rank: value, weight, time
 
     def add(self, rank: int, step: int, value: float, weight: float, at: float) -> None:
         round_, last = self._at[rank]
         self._at[rank] = key = (round_ + 1 if step <= last else round_, step)
+        if key not in self._waiting:
+            heapq.heappush(self._order, key)
         self._waiting.setdefault(key, {})[rank] = (value, weight, at)
-        while self._waiting and self._is_complete(first := next(iter(self._waiting))):
-            self._emit(first)
+        while self._order and self._is_complete(self._order[0]):
+            self._emit(heapq.heappop(self._order))
 
     def restart(self) -> None:
         """The ranks begin again: what they had not logged together, they will log again."""
         self._waiting.clear()
+        self._order.clear()
         self._at = [(max(self._at)[0] + 1, _BEFORE_ALL)] * len(self._at)
 
     def settle(self) -> None:
