@@ -367,8 +367,8 @@ class History:
             for record in records[records["kind"] > wire.KIND_METRIC]:
                 self._add_progress(self.ranks[rank], reader.name(int(record["id"])), record)
 
-    def restart(self) -> None:
-        """The ranks begin again, in new processes."""
+    def restart(self, reason: str = "") -> None:
+        """The ranks begin again, in new processes, after this failure."""
         with self._lock:
             self._readers.clear()
             self.ranks[:] = [RankProgress() for _ in self.ranks]

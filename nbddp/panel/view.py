@@ -44,6 +44,10 @@ class Status:
         failed_rank: the rank that the error names, or None.
         blocking: does a cell wait for this run?
         ranks: what each rank is doing.
+        restarts, max_restarts: how often all ranks have started again, and how often they may.
+        restart_reason: "RankDied: rank 2 of 4 was killed by SIGKILL", of the last restart; "" before the first.
+        hang: where the ranks are when nothing has moved for a while: a line that sums up, then
+            each rank's stack; "" while there is nothing to tell.
     """
 
     name: str
@@ -55,6 +59,10 @@ class Status:
     failed_rank: int | None = None
     blocking: bool = True
     ranks: tuple[RankStatus, ...] = ()
+    restarts: int = 0
+    max_restarts: int = 0
+    restart_reason: str = ""
+    hang: str = ""
 
     @property
     def over(self) -> bool:
