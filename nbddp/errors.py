@@ -22,7 +22,28 @@ from nbddp.tracebacks import user_frames
 
 
 class NbddpError(Exception):
-    """Base of every error that nbddp raises by itself."""
+    """Base of every error that nbddp raises by itself.
+
+    Attributes:
+        restarts: how often all ranks had started again before this failure.
+        first: of a run that has been restarted, its first failure; None otherwise.
+    """
+
+    restarts: int = 0
+    first: NbddpError | None = None
+
+    def after_restarts(self, restarts: int, first: NbddpError) -> None:
+        """Let it tell that the run had been restarted, and what it first failed of."""
+        self.restarts, self.first = restarts, first
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *self._told_of_restarts()])
+
+    def _told_of_restarts(self) -> list[str]:
+        if self.first is None:
+            return []
+        times = f"{self.restarts} restart{'s' * (self.restarts != 1)}"
+        return [f"That was after {times}; the first failure was {in_a_line(self.first)}"]
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook: the reader's own frames, then the message, none of ours."""
@@ -52,22 +73,25 @@ class RankError(NbddpError):
         rank: the rank that failed first in time.
         world_size: how many ranks the run had.
         cause: the original exception, also as ``__cause__``; its traceback holds the user's frames.
+        where: of a collective that timed out, where all ranks were, in a line; "" otherwise.
     """
 
-    def __init__(self, rank: int, world_size: int, cause: BaseException) -> None:
+    def __init__(self, rank: int, world_size: int, cause: BaseException, *, where: str = "") -> None:
         what = "".join(traceback.format_exception_only(type(cause), cause)).strip()
-        super().__init__(f"rank {rank} of {world_size} failed: {what}")
+        super().__init__("\n".join([f"rank {rank} of {world_size} failed: {what}", *_told_where(where)]))
         self.rank = rank
         self.world_size = world_size
         self.cause = cause
+        self.where = where
         self.__cause__ = cause
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rank, self.world_size, self.cause)
+        return type(self), (self.rank, self.world_size, self.cause), {**self.__dict__, "args": self.args}
 
     def _render_traceback_(self) -> list[str]:
         header = f"rank {self.rank} of {self.world_size} failed"
-        return [header, *_render(type(self.cause), self.cause, self.cause.__traceback__, tb_offset=0)]
+        shown = _render(type(self.cause), self.cause, self.cause.__traceback__, tb_offset=0)
+        return [header, *shown, *_told_where(self.where), *self._told_of_restarts()]
 
 
 class RankDied(NbddpError):
@@ -77,27 +101,33 @@ class RankDied(NbddpError):
         rank: the rank that ended.
         exitcode: as ``multiprocessing.Process.exitcode``: negative for a signal.
         signal_name: ``"SIGKILL"`` and the like, or None.
+        where: of a rank that NCCL aborted when a collective timed out, where all ranks were; "" otherwise.
     """
 
-    def __init__(self, rank: int, world_size: int, exitcode: int, *, why: str = "", last_lines: str = "") -> None:
+    def __init__(
+        self, rank: int, world_size: int, exitcode: int, *, why: str = "", last_lines: str = "", where: str = ""
+    ) -> None:
         self.signal_name = _signal_name(exitcode)
         text = f"rank {rank} of {world_size} {why or _likely_cause(rank, exitcode, self.signal_name)}"
         if last_lines:
             text += f"\nits last lines of output:\n{last_lines}"
-        super().__init__(text)
+        super().__init__("\n".join([text, *_told_where(where)]))
         self.rank = rank
         self.world_size = world_size
         self.exitcode = exitcode
-        self._why = why
-        self._last_lines = last_lines
+        self.where = where
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {"_why": self._why, "_last_lines": self._last_lines, "args": self.args}
-        return type(self), (self.rank, self.world_size, self.exitcode), state
+        return type(self), (self.rank, self.world_size, self.exitcode), {**self.__dict__, "args": self.args}
 
 
 class RunTimeout(NbddpError):
     """The run was still going when its ``timeout`` (seconds of wall time) was over; its ranks were stopped."""
+
+
+def in_a_line(error: BaseException) -> str:
+    """Its type and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def interrupt(message: str) -> KeyboardInterrupt:
@@ -115,6 +145,10 @@ def _render(etype: type[BaseException], error: BaseException, tb: TracebackType 
         return "".join(traceback.format_exception(etype, error, tb)).splitlines()
     lines: list[str] = shell.InteractiveTB.structured_traceback(etype, error, tb, tb_offset=tb_offset)
     return lines
+
+
+def _told_where(where: str) -> list[str]:
+    return [f"When it failed, {where}"] if where else []
 
 
 def _signal_name(exitcode: int) -> str | None:

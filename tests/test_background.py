@@ -152,7 +152,10 @@ def test_stacks_show_where_each_rank_is(cell: Cells, in_folder: Path) -> None:
     wait_until(lambda: len(list(in_folder.iterdir())) == 3)
     wait_until(lambda: "# rank 2 holds" in going.stacks() and "# rank 1 is here" in going.stacks(), 5)
     text = going.stacks()
-    parts = text.split("\n\n")
+    summary, *parts = text.split("\n\n")
+    assert summary == (
+        "rank 0 waits in barrier (train, line 8); rank 1 is in wait_here, line 3; rank 2 is in in_c, line 4"
+    )
     assert len(parts) == 3
     assert parts[0].startswith("rank 0")
     assert "# rank 0 waits for the others" in parts[0]

@@ -48,7 +48,9 @@ def under_torchrun(path: Path, argv: Sequence[str], *options: str) -> None:
         # Else its restarted gloo ranks read their dead predecessors' addresses, and wait for them.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    for _ in range(3):  # its ranks abort now and then on their way out: "terminate called without an active exception"
+    for _ in range(6):  # its ranks abort now and then on their way out: "terminate called without an active exception"
+        for leftover in path.parent.glob("*.pt"):
+            leftover.unlink()  # a further try resumes nothing
         done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120, env=env)
         if done.returncode == 0:
             return

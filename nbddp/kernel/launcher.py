@@ -23,7 +23,7 @@ import psutil
 
 from nbddp import payload, wire
 from nbddp.errors import LaunchError
-from nbddp.kernel import forkserver
+from nbddp.kernel import forkserver, stacks
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.worker import entry
 from nbddp.worker.output import STACKS_SIGNAL
@@ -33,6 +33,7 @@ _GONE_S = 2.0  # after a SIGKILL; a process in an uninterruptible disk wait may 
 _NAP_S = 0.002
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 256 << 10
+_MOST_STACKS = 1 << 20
 _F_SETPIPE_SZ = 1031
 
 
@@ -65,6 +66,7 @@ class Worker:
         self.ready = False
         self.called = False
         self._dismissed = False
+        self._logged = 0  # bytes of metrics
         self._spawned = not isinstance(process, forkserver.WorkerProcess)
         self.report: wire.Finished | wire.Failed | wire.Exited | None = None
         self.exitcode: int | None = None
@@ -90,6 +92,11 @@ class Worker:
     def waitables(self) -> list[Any]:
         """What becomes readable when there is news of this rank."""
         return [x for x in (self._channel, self._process.sentinel if self.alive else None) if x is not None]
+
+    def signs_of_life(self) -> object:
+        """Something that changes whenever it prints, logs, gets further, or ends."""
+        printed = os.fstat(self.output.fileno()).st_size
+        return printed, self._logged, self.ready, self.called, self.report is None, self.alive
 
     def send(self, message: wire.Message) -> None:
         """Give it a message; a rank that is gone already has none to read."""
@@ -128,7 +135,9 @@ class Worker:
     def read_metrics(self) -> bytes:
         """The metric records in its pipe, at most 256 KiB of them: one rank shall not keep us from the others."""
         with contextlib.suppress(BlockingIOError):
-            return os.read(self._fds["metrics"], _READ_BYTES)
+            data = os.read(self._fds["metrics"], _READ_BYTES)
+            self._logged += len(data)
+            return data
         return b""
 
     def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Any:
@@ -139,23 +148,15 @@ class Worker:
         """Raise KeyboardInterrupt in its main thread. Not in its children: DataLoader workers follow it."""
         self._signal(signal.SIGINT)
 
-    def ask_for_stacks(self, timeout_s: float) -> str:
-        """The Python stacks of all its threads, or "" when it does not answer (it is stopped, say)."""
-        if not (self.alive and self.ready):
-            return ""
+    def ask_for_stacks(self) -> int:
+        """Have it write the Python stacks of all its threads. Returns what :meth:`stacks_since` needs to read them."""
         before = os.fstat(self._fds["stacks"]).st_size
         self._signal(STACKS_SIGNAL)
-        deadline = time.monotonic() + timeout_s
-        text = ""
-        while time.monotonic() < deadline:
-            size = os.fstat(self._fds["stacks"]).st_size
-            if size > before:
-                time.sleep(_NAP_S)
-                text = os.pread(self._fds["stacks"], 1 << 20, before).decode("utf-8", "replace")
-                if os.fstat(self._fds["stacks"]).st_size == size:
-                    break
-            time.sleep(_NAP_S)
-        return text
+        return before
+
+    def stacks_since(self, before: int) -> str:
+        """What it has written of them; "" from one that does not answer (it is stopped, say)."""
+        return os.pread(self._fds["stacks"], _MOST_STACKS, before).decode("utf-8", "replace")
 
     def kill(self) -> None:
         """SIGKILL to it and to all that it started."""
@@ -307,6 +308,10 @@ class Crew:
         for worker in self.workers:
             worker.hear()
 
+    def signs_of_life(self) -> object:
+        """Something that changes whenever a rank prints, logs, gets further, or ends."""
+        return [worker.signs_of_life() for worker in self.workers]
+
     def wake(self) -> None:
         """End a :meth:`watch` under way in another thread."""
         with contextlib.suppress(OSError):
@@ -325,6 +330,17 @@ class Crew:
                 worker.interrupt()
             elif worker.report is None:
                 worker.kill()  # it has nothing to finish, and would miss a signal that comes too early
+
+    def stacks(self, timeout_s: float) -> dict[int, str]:
+        """faulthandler's dumps of the ranks that are in their function and answer in time; asked all at once."""
+        asked = {w: w.ask_for_stacks() for w in self.workers if w.called and w.alive and w.report is None}
+        dumps: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while asked and time.monotonic() < deadline:
+            time.sleep(_NAP_S)
+            dumps |= {worker.rank: worker.stacks_since(before) for worker, before in asked.items()}
+            asked = {worker: before for worker, before in asked.items() if not stacks.is_whole(dumps[worker.rank])}
+        return {rank: dump for rank, dump in dumps.items() if dump}
 
     @property
     def alive(self) -> bool:

@@ -90,6 +90,7 @@ _RUN_OPTIONS = [
     argument("--seed", type=int, help="Seeds python, numpy and torch on each rank with seed + rank."),
     argument("--deterministic", action="store_const", const=True, help="Torch's deterministic algorithms."),
     argument("--max-restarts", type=int, help="After a failure all ranks start again, at most so often."),
+    argument("--stall-after", type=float, help="Tell where the ranks are after so many silent seconds (60)."),
     argument("--timeout", type=float, help="Wall time of the run in seconds. Default: no limit."),
 ]
 _OUTPUT_OPTIONS = [

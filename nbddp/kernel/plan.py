@@ -20,6 +20,7 @@ from nbddp.kernel.rendezvous import Rendezvous
 # What torchrun's environment contract says differently to each rank or run.
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 _CONTRACT = (*_PLACE, "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STALL_AFTER_S = 60.0
 CPU_NPROCS = 2  # ranks on a machine without GPUs, when the user does not say
 
 
@@ -48,6 +49,7 @@ class Plan:
     timeout_s: float | None
     pg_timeout_s: float | None
     max_restarts: int
+    stall_after_s: float | None
     start_method: str
     argv: list[str]
     environ: dict[str, str]
@@ -94,6 +96,7 @@ def make_plan(
     timeout: float | None = None,
     pg_timeout: float | None = None,
     max_restarts: int = 0,
+    stall_after: float | None = STALL_AFTER_S,
     name: str | None = None,
     start_method: str | None = None,
     argv: Sequence[str] = (),
@@ -107,7 +110,8 @@ def make_plan(
     """
     name = name or _name_of(fn)
     _check_function(fn, (0, *args) if pass_rank else args, kwargs, name)
-    _check_numbers(nprocs=nprocs, max_restarts=max_restarts, timeout=timeout, pg_timeout=pg_timeout, seed=seed)
+    _check_numbers(nprocs=nprocs, max_restarts=max_restarts, seed=seed)
+    _check_numbers(timeout=timeout, pg_timeout=pg_timeout, stall_after=stall_after)
     _check_containers(gpus, env, contract)
     device_type, count = _choose_device(device, gpus)
     ranks = _choose_nprocs(nprocs, device_type, count, gpus)
@@ -128,6 +132,7 @@ def make_plan(
         timeout_s=timeout,
         pg_timeout_s=pg_timeout,
         max_restarts=max_restarts,
+        stall_after_s=stall_after,
         start_method=_choose_start_method(start_method),
         argv=[name, *argv],
         environ=_environ(device_type, gpus, deterministic, threads if contract else None, env),

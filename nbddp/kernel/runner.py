@@ -19,7 +19,7 @@ from nbddp.errors import NbddpError
 from nbddp.kernel.gauges import Gauges
 from nbddp.kernel.history import History
 from nbddp.kernel.output import labelled
-from nbddp.kernel.plan import Plan, make_plan
+from nbddp.kernel.plan import STALL_AFTER_S, Plan, make_plan
 from nbddp.kernel.supervisor import Supervisor
 from nbddp.panel.live import view_for
 from nbddp.panel.text import duration
@@ -50,6 +50,7 @@ def run(
     timeout: float | None = None,
     pg_timeout: float | None = None,
     max_restarts: int = 0,
+    stall_after: float | None = STALL_AFTER_S,
     wait: bool = True,
     show: bool | None = None,
     name: str | None = None,
@@ -74,6 +75,8 @@ def run(
         timeout: wall time of the whole run, in seconds. Default: no limit.
         pg_timeout: of each collective, in seconds. Default: torch's.
         max_restarts: after a failure all ranks start again, at most so often.
+        stall_after: when nothing has been logged or printed for so many seconds, the panel tells where
+            each rank is. None: never.
         wait: False: return at once, the run goes on in the background.
         show: False: show nothing while it runs.
         name: default: the function's.
@@ -105,6 +108,7 @@ def run(
         timeout=timeout,
         pg_timeout=pg_timeout,
         max_restarts=max_restarts,
+        stall_after=stall_after,
         name=name,
         start_method=start_method,
     )
@@ -129,12 +133,12 @@ def launch(
     except KeyboardInterrupt:
         started._stop_insistently()
         started._redraw()
-        raise errors.interrupt(f"{plan.name} was stopped") from None
+        raise errors.interrupt(started._stopped_text()) from None
     except BaseException:  # what shows the run cannot: it shall not go on unseen
         started._supervisor.request_stop(0.0)
         raise
     if wait and started.state == "stopped":  # by the panel's button: as if the cell had been interrupted
-        raise errors.interrupt(f"{plan.name} was stopped")
+        raise errors.interrupt(started._stopped_text())
     if wait and started.error is not None:
         raise started.error
     return started
@@ -229,7 +233,7 @@ class Run:
         return labelled(self._supervisor.outputs, rank) if self._supervisor.outputs else ""
 
     def stacks(self) -> str:
-        """Where each rank's main thread is now, in the reader's own lines; also inside C calls."""
+        """Where each rank's main thread is now, also inside C calls: a line that sums up, then the stacks."""
         return self._supervisor.stacks()
 
     def __repr__(self) -> str:
@@ -315,6 +319,10 @@ class Run:
             except KeyboardInterrupt:
                 grace_s = 0.0
 
+    def _stopped_text(self) -> str:
+        where = self._supervisor.was_here()
+        return f"{self.name} was stopped. It was here: {where}" if where else f"{self.name} was stopped"
+
     def _status(self) -> Status:
         error = self.error
         return Status(
@@ -327,6 +335,10 @@ class Run:
             failed_rank=getattr(error, "rank", None),
             blocking=self._blocking,
             ranks=self._rank_statuses(getattr(error, "rank", None)),
+            restarts=self._supervisor.restarts,
+            max_restarts=self._plan.max_restarts,
+            restart_reason=self._supervisor.restart_reason,
+            hang=self._supervisor.hang,
         )
 
     def _rank_statuses(self, failed_rank: int | None) -> tuple[RankStatus, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nbddp.errors import LaunchError
-from nbddp.kernel.plan import make_plan
+from nbddp.kernel.plan import STALL_AFTER_S, make_plan
 from nbddp.kernel.runner import Run, launch
 from nbddp.worker import script
 
@@ -31,6 +31,7 @@ def run_script(
     timeout: float | None = None,
     pg_timeout: float | None = None,
     max_restarts: int = 0,
+    stall_after: float | None = STALL_AFTER_S,
     wait: bool = True,
     show: bool | None = None,
     name: str | None = None,
@@ -71,6 +72,7 @@ def run_script(
         timeout=timeout,
         pg_timeout=pg_timeout,
         max_restarts=max_restarts,
+        stall_after=stall_after,
         name=name or os.path.basename(file),
         start_method=start_method,
     )

@@ -7,33 +7,29 @@ Python raises KeyboardInterrupt in the main thread alone, and there it becomes a
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-import psutil
-
 from nbddp import wire
-from nbddp.errors import LaunchError, NbddpError, PayloadError, RankDied, RankError, RunTimeout
-from nbddp.kernel import forkserver, oom, stacks
+from nbddp.errors import LaunchError, NbddpError, PayloadError, RankDied, RankError, RunTimeout, in_a_line
+from nbddp.kernel import failure, forkserver, oom, stacks
 from nbddp.kernel.history import History
 from nbddp.kernel.launcher import LEAVE_GRACE_S, Crew, Worker
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.rendezvous import Rendezvous, open_rendezvous
+from nbddp.kernel.stacks import Where
 from nbddp.payload import Packed
 from nbddp.tracebacks import drop_our_frames
-from nbddp.worker.entry import BAD_FORK
 
 _TICK_S = 0.1  # how often metrics and output are read while nothing else happens
 _PEERS_GRACE_S = 0.2  # for the other ranks' finally blocks when one has failed
 _FAILURE_WINDOW_S = 0.1  # how much later than its consequence a failure may be heard of
-_STACKS_S = 1.0
-_LAST_LINES = 10
+_STACKS_S = 1.0  # for the ranks' answers
+_SOON_S = 0.1  # the same, while somebody waits for the run's end
 _MUCH_BYTES = 128 << 10  # of metrics at once: the rank logs faster than we look
-_DEATH_SEEN_S = 0.03  # at most so long after a rank's death its exit code is here
 
 
 class Supervisor:
@@ -44,6 +40,8 @@ class Supervisor:
         error: what a failed run raises.
         values: by rank, of a finished run.
         done: set when every process is gone and every fd is closed.
+        restarts, restart_reason: how often all ranks have started again, and the last time after what.
+        hang: where the ranks are when nothing has moved for ``stall_after`` seconds; else "".
     """
 
     def __init__(self, plan: Plan, packed: Packed, block: BinaryIO, history: History) -> None:
@@ -54,19 +52,25 @@ class Supervisor:
         self.outputs: list[RankOutput] = []
         self.began = time.monotonic()
         self.ended: float | None = None
+        self.restarts = 0
+        self.restart_reason = ""
+        self.hang = ""
         self._plan = plan
         self._deadline = self.began + (plan.timeout_s or float("inf"))
         self._packed = packed
         self._block = block
         self._history = history
         self._lock = threading.Lock()  # over what another thread may ask of the crew while its fds are open
+        self._feeding = threading.Lock()
         self._crew: Crew | None = None
         self._rank_states: list[str] = []
         self._pids: list[int] = []
         self._stop_grace_s: float | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._start_method = plan.start_method
-        self._oom_kills = oom.kills()
+        self._naming = failure.Naming(plan.name, plan.nprocs, packed.by_value, oom.kills())
+        self._stillness = _Stillness(plan.stall_after_s)
+        self._was_here = ""  # where the ranks were when the run was stopped
         self._thread = threading.Thread(target=self._live, name=f"nbddp-{plan.name}", daemon=True)
 
     # ------------------------------------------------------------------ from other threads
@@ -100,9 +104,14 @@ class Supervisor:
     def stacks(self) -> str:
         """Where each rank is, as text."""
         with self._lock:
-            if self._crew is None:
-                return f"{self._plan.name} is {self.state}: no rank is running"
-            return "\n\n".join(_stack_of(worker) for worker in self._crew.workers)
+            if self._crew is not None:
+                return stacks.report(self._where(self._crew, _STACKS_S))
+        text = f"{self._plan.name} is {self.state}: no rank is running"
+        return f"{text}; when it was stopped: {self._was_here}" if self._was_here else text
+
+    def was_here(self) -> str:
+        """Where the ranks of a stopped run were when it was stopped, in one line; "" if nobody looked."""
+        return self._was_here
 
     def pids(self) -> list[int]:
         """Of the ranks that have been started, by rank; also after their end."""
@@ -157,27 +166,31 @@ class Supervisor:
             self._attempt_until_it_counts()
 
     def _attempt_until_it_counts(self) -> None:
-        restarts = 0
+        first: NbddpError | None = None
         while True:
             try:
-                self._attempt(restarts)
+                self._attempt()
                 return
-            except _BadFork:
+            except failure.BadFork:
                 forkserver.mark_unfit()
                 self._start_method = "spawn"
             except (RankError, RankDied, LaunchError) as error:  # the others would fail again
-                if restarts == self._plan.max_restarts or self._stop_grace_s is not None:
+                if self._stop_grace_s is not None or self.restarts == self._plan.max_restarts:
+                    if first is not None:
+                        error.after_restarts(self.restarts, first)
                     raise
-                restarts += 1
-                self._history.restart()
-                self._tell_of_restart(restarts, error)
+                first = first or error
+                self._begin_again(error)
 
-    def _tell_of_restart(self, count: int, error: NbddpError) -> None:
-        why = str(error).split("\n")[0]
+    def _begin_again(self, error: NbddpError) -> None:
+        self.restarts += 1
+        self.restart_reason = in_a_line(error)
+        self.state = "starting"
+        self._history.restart(self.restart_reason)
         for output in self.outputs:
-            output.note(f"restarted {count} of {self._plan.max_restarts} after {type(error).__name__}: {why}")
+            output.note(f"restarted {self.restarts} of {self._plan.max_restarts} after {self.restart_reason}")
 
-    def _attempt(self, restart_count: int) -> None:
+    def _attempt(self) -> None:
         """Start all ranks and follow them to their end. Raises what the first failure is."""
         with contextlib.ExitStack() as stack:
             rendezvous = stack.enter_context(open_rendezvous(self._plan.nprocs))
@@ -187,7 +200,7 @@ class Supervisor:
             stack.enter_context(crew)
             with self._lock:
                 self._crew = crew
-            jobs = self._jobs(rendezvous, restart_count)
+            jobs = self._jobs(rendezvous, self.restarts)
             crew.start(jobs, self.outputs, self._block.fileno(), self._packed.inherited)
             self._follow(crew)
 
@@ -234,28 +247,43 @@ class Supervisor:
             if self.state == "starting" and crew.ready:
                 self.state = "running"
             if self._stop_grace_s is not None:
-                self._wind_down(crew, lambda: self._stop_grace_s or 0.0)
-                return self._conclude("stopped")
-            if any(map(_has_failed, crew.workers)):
+                return self._stop(crew)
+            if any(map(failure.has_failed, crew.workers)):
                 return self._fail(crew)
             if all(isinstance(worker.report, wire.Finished) for worker in crew.workers):
                 return self._succeed(crew)
             if time.monotonic() >= self._deadline:
                 self._time_out(crew)
+            self._look_for_a_hang(crew)
+
+    def _look_for_a_hang(self, crew: Crew) -> None:
+        """Nothing has been logged, printed or said for long: tell where the ranks are."""
+        if self._stillness.has_lasted(crew.signs_of_life()):
+            self.hang = stacks.report(self._where(crew, _STACKS_S))
+        elif not self._stillness.told:
+            self.hang = ""
+
+    def _where(self, crew: Crew, timeout_s: float) -> list[Where]:
+        dumps = crew.stacks(timeout_s)
+        self._feed(crew)  # their steps as of now
+        steps = [rank.step for rank in self._history.ranks]
+        return [self._naming.where_of(w, dumps.get(w.rank, ""), steps[w.rank]) for w in crew.workers]
 
     def _feed(self, crew: Crew) -> bool:
         """Take in what the ranks have logged, a part of it. Returns whether there may be more."""
-        more = False
-        for worker in crew.workers:
-            if data := worker.read_metrics():
-                self._history.feed(worker.rank, data)
-                more = more or len(data) >= _MUCH_BYTES
-        return more
+        return max(map(self._feed_from, crew.workers), default=0) >= _MUCH_BYTES
 
     def _feed_all(self, crew: Crew) -> None:
         for worker in crew.workers:
-            while data := worker.read_metrics():
+            while self._feed_from(worker):
+                pass
+
+    def _feed_from(self, worker: Worker) -> int:
+        with self._feeding:  # what is read first is fed first
+            data = worker.read_metrics()
+            if data:
                 self._history.feed(worker.rank, data)
+        return len(data)
 
     def _succeed(self, crew: Crew) -> None:
         values = self._plan.receive([self._result_of(worker) for worker in crew.workers])
@@ -280,19 +308,24 @@ class Supervisor:
     def _fail(self, crew: Crew) -> None:
         """Raise the failure that came first; the other ranks are stopped at once."""
         self._watch_until(crew, time.monotonic() + _FAILURE_WINDOW_S, or_when=_all_have_ended)
-        first = min(filter(_has_failed, crew.workers), key=_failed_at)
-        if isinstance(first.report, wire.Failed) and BAD_FORK in first.report.summary:
-            raise _BadFork
-        error = self._error_of(first)
+        first = failure.first_of(crew.workers)
+        where = stacks.summary(self._where(crew, _SOON_S)) if failure.is_timeout(first) else ""
+        error = self._naming.error_of(first, where)
         self._wind_down(crew, lambda: _PEERS_GRACE_S)
         raise error
 
+    def _stop(self, crew: Crew) -> None:
+        if self._stop_grace_s and crew.workers:
+            self._was_here = stacks.summary(self._where(crew, _SOON_S))
+        self._wind_down(crew, lambda: self._stop_grace_s or 0.0)
+        self._conclude("stopped")
+
     def _time_out(self, crew: Crew) -> None:
-        where = "\n\n".join(_stack_of(worker) for worker in crew.workers)
+        where = stacks.report(self._where(crew, _STACKS_S))
         self._wind_down(crew, lambda: _PEERS_GRACE_S)
         raise RunTimeout(
             f"{self._plan.name} was still {self.state} after its timeout of {self._plan.timeout_s} s and was "
-            f"stopped. It was here:\n{where}"
+            f"stopped. It was here: {where}"
         )
 
     def _wind_down(self, crew: Crew, grace_s: Callable[[], float]) -> None:
@@ -309,60 +342,27 @@ class Supervisor:
             crew.watch(min(_TICK_S, left))
             self._feed(crew)
 
-    # ------------------------------------------------------------------ naming a failure
 
-    def _error_of(self, worker: Worker) -> NbddpError:
-        report, rank, ranks = worker.report, worker.rank, self._plan.nprocs
-        if isinstance(report, wire.Exited):
-            text = f" ({report.text})" if report.text else ""
-            return RankDied(rank, ranks, report.code, why=f"called sys.exit({report.code}){text}")
-        if isinstance(report, wire.Failed):
-            return self._raised(worker, report)
-        assert worker.exitcode is not None
-        died = RankDied(
-            rank,
-            ranks,
-            worker.exitcode,
-            why=_why(worker) or self._out_of_memory(worker),
-            last_lines=worker.output.last_lines(_LAST_LINES),
-        )
-        return died if worker.ready else LaunchError(f"before it was ready, {died}")
+class _Stillness:
+    """Notices that nothing moves, and again when that has lasted twice as long."""
 
-    def _out_of_memory(self, worker: Worker) -> str:
-        if worker.exitcode != -signal.SIGKILL or oom.kills() == self._oom_kills:
-            return ""
-        return (
-            "was killed by the system's OOM killer: the machine or container is out of memory. "
-            "Try a smaller batch, fewer ranks or fewer DataLoader workers"
-        )
+    def __init__(self, after_s: float | None) -> None:
+        self.told = False
+        self._after_s = after_s
+        self._signs: object = None
+        self._since = self._due = 0.0
 
-    def _raised(self, worker: Worker, report: wire.Failed) -> NbddpError:
-        try:
-            cause = worker.unpack_result(report.nbytes, self._packed.by_value)
-        except Exception:  # its class does not import here; its text is known
-            cause = RuntimeError(report.summary)
-        error: NbddpError
-        if report.phase == "setup":
-            error = LaunchError(f"rank {worker.rank} could not set itself up: {report.summary}")
-        elif report.phase == "unpack":
-            error = PayloadError(
-                f"rank {worker.rank} could not unpack {self._plan.name} and its data: {report.summary}. "
-                "What they need must be importable in a new process, from the notebook's sys.path"
-            )
-        elif report.phase == "pack" and isinstance(cause, PayloadError):
-            return cause
-        else:
-            return RankError(worker.rank, self._plan.nprocs, cause)
-        error.__cause__ = cause
-        return error
-
-
-class _BadFork(Exception):
-    """The fork server has a CUDA context, which no fork can use."""
-
-
-def _has_failed(worker: Worker) -> bool:
-    return isinstance(worker.report, (wire.Failed, wire.Exited)) or (worker.report is None and not worker.alive)
+    def has_lasted(self, signs: object) -> bool:
+        """Is it time to tell? ``signs`` differ from the last ones when something has moved."""
+        now = time.monotonic()
+        if signs != self._signs:
+            self._signs, self._since, self._due = signs, now, now + (self._after_s or float("inf"))
+            self.told = False
+        if now < self._due:
+            return False
+        self._due = now + (now - self._since)
+        self.told = True
+        return True
 
 
 def _state_of(worker: Worker) -> str:
@@ -373,39 +373,5 @@ def _state_of(worker: Worker) -> str:
     return "running" if worker.called else "starting"
 
 
-def _failed_at(worker: Worker) -> float:
-    # A rank that died could not say when; its peers' broken connections follow from it within milliseconds.
-    if worker.report is None:
-        return (worker.exited_at or 0.0) - _DEATH_SEEN_S
-    return worker.report.at
-
-
 def _all_have_ended(crew: Crew) -> bool:
     return all(worker.report is not None or not worker.alive for worker in crew.workers)
-
-
-def _why(worker: Worker) -> str:
-    """What the exit code alone does not tell; "" when it tells enough."""
-    server = forkserver.pid()
-    if worker.exitcode == 255 and server is not None and not _runs(server):
-        return "was lost with the fork server that it came from, which something outside nbddp ended"
-    if worker.ready and not worker.called and worker.exitcode is not None and worker.exitcode >= 0:
-        return f"ended with exit code {worker.exitcode} while it unpacked the function and its data"
-    return ""
-
-
-def _runs(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def _stack_of(worker: Worker) -> str:
-    if worker.report is not None:
-        return stacks.render(worker.rank, "", "has reported, and waits for the others")
-    if not worker.alive:
-        return stacks.render(worker.rank, "", "has ended")
-    if not worker.ready:
-        return stacks.render(worker.rank, "", "is still setting itself up")
-    dump = worker.ask_for_stacks(_STACKS_S)
-    return stacks.render(worker.rank, dump, "is here" if dump else "gives no answer")

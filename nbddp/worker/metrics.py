@@ -37,6 +37,7 @@ class MetricsPipe:
         self._ids: dict[str, int] = {}
         self._steps: dict[str, int] = {}
         self._step = 0
+        self._resumed_after: int | None = None  # a step of the process that wrote the snapshot
         self._unsent: collections.deque[bytes] = collections.deque()
         self._written_at = 0.0
         self._on_device: collections.deque[tuple[Any, Any, int, int, float, int, float]] = collections.deque()
@@ -49,7 +50,7 @@ class MetricsPipe:
         if step is None:
             step = self._step
             for name in metrics:
-                if steps.get(name) == step:  # a metric comes a second time: a new step begins
+                if steps.get(name, self._resumed_after) == step:  # a metric comes a second time: a new step begins
                     self._step = step = step + 1
                     break
         else:
@@ -72,6 +73,17 @@ class MetricsPipe:
         """One record of another kind, sent at once."""
         now = time.time()
         self._send(_PACK(kind, 0, self._id(name), weight, step, value, now), now, at_once=True)
+
+    @property
+    def last_step(self) -> int | None:
+        """The step logged last, by this process or by the one whose snapshot it resumed; None before the first."""
+        return self._step if self._steps else self._resumed_after
+
+    def resume_after(self, step: int) -> None:
+        """Count on from this step, unless there are later ones already."""
+        if self.last_step is None or step > self.last_step:
+            self._step = self._resumed_after = step
+            self._steps.clear()
 
     def flush(self) -> None:
         """Return when everything logged so far is in the pipe; waits for copies from the device."""
@@ -200,6 +212,7 @@ def log(
         values: metrics whose names are no Python names, e.g. ``"val/loss"``.
         step: the x of these points. Default: counted for you; a metric logged a second time begins a
             new step, so a ``val/acc`` logged after the 100th ``loss`` stands at that ``loss``'s step.
+            After ``load_snapshot`` it goes on from where the snapshot was saved.
         reduce: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` over all ranks, combined in the notebook
             once every rank has logged this step. Default: rank 0's values are the metric's.
         weight: this rank's share in a ``"mean"``, e.g. the size of an uneven last batch.
@@ -252,6 +265,17 @@ def count_samples(total: int) -> None:
     """Tell the notebook how many samples this rank's loaders have handed out so far."""
     if _pipe is not None:
         _pipe.record(wire.KIND_SAMPLES, "samples", 0, total)
+
+
+def last_step() -> int | None:
+    """The step that was logged last; None before the first, and outside a run."""
+    return _pipe.last_step if _pipe is not None else None
+
+
+def resume_after(step: int) -> None:
+    """Let the steps that ``log`` counts go on after this one."""
+    if _pipe is not None:
+        _pipe.resume_after(step)
 
 
 def flush() -> None:

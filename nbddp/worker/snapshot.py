@@ -14,9 +14,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from nbddp.errors import NbddpError
-from nbddp.worker import context
+from nbddp.worker import context, metrics
 
 _MARK = "nbddp snapshot"
+_STEP = "last step"  # that log() counted
 
 
 def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
@@ -33,7 +34,8 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
     fd, partial = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
     try:
         with os.fdopen(fd, "wb") as file:
-            torch.save({_MARK: 1, "state": {name: _plain(value) for name, value in state.items()}}, file)
+            content = {_MARK: 1, "state": {name: _plain(value) for name, value in state.items()}}
+            torch.save({**content, _STEP: metrics.last_step()}, file)
             file.flush()
             os.fsync(file.fileno())
             os.fchmod(fd, 0o666 & ~_umask())  # mkstemp is for secrets; this is a file like any other
@@ -48,6 +50,8 @@ def load_snapshot(
     path: str | os.PathLike[str], map_location: Any = None, *, weights_only: bool = True
 ) -> dict[str, Any] | None:
     """What :func:`save_snapshot` wrote, or None when there is no such file yet.
+
+    The steps that :func:`nbddp.log` counts go on from the snapshot's, so that a resumed curve does.
 
     Args:
         map_location: as for ``torch.load``; default: this rank's device.
@@ -69,6 +73,8 @@ def load_snapshot(
         ) from error.__cause__
     if not isinstance(content, dict) or _MARK not in content:
         raise NbddpError(f"{os.fspath(path)} was not written by save_snapshot(); read it with torch.load()")
+    if isinstance(step := content.get(_STEP), int):
+        metrics.resume_after(step)
     state: dict[str, Any] = content["state"]
     return state
 

@@ -1,0 +1,153 @@
+"""Kernel side. Naming a failure: which rank's came first, and what error it is."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from nbddp import wire
+from nbddp.errors import LaunchError, NbddpError, PayloadError, RankDied, RankError
+from nbddp.kernel import forkserver, oom, stacks
+from nbddp.kernel.launcher import Worker
+from nbddp.worker.entry import BAD_FORK
+
+_LAST_LINES = 10
+_DEATH_SEEN_S = 0.03  # at most so long after a rank's death its exit code is here
+# gloo: "Timed out waiting 3000ms for recv operation to complete"; torch's barriers and stores say it otherwise.
+_TIMED_OUT = re.compile(r"tim(ed|e) ?-?out", re.IGNORECASE)
+
+
+class BadFork(Exception):
+    """The fork server has a CUDA context, which no fork can use."""
+
+
+def has_failed(worker: Worker) -> bool:
+    """Has it raised, left, or ended without a word?"""
+    return isinstance(worker.report, (wire.Failed, wire.Exited)) or (worker.report is None and not worker.alive)
+
+
+def first_of(workers: Sequence[Worker]) -> Worker:
+    """Of those that have failed, the first in time: the others' follow from it. Raises BadFork if it was that."""
+    first = min(filter(has_failed, workers), key=_failed_at)
+    if isinstance(first.report, wire.Failed) and BAD_FORK in first.report.summary:
+        raise BadFork
+    return first
+
+
+def _failed_at(worker: Worker) -> float:
+    # A rank that died could not say when; its peers' broken connections follow from it within milliseconds.
+    if worker.report is None:
+        return (worker.exited_at or 0.0) - _DEATH_SEEN_S
+    return worker.report.at
+
+
+def is_timeout(worker: Worker) -> bool:
+    """Did it give up waiting for the other ranks? NCCL's watchdog then aborts the process."""
+    if isinstance(worker.report, wire.Failed):
+        return worker.report.phase == "call" and _TIMED_OUT.search(worker.report.summary) is not None
+    return worker.report is None and worker.exitcode == -signal.SIGABRT
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What it takes to name the failures of one run.
+
+    Attributes:
+        name: the function's.
+        known: what travelled by value, for results that refer to it.
+        oom_kills: of the system, before the run.
+    """
+
+    name: str
+    ranks: int
+    known: Sequence[Any]
+    oom_kills: int
+
+    def cause_of(self, worker: Worker) -> BaseException | None:
+        """The exception that it raised, as far as it can be had here; None from one that did not say."""
+        if not isinstance(worker.report, wire.Failed):
+            return None
+        try:
+            cause: BaseException = worker.unpack_result(worker.report.nbytes, self.known)
+        except Exception:  # its class does not import here; its text is known
+            return RuntimeError(worker.report.summary)
+        return cause
+
+    def error_of(self, worker: Worker, where: str = "") -> NbddpError:
+        """What the cell raises for this failure; ``where`` says where all ranks were."""
+        report, rank, ranks = worker.report, worker.rank, self.ranks
+        if isinstance(report, wire.Exited):
+            text = f" ({report.text})" if report.text else ""
+            return RankDied(rank, ranks, report.code, why=f"called sys.exit({report.code}){text}")
+        if isinstance(report, wire.Failed):
+            return self._raised(worker, report, where)
+        assert worker.exitcode is not None
+        why = _why(worker) or self._out_of_memory(worker)
+        lines = worker.output.last_lines(_LAST_LINES)
+        died = RankDied(rank, ranks, worker.exitcode, why=why, last_lines=lines, where=where)
+        return died if worker.ready else LaunchError(f"before it was ready, {died}")
+
+    def _out_of_memory(self, worker: Worker) -> str:
+        if worker.exitcode != -signal.SIGKILL or oom.kills() == self.oom_kills:
+            return ""
+        return (
+            "was killed by the system's OOM killer: the machine or container is out of memory. "
+            "Try a smaller batch, fewer ranks or fewer DataLoader workers"
+        )
+
+    def _raised(self, worker: Worker, report: wire.Failed, where: str) -> NbddpError:
+        cause = self.cause_of(worker)
+        assert cause is not None
+        error: NbddpError
+        if report.phase == "setup":
+            error = LaunchError(f"rank {worker.rank} could not set itself up: {report.summary}")
+        elif report.phase == "unpack":
+            error = PayloadError(
+                f"rank {worker.rank} could not unpack {self.name} and its data: {report.summary}. "
+                "What they need must be importable in a new process, from the notebook's sys.path"
+            )
+        elif report.phase == "pack" and isinstance(cause, PayloadError):
+            return cause
+        else:
+            return RankError(worker.rank, self.ranks, cause, where=where)
+        error.__cause__ = cause
+        return error
+
+    def where_of(self, worker: Worker, dump: str, step: int) -> stacks.Where:
+        """Where this rank is, by what it has said and by faulthandler's dump, "" for none."""
+        if isinstance(worker.report, wire.Failed):
+            cause = self.cause_of(worker)
+            frames = stacks.of_traceback(cause.__traceback__) if cause is not None else ()
+            error = worker.report.summary.partition("\n")[0][:200]
+            return stacks.Where(worker.rank, "failed", frames, step, error)
+        if worker.report is not None:
+            return stacks.Where(worker.rank, "finished", step=step)
+        if not worker.alive:
+            return stacks.Where(worker.rank, "ended", step=step)
+        if not worker.called:
+            return stacks.Where(worker.rank, "unpack" if worker.ready else "setup")
+        if not dump:
+            return stacks.Where(worker.rank, "silent", step=step)
+        return stacks.Where(worker.rank, "called", stacks.main_thread(dump), step)
+
+
+def _why(worker: Worker) -> str:
+    """What the exit code alone does not tell; "" when it tells enough."""
+    server = forkserver.pid()
+    if worker.exitcode == 255 and server is not None and not _runs(server):
+        return "was lost with the fork server that it came from, which something outside nbddp ended"
+    if worker.ready and not worker.called and worker.exitcode is not None and worker.exitcode >= 0:
+        return f"ended with exit code {worker.exitcode} while it unpacked the function and its data"
+    return ""
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False

@@ -1,0 +1,184 @@
+"""A run stands still, and nobody can say why."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import nbddp
+from tests.support import Cells, Notebook, run, start, wait_until
+
+UNEVEN = """
+    import nbddp, torch
+    def train(batches):
+        model = nbddp.wrap(torch.nn.Linear(4, 1))
+        for step in range(batches[nbddp.rank()]):
+            loss = model(torch.randn(2, 4)).sum()
+            loss.backward()
+            nbddp.log(loss=loss)
+"""
+
+
+def test_uneven_batches_are_named(cell: Cells) -> None:
+    going = start(cell(UNEVEN).train, [3, 5, 5], nprocs=3)
+    where = r"ranks 1 and 2 wait in (backward|DDP's forward) after step [23] \(train, line [67]\)"
+    expected = re.compile(rf"rank 0 has finished after step 2; {where}\. .*uneven numbers of batches.*\n")
+    text = wait_until(lambda: (found := going.stacks()) and expected.match(found) and found)
+    assert "loss = model" in text or "loss.backward()" in text  # the reader's own line
+    going.stop(0)
+
+
+def test_ranks_in_different_collectives_are_named(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch, torch.distributed as dist
+        def train():
+            for step in range(3):
+                nbddp.log(loss=step)
+                if step == 2 and nbddp.rank() == 1:
+                    dist.barrier()
+                dist.all_reduce(torch.ones(1))
+    """)
+    going = start(names.train)
+    expected = (
+        "rank 0 waits in all_reduce after step 2 (train, line 8); rank 1 waits in barrier after step 2 "
+        "(train, line 7). Every rank has to call the same collectives in the same order; "
+        "uneven numbers of batches break that"
+    )
+    wait_until(lambda: going.stacks().split("\n")[0] == expected)
+    going.stop(0)
+
+
+def test_one_that_is_late_is_not_called_uneven(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time
+        def load(): time.sleep(1000)
+        def train():
+            nbddp.log(loss=nbddp.rank())
+            if nbddp.rank() == 1:
+                load()
+            nbddp.barrier()
+    """)
+    going = start(names.train, nprocs=4)
+    expected = "ranks 0, 2 and 3 wait in barrier after step 0 (train, line 8); rank 1 is in load, line 3 after step 0"
+    wait_until(lambda: going.stacks().split("\n")[0] == expected)
+    going.stop(0)
+
+
+def test_a_hang_shows_by_itself_and_goes_when_it_is_over(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        import nbddp, os, time
+        def train():
+            if nbddp.rank() == 1:
+                while not os.path.exists("go_on"): time.sleep(0.01)
+            nbddp.barrier()
+            print("on")
+            while not os.path.exists("leave"): time.sleep(0.01)
+    """)
+    began = time.monotonic()
+    going = start(names.train, stall_after=1)
+    told = wait_until(lambda: going._status().hang, 10)
+    assert 1 <= time.monotonic() - began < 4
+    assert told.startswith("rank 0 waits in barrier (train, line 6); rank 1 is in train, line 5\n\n")
+    assert "    nbddp.barrier()" in told
+    assert going.state == "running"  # telling changes nothing
+    Path("go_on").touch()
+    wait_until(lambda: not going._status().hang, 5)
+    again = wait_until(lambda: going._status().hang, 10)
+    assert again.startswith("both ranks are in train, line 8")
+    Path("leave").touch()
+    assert going.wait().state == "finished"
+
+
+def test_a_rank_that_logs_is_no_hang(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time
+        def train():
+            for step in range(8):
+                time.sleep(0.25)
+                if nbddp.rank() == 1: nbddp.log(loss=step)
+    """)
+    going = start(names.train, stall_after=1)
+    told = []
+    while going.state == "running":
+        told.append(going._status().hang)
+        time.sleep(0.05)
+    assert going.state == "finished"
+    assert not any(told)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "60", True])
+def test_an_odd_stall_after_is_refused(seconds: object) -> None:
+    with pytest.raises(nbddp.LaunchError, match="stall_after"):
+        nbddp.run(print, stall_after=seconds, device="cpu")  # type: ignore[arg-type]
+
+
+def test_no_stall_after_never_tells(cell: Cells) -> None:
+    names = cell("import time\ndef train(): time.sleep(1.5)")
+    going = start(names.train, stall_after=None)
+    going.wait()
+    assert not going._status().hang
+
+
+def test_a_collective_that_times_out_tells_who_was_missing(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time, torch, torch.distributed as dist
+        def nap(): time.sleep(1000)
+        def train():
+            if nbddp.rank() == 2:
+                nap()
+            dist.all_reduce(torch.ones(1))
+    """)
+    with pytest.raises(nbddp.RankError) as raised:
+        run(names.train, nprocs=3, pg_timeout=2)
+    assert raised.value.rank in (0, 1)
+    assert re.search(r"gave up in all_reduce.* \(train, line 7\)", raised.value.where), raised.value.where
+    assert "rank 2 is in nap, line 3" in raised.value.where
+    assert raised.value.where in str(raised.value)
+    assert raised.value.where in "\n".join(raised.value._render_traceback_())
+
+
+def test_an_ordinary_failure_says_nothing_of_the_others(cell: Cells) -> None:
+    names = cell("import nbddp\ndef train():\n    if nbddp.rank() == 1: raise ValueError('boom')\n    nbddp.barrier()")
+    with pytest.raises(nbddp.RankError, match="boom") as raised:
+        run(names.train)
+    assert raised.value.where == ""
+    assert str(raised.value) == "rank 1 of 2 failed: ValueError: boom"
+
+
+def test_a_timeout_tells_where_the_ranks_were(cell: Cells) -> None:
+    names = cell("import nbddp, time\ndef train():\n    if nbddp.rank(): time.sleep(99)\n    nbddp.barrier()")
+    expected = r"It was here: rank 0 waits in barrier \(train, line 4\); rank 1 is in train, line 3\n"
+    with pytest.raises(nbddp.RunTimeout, match=expected):
+        run(names.train, timeout=1.5)
+
+
+def test_a_stopped_process_gives_no_answer(cell: Cells) -> None:
+    names = cell("import nbddp\ndef train(): nbddp.barrier() if nbddp.rank() else [x for x in iter(int, 1)]")
+    going = start(names.train)
+    os.kill(going._supervisor.pids()[1], signal.SIGSTOP)
+    assert going.stacks().split("\n")[0] == "rank 0 is in <listcomp>, line 2; rank 1 gives no answer"
+    began = time.monotonic()
+    going.stop(0.5)  # and does not keep the stop waiting
+    assert time.monotonic() - began < 1.5
+
+
+def test_an_interrupt_says_where_it_was(notebook: Notebook) -> None:
+    running = notebook.begin("""
+        import nbddp, time
+        def train():
+            print("here", flush=True)
+            if nbddp.rank(): time.sleep(1000)
+            nbddp.barrier()
+        nbddp.run(train, nprocs=2, device="cpu")
+    """)
+    notebook.shown_so_far(running, "here")
+    notebook.interrupt()
+    reply = notebook.end_of(running)
+    assert reply.ename == "KeyboardInterrupt"
+    assert "rank 0 waits in barrier (train, line 5); rank 1 is in train, line 4" in reply.evalue
+    assert reply.evalue.startswith("train was stopped. It was here: ")

@@ -1,0 +1,131 @@
+"""A restart that loses steps, hides an error, or comes when nobody wants it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import nbddp
+from tests.support import Cells, Notebook, run, start, wait_until
+
+RESUMING = """
+    import nbddp, os, signal, torch
+    def train(deaths, steps=12):
+        found = nbddp.load_snapshot("s.pt") or {"step": -1, "weights": torch.zeros(3)}
+        weights = found["weights"]
+        for step in range(found["step"] + 1, steps):
+            weights += 1
+            nbddp.log(loss=float(weights[0]))
+            nbddp.barrier()
+            if step in deaths[nbddp.restart_count():nbddp.restart_count() + 1] and nbddp.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            nbddp.barrier()  # a rank shall not be beyond the step in which another dies
+            if step % 5 == 4:
+                nbddp.save_snapshot("s.pt", step=step, weights=weights)
+                nbddp.barrier()
+        return float(weights[0]), nbddp.restart_count()
+"""
+
+
+def test_a_new_run_counts_on_from_the_snapshot(cell: Cells, in_folder: Path) -> None:
+    train = cell(RESUMING).train
+    assert run(train, [], 10).history["loss"].steps.tolist() == list(range(10))
+    assert run(train, [], 12).history["loss"].steps.tolist() == [10, 11]
+
+
+def test_restarts_stand_in_the_status_and_in_every_ranks_output(cell: Cells, in_folder: Path) -> None:
+    finished = run(cell(RESUMING).train, [7], max_restarts=3)
+    status = finished._status()
+    assert (status.restarts, status.max_restarts) == (1, 3)
+    assert status.restart_reason.startswith("RankDied: rank 1 of 2 was killed by SIGKILL")
+    for rank in (0, 1):
+        assert f"[restarted 1 of 3 after {status.restart_reason}]" in finished.logs(rank)
+
+
+def test_only_the_last_error_is_told(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, os
+        def train():
+            if nbddp.rank() == 1:
+                if nbddp.restart_count() == 0: os._exit(7)
+                raise ValueError(f"attempt {nbddp.restart_count()}")
+            nbddp.barrier()
+    """)
+    with pytest.raises(nbddp.RankError, match="attempt 2") as raised:
+        run(names.train, max_restarts=2)
+    error = raised.value
+    assert isinstance(error.first, nbddp.RankDied)
+    assert (error.restarts, error.first.exitcode) == (2, 7)
+    told = "That was after 2 restarts; the first failure was RankDied: rank 1 of 2 left with exit code 7"
+    assert told in str(error)
+    assert told in "\n".join(error._render_traceback_())
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_failure_without_restarts_speaks_of_none(cell: Cells) -> None:
+    with pytest.raises(nbddp.RankError) as raised:
+        run(cell("def train(): raise ValueError('boom')").train, max_restarts=0)
+    assert raised.value.first is None
+    assert "restart" not in str(raised.value)
+
+
+def test_a_stop_is_restarted(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        import nbddp, time
+        def train():
+            open(f"started-{nbddp.rank()}-{nbddp.restart_count()}", "w").close()
+            time.sleep(1000)
+    """)
+    going = start(names.train, max_restarts=3)
+    wait_until(lambda: len(os.listdir()) == 2)
+    going.stop()
+    assert (going.state, going._status().restarts) == ("stopped", 0)
+    assert sorted(os.listdir()) == ["started-0-0", "started-1-0"]
+
+
+def test_a_stop_while_ranks_begin_again_is_missed(cell: Cells) -> None:
+    names = cell("import nbddp\ndef train(): raise ValueError(nbddp.restart_count())")
+    going = run(names.train, max_restarts=10_000, wait=False)
+    wait_until(lambda: going._status().restarts >= 2)
+    began = time.monotonic()
+    going.stop()
+    assert time.monotonic() - began < 2
+    assert going.state in ("stopped", "failed")  # it stopped, or failed of the attempt that was under way
+    assert 2 <= going._status().restarts < 1000
+
+
+def test_an_interrupt_is_restarted(notebook: Notebook) -> None:
+    running = notebook.begin("""
+        import nbddp, time
+        def train():
+            print("attempt", nbddp.restart_count(), flush=True)
+            time.sleep(1000)
+        nbddp.run(train, nprocs=2, device="cpu", max_restarts=5)
+    """)
+    notebook.shown_so_far(running, "attempt 0")
+    notebook.interrupt()
+    assert notebook.end_of(running).ename == "KeyboardInterrupt"
+    shown = notebook.ok("last = nbddp.last_run()\nprint(last.state, last.logs(0).count('attempt'))").shown
+    assert shown == "stopped 1\n"
+
+
+def test_a_killed_rank_of_many_restarts_at_once(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        import nbddp, time
+        def train():
+            nbddp.barrier()
+            if nbddp.restart_count(): return nbddp.world_size(), nbddp.reduce(1.0, op="sum")
+            open(f"ready-{nbddp.rank()}", "w").close()
+            time.sleep(1000)
+    """)
+    going = start(names.train, nprocs=4, max_restarts=1)
+    wait_until(lambda: len(os.listdir()) == 4)
+    old = list(going._supervisor.pids())
+    os.kill(old[2], signal.SIGKILL)
+    assert going.wait().values == [(4, 4.0)] * 4
+    assert not set(old) & set(going._supervisor.pids())
