@@ -10,6 +10,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import nbddp
+from nbddp.kernel import forkserver
 from tests.support import Cells, Notebook, marked_pids, run, start, wait_until
 
 IN_THE_CELL_S = 0.5
@@ -518,7 +520,6 @@ def test_the_next_run_works_after_every_kind_of_failure(cell: Cells) -> None:
 
 
 def test_a_fork_server_that_was_killed_is_replaced(cell: Cells) -> None:
-    from nbddp.kernel import forkserver
 
     names = cell("def good(): return 1")
     pid = forkserver.pid()
@@ -584,3 +585,18 @@ def test_an_exception_class_of_a_cell_can_be_caught_in_the_cell(notebook: Notebo
             print(type(error.cause) is Diverged, error.cause.args)
     """)
     assert reply.shown == "True (7,)\n"
+
+
+def test_the_fork_servers_death_is_called_an_exit(cell: Cells) -> None:
+    train = cell("import nbddp, time\ndef train():\n    print('here', flush=True)\n    time.sleep(1000)").train
+    for _ in range(4):
+        going = start(train)
+        wait_until(lambda: "here" in going.logs(0) and "here" in going.logs(1))
+        server = forkserver.pid()
+        assert server is not None
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(nbddp.RankDied, match="was lost with the fork server that it came from"):
+            going.wait()
+    assert run(cell("def one(): return 1").one).values == [1, 1]
+    sockets = [name for name in os.listdir(get_temp_dir()) if name.startswith("listener-")]
+    assert len(sockets) == 1  # of the server that runs

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from nbddp import wire
 from nbddp.errors import LaunchError, NbddpError, PayloadError, RankDied, RankError
-from nbddp.kernel import forkserver, oom, stacks
+from nbddp.kernel import oom, stacks
 from nbddp.kernel.launcher import Worker
 from nbddp.worker.entry import BAD_FORK
 
@@ -139,15 +136,8 @@ class Naming:
 
 def _why(worker: Worker) -> str:
     """What the exit code alone does not tell; "" when it tells enough."""
-    server = forkserver.pid()
-    if worker.exitcode == 255 and server is not None and not _runs(server):
+    if worker.orphaned:
         return "was lost with the fork server that it came from, which something outside nbddp ended"
     if worker.ready and not worker.called and worker.exitcode is not None and worker.exitcode >= 0:
         return f"ended with exit code {worker.exitcode} while it unpacked the function and its data"
     return ""
-
-
-def _runs(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False

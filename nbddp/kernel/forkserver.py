@@ -90,8 +90,13 @@ def default_method_untouched() -> Iterator[None]:
 
 def warm() -> None:
     """Start the server if it is not running. Returns at once; it imports torch meanwhile."""
+    server = _server.get()
+    before = server._forkserver_address
     with default_method_untouched():
-        _server.get().ensure_running()
+        server.ensure_running()
+    if before not in (None, server._forkserver_address):  # that one was killed, and could not clean up
+        with contextlib.suppress(OSError):
+            os.unlink(before)
 
 
 def pid() -> int | None:

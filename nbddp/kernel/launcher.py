@@ -89,6 +89,15 @@ class Worker:
     def alive(self) -> bool:
         return self.exitcode is None
 
+    @property
+    def orphaned(self) -> bool:
+        """Does it run although its fork server said no word of its end? The server died, then."""
+        if self.alive or self._identity is None or not self._identity.is_running():
+            return False
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return bool(self._identity.status() != psutil.STATUS_ZOMBIE)
+        return False
+
     def waitables(self) -> list[Any]:
         """What becomes readable when there is news of this rank."""
         return [x for x in (self._channel, self._process.sentinel if self.alive else None) if x is not None]
