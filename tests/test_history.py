@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbddp import wire
-from nbddp.kernel.history import History
+from nbddp.kernel.history import History, Restart, Seen
 
 
 def _name(ident: int, name: str) -> bytes:
@@ -166,3 +168,240 @@ def test_progress_bars_and_time_left() -> None:
 )
 def test_carriage_returns_fold_as_a_terminal_would(text: str, expected: str) -> None:
     assert wire.fold(text) == expected
+
+
+# ---------------------------------------------------------------------------- restarts
+
+
+def _log(history: History, rank: int, name: str, steps: Iterable[int], offset: float = 0.0, op: int = 0) -> None:
+    """Each value tells its step and its offset."""
+    data = _name(0, name) + b"".join(_point(0, s, s + offset, op=op, at=100.0 + s) for s in steps)
+    history.feed(rank, data)
+
+
+@pytest.mark.parametrize("op", [0, 1])
+def test_steps_that_are_repeated_after_a_restart_replace_the_old_ones(op: int, tmp_path: Path) -> None:
+    history = History(2)
+    for rank in range(2):
+        _log(history, rank, "loss", range(8 + rank), op=op)
+    history.restart("RankDied: rank 1 of 2 was killed by SIGKILL")
+    assert history.restarts == [Restart(None, "RankDied: rank 1 of 2 was killed by SIGKILL")]
+    assert len(history["loss"].steps) == 8, "until something is logged the old curve stands"
+    for rank in range(2):
+        _log(history, rank, "loss", range(5, 7), 0.5, op=op)
+    steps, values = history["loss"]
+    assert steps.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert values.tolist() == [0, 1, 2, 3, 4, 5.5, 6.5]
+    assert [r.step for r in history.restarts] == [5]
+    for series in history.by_rank("loss").values():
+        assert series.values.tolist() == values.tolist()
+    spread = history.spread("loss")
+    assert (spread.steps.tolist(), spread.low.tolist()) == (steps.tolist(), values.tolist())
+    history.to_csv(tmp_path / "h.csv")
+    rows = csv.DictReader((tmp_path / "h.csv").read_text().splitlines())
+    assert [float(row["loss"]) for row in rows] == values.tolist()
+    assert history.latest() == {"loss": 6.5}
+
+
+def test_after_a_restart_only_the_present_epochs_steps_are_looked_at() -> None:
+    history = History(1)
+    _log(history, 0, "loss", [0, 1, 2, 3, 0, 1, 1, 2])
+    history.restart()
+    _log(history, 0, "loss", [1, 2], 0.5)
+    assert history["loss"].values.tolist() == [0, 1, 2, 3, 0, 1.5, 2.5], "the first epoch is kept"
+
+
+def test_each_metric_and_each_rank_is_cut_by_its_own_first_step() -> None:
+    history = History(2)
+    for rank in range(2):
+        _log(history, rank, "loss", range(100))
+        _log(history, rank, "val", [0, 50, 90])
+    history.restart()
+    _log(history, 0, "loss", range(60, 62), 0.5)
+    assert len(history.by_rank("loss")[1].steps) == 100
+    assert history["val"].steps.tolist() == [0, 50, 90]
+    _log(history, 1, "loss", range(70, 71), 0.5)
+    _log(history, 0, "val", [90], 0.5)
+    assert len(history.by_rank("loss")[1].steps) == 71
+    assert history["val"].values.tolist() == [0, 50, 90.5]
+
+
+def test_restarts_on_end_before_anything_is_logged_share_the_next_step() -> None:
+    history = History(1)
+    _log(history, 0, "loss", range(5))
+    history.restart("first")
+    history.restart("second")
+    _log(history, 0, "loss", [3, 4, 5])
+    history.restart("third")
+    assert [(r.step, r.reason) for r in history.restarts] == [(3, "first"), (3, "second"), (None, "third")]
+    assert history["loss"].steps.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_after_a_restart_progress_begins_anew() -> None:
+    history = History(1)
+    _log(history, 0, "loss", range(50))
+    history.feed(0, _name(1, "epoch") + wire.RECORD.pack(wire.KIND_PROGRESS, 0, 1, 0.0, 10, 7, 160.0))
+    history.restart()
+    assert (history.ranks[0].step, history.ranks[0].bars, history.ranks[0].step_seconds) == (-1, [], None)
+    _log(history, 0, "loss", [20])
+    assert history.ranks[0].step == 20
+
+
+def test_combined_steps_that_wait_at_a_restart_are_not_combined_with_later_ones() -> None:
+    history = History(2)
+    _log(history, 0, "loss", [0, 1, 2], op=wire.REDUCE_SUM)
+    _log(history, 1, "loss", [0, 1], op=wire.REDUCE_SUM)
+    history.restart()
+    for rank in range(2):
+        _log(history, rank, "loss", [1, 2], 0.5, op=wire.REDUCE_SUM)
+    history.settle()
+    assert history["loss"].steps.tolist() == [0, 1, 2]
+    assert history["loss"].values.tolist() == [0, 3, 5]
+
+
+# ---------------------------------------------------------------------------- the band
+
+
+def test_a_step_that_one_rank_skips_does_not_end_the_band() -> None:
+    history = History(3)
+    for rank, steps in enumerate([range(100), range(100), [s for s in range(100) if s % 7]]):
+        _log(history, rank, "loss", steps, offset=float(rank))
+    spread = history.spread("loss")
+    assert spread.steps.tolist() == list(range(100))
+    assert (spread.high - spread.low).tolist() == [2.0 if s % 7 else 1.0 for s in range(100)]
+
+
+def test_the_band_waits_for_the_rank_that_is_behind_and_at_the_end_for_none() -> None:
+    history = History(3)
+    for rank, count in enumerate((10, 6, 10)):
+        _log(history, rank, "loss", range(count), offset=float(rank))
+    assert history.spread("loss").steps.tolist() == list(range(6))
+    history.settle()
+    assert history.spread("loss").steps.tolist() == list(range(10))
+    assert history.spread("loss").low.tolist() == [float(s) for s in range(10)]
+
+
+def test_steps_that_begin_again_with_every_epoch_keep_their_band() -> None:
+    history = History(2)
+    for epoch in range(3):
+        for rank in range(2):
+            _log(history, rank, "loss", [s for s in range(5) if s != rank], offset=10 * epoch + rank)
+    history.settle()
+    spread = history.spread("loss")
+    assert spread.steps.tolist() == [2, 3, 4] * 3
+    assert spread.low.tolist() == [s + 10 * epoch for epoch in range(3) for s in (2, 3, 4)]
+
+
+def test_a_rank_that_begins_to_log_in_a_later_epoch_joins_that_one() -> None:
+    history = History(2)
+    at = iter(range(1000))
+    for epoch in range(4):
+        for step in range(3):
+            history.feed(0, _name(0, "x") + _point(0, step, 10.0 * epoch, at=next(at)))
+            if epoch >= 2:
+                history.feed(1, _name(0, "x") + _point(0, step, 10.0 * epoch + 1, at=next(at)))
+    spread = history.spread("x")
+    assert spread.steps.tolist() == [0, 1, 2, 0, 1, 2]
+    assert (spread.high - spread.low).tolist() == [1.0] * 6
+
+
+def _band_by_hand(logged: dict[int, list[tuple[int, float]]]) -> list[tuple[int, float, float]]:
+    places: dict[tuple[int, int], dict[int, float]] = {}
+    for rank, points in logged.items():
+        round_, before = 0, -(2**63)
+        for step, value in points:
+            round_ += step < before
+            before = step
+            places.setdefault((round_, step), {}).setdefault(rank, value)
+    found = [(place, values.values()) for place, values in sorted(places.items()) if len(values) > 1]
+    return [(step, min(values), max(values)) for (_, step), values in found]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 6), max_size=6), st.booleans()), max_size=12))
+def test_the_band_taken_in_little_by_little_is_the_band_of_all(chunks: list[tuple[int, list[int], bool]]) -> None:
+    history, logged, seen = History(3), {}, Seen()
+    told: list[tuple[int, float, float]] = []
+    value = 0.0
+    for rank, steps, look in chunks:
+        for step in steps if rank in logged else [0, *steps]:  # all begin in the same round
+            value += 1.0
+            logged.setdefault(rank, []).append((step, value))
+            history.feed(rank, _name(0, "x") + _point(0, step, value))
+        if look and "x" in history:
+            before = seen.version
+            _, spread, seen = history.new_points("x", seen)
+            told = ([] if seen.version != before else told) + list(zip(*(column.tolist() for column in spread)))
+    if "x" not in history:
+        return
+    history.settle()
+    before = seen.version
+    _, spread, seen = history.new_points("x", seen)
+    told = ([] if seen.version != before else told) + list(zip(*(column.tolist() for column in spread)))
+    assert told == _band_by_hand(logged)
+
+
+# ---------------------------------------------------------------------------- a view, which has seen a part
+
+
+def test_a_view_is_told_when_what_it_has_seen_was_replaced() -> None:
+    history = History(2)
+    _log(history, 1, "loss", range(4))
+    series, _, seen = history.new_points("loss", Seen())
+    assert len(series.steps) == 4
+    _log(history, 1, "loss", range(4, 6))
+    series, _, again = history.new_points("loss", seen)
+    assert (series.steps.tolist(), again.version) == ([4, 5], seen.version)
+
+    def is_told_anew(count: int) -> bool:
+        nonlocal again
+        before = again
+        series, _, again = history.new_points("loss", again)
+        return again.version != before.version and len(series.steps) == count
+
+    _log(history, 0, "loss", range(3))
+    assert is_told_anew(3), "a lower rank's values count from now on"
+    assert history.changes()["loss"] == 3
+    history.restart()
+    _log(history, 0, "loss", [1])
+    assert is_told_anew(2), "a step was repeated"
+    _log(history, 1, "loss", [1])
+    assert is_told_anew(2), "the band was cut"
+    assert history.new_points("loss", again)[0].steps.tolist() == []
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1),  # rank
+            st.integers(0, 49),  # name
+            st.lists(st.integers(-3, 9), min_size=1, max_size=5),
+            st.sampled_from([0.0, math.nan, math.inf, -math.inf]),
+            st.integers(0, 9).map(lambda n: n == 0),  # a restart before
+        ),
+        max_size=30,
+    )
+)
+def test_any_order_of_steps_and_restarts_leaves_each_rank_what_it_logged_last(chunks: Any) -> None:
+    history = History(2)
+    expected: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    resumes: set[tuple[int, str]] = set()
+    for rank, number, steps, offset, restart in chunks:
+        if restart:
+            history.restart()
+            resumes = set(expected)
+        key = (rank, f"m{number}")
+        points = expected.setdefault(key, [])
+        if key in resumes:
+            resumes.discard(key)
+            while points and points[-1][0] >= steps[0]:
+                fell = len(points) > 1 and points[-1][0] < points[-2][0]
+                points.pop()
+                if fell:
+                    break
+        points += [(step, step + offset) for step in steps]
+        _log(history, rank, key[1], steps, offset)
+    for (rank, name), points in expected.items():
+        series = history.by_rank(name)[rank]
+        assert series.steps.tolist() == [step for step, _ in points]
+        np.testing.assert_array_equal(series.values, [value for _, value in points])
+        history.spread(name)

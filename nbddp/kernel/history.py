@@ -1,250 +1,73 @@
-"""Kernel side. Metrics as columns, progress and throughput: the numbers of a run, without any drawing."""
+"""Kernel side. The numbers of a run, without any drawing: metrics, restarts, and how far each rank is."""
 
 from __future__ import annotations
 
 import csv
-import heapq
 import os
 import threading
-from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from nbddp import wire
+from nbddp.kernel.band import Spread
+from nbddp.kernel.columns import Series
+from nbddp.kernel.metric import Metric
+from nbddp.kernel.progress import Bar, RankProgress
+from nbddp.kernel.records import RankReader
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from nbddp.panel.picture import Picture
 
-_RECORD_DTYPE = np.dtype(
-    [("kind", "u1"), ("op", "u1"), ("id", "<u2"), ("weight", "<f4"), ("step", "<i8"), ("value", "<f8"), ("time", "<f8")]
-)
-_RATE_WINDOW_S = 5.0
-_BEFORE_ALL = -(2**63)  # a step
-_COMBINE: dict[int, Callable[[list[float]], float]] = {
-    wire.REDUCE_SUM: lambda values: sum(values),
-    wire.REDUCE_MIN: min,
-    wire.REDUCE_MAX: max,
-}
+__all__ = ["Bar", "History", "RankProgress", "Restart", "Seen", "Series", "Spread"]
 
 
-class Series(NamedTuple):
-    """One metric: ``steps, values = history["loss"]``.
+@dataclass(frozen=True)
+class Restart:
+    """All ranks began again after a failure.
 
     Attributes:
-        steps: int64, shape (n,), in the order in which they were logged.
-        values: float64, shape (n,).
+        step: the first that was logged afterwards, None while nothing has been.
+        reason: the failure, "RankDied: rank 2 of 4 was killed by SIGKILL".
     """
 
-    steps: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float64]
+    step: int | None
+    reason: str
 
 
-class Spread(NamedTuple):
-    """A metric's lowest and highest value over the ranks, at the steps that they share.
+class Seen(NamedTuple):
+    """How much of a metric a view has.
 
     Attributes:
-        steps: int64, shape (n,).
-        low, high: float64, shape (n,).
+        version: what was seen holds as long as this is the same.
+        points: of the metric.
+        spread: of its band.
     """
 
-    steps: npt.NDArray[np.int64]
-    low: npt.NDArray[np.float64]
-    high: npt.NDArray[np.float64]
-
-
-class _Column:
-    """Growing steps, values and times of one metric on one rank."""
-
-    def __init__(self) -> None:
-        self.steps = array("q")
-        self.values = array("d")
-        self.times = array("d")
-
-    def extend(self, records: npt.NDArray[Any]) -> None:
-        self.steps.frombytes(np.ascontiguousarray(records["step"]).tobytes())
-        self.values.frombytes(np.ascontiguousarray(records["value"]).tobytes())
-        self.times.frombytes(np.ascontiguousarray(records["time"]).tobytes())
-
-    def append(self, step: int, value: float, at: float) -> None:
-        self.steps.append(step)
-        self.values.append(value)
-        self.times.append(at)
-
-    def series(self, start: int = 0, stop: int | None = None) -> Series:
-        steps, values = self.steps[start:stop], self.values[start:stop]
-        return Series(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64))
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-
-class _Combined:
-    """A metric with ``reduce=``: one point per step, once every rank has logged it or gone past it."""
-
-    def __init__(self, op: int, world_size: int) -> None:
-        self.op = op
-        self.column = _Column()
-        # By rank: the step it logged last, and how often its steps have begun again or stood still.
-        self._at = [(0, _BEFORE_ALL)] * world_size
-        self._order: list[tuple[int, int]] = []  # a heap of the steps that wait: one rank may be ahead
-        self._waiting: dict[tuple[int, int], dict[int, tuple[float, float, float]]] = {}  # by rank: value, weight, time
-
-    def add(self, rank: int, step: int, value: float, weight: float, at: float) -> None:
-        round_, last = self._at[rank]
-        self._at[rank] = key = (round_ + 1 if step <= last else round_, step)
-        if key not in self._waiting:
-            heapq.heappush(self._order, key)
-        self._waiting.setdefault(key, {})[rank] = (value, weight, at)
-        while self._order and self._is_complete(self._order[0]):
-            self._emit(heapq.heappop(self._order))
-
-    def restart(self) -> None:
-        """The ranks begin again: what they had not logged together, they will log again."""
-        self._waiting.clear()
-        self._order.clear()
-        self._at = [(max(self._at)[0] + 1, _BEFORE_ALL)] * len(self._at)
-
-    def settle(self) -> None:
-        """The run is over: a step that not every rank reached is combined from those that did."""
-        for key in sorted(self._waiting):
-            self._emit(key)
-
-    def _is_complete(self, key: tuple[int, int]) -> bool:
-        values = self._waiting[key]
-        return all(rank in values or at > key for rank, at in enumerate(self._at))
-
-    def _emit(self, key: tuple[int, int]) -> None:
-        points = self._waiting.pop(key).values()
-        values = [value for value, _, _ in points]
-        if self.op == wire.REDUCE_MEAN:
-            total = sum(weight for _, weight, _ in points)
-            value = sum(v * w for v, w, _ in points) / total if total else float("nan")
-        else:
-            value = _COMBINE[self.op](values)
-        self.column.append(key[1], value, max(at for _, _, at in points))
-
-
-@dataclass
-class Bar:
-    """One ``progress()`` loop of one rank.
-
-    Attributes:
-        desc: what an item is, "" when the user did not say.
-        total: number of items, None when not known.
-        done: items finished.
-        rate: items per second over the last seconds, None before there are two reports.
-    """
-
-    desc: str
-    total: int | None = None
-    done: int = 0
-    rate: float | None = None
-    _seen: list[tuple[float, int]] = field(default_factory=list, repr=False)
-
-    def update(self, total: int | None, done: int, at: float) -> None:
-        if done < self.done:  # the same loop again, one level further in
-            self._seen.clear()
-        self.total, self.done = total, done
-        self.rate = _rate(self._seen, at, done) or self.rate
-
-    @property
-    def seconds_left(self) -> float | None:
-        """By the present rate, or None when total or rate is not known."""
-        if self.total is None or not self.rate:
-            return None
-        return max(0.0, (self.total - self.done) / self.rate)
-
-
-@dataclass
-class RankProgress:
-    """How far one rank is.
-
-    Attributes:
-        step: the highest step it has logged, -1 before the first.
-        advanced_at: unix time of its last record.
-        step_seconds: mean time between its steps of late, None while unknown.
-        bars: its open and last progress loops, outermost first.
-    """
-
-    step: int = -1
-    advanced_at: float = 0.0
-    step_seconds: float | None = None
-    samples: int = 0
-    samples_per_second: float | None = None
-    bars: list[Bar] = field(default_factory=list)
-    _steps_seen: list[tuple[float, int]] = field(default_factory=list, repr=False)
-    _samples_seen: list[tuple[float, int]] = field(default_factory=list, repr=False)
-
-    def saw_step(self, step: int, at: float) -> None:
-        self.advanced_at = max(self.advanced_at, at)
-        if step > self.step:
-            self.step = step
-            rate = _rate(self._steps_seen, at, step)
-            self.step_seconds = 1 / rate if rate else self.step_seconds
-
-    def saw_samples(self, samples: int, at: float) -> None:
-        self.advanced_at = max(self.advanced_at, at)
-        self.samples = samples
-        self.samples_per_second = _rate(self._samples_seen, at, samples) or self.samples_per_second
-
-    def saw_bar(self, level: int, desc: str, total: int | None, done: int, at: float) -> None:
-        self.advanced_at = max(self.advanced_at, at)
-        if level < len(self.bars) and self.bars[level].desc == desc:
-            self.bars[level].update(total, done, at)
-            return
-        # Another loop on this level: what was inside the old one is over.
-        self.bars[level:] = [Bar(desc)]
-        self.bars[-1].update(total, done, at)
-
-
-class _RankReader:
-    """The raw bytes of one rank's metrics pipe, back into names and records."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._names: dict[int, str] = {}
-        self._pieces: dict[int, bytes] = {}
-
-    def feed(self, data: bytes) -> npt.NDArray[Any]:
-        data = self._rest + data
-        whole = len(data) // wire.RECORD.size * wire.RECORD.size
-        self._rest = data[whole:]
-        records: npt.NDArray[Any] = np.frombuffer(data, dtype=_RECORD_DTYPE, count=whole // wire.RECORD.size)
-        for i in np.flatnonzero(records["kind"] == wire.KIND_NAME):
-            self._define(data[i * wire.RECORD.size : (i + 1) * wire.RECORD.size])
-        return records
-
-    def name(self, ident: int) -> str:
-        return self._names[ident]
-
-    def _define(self, record: bytes) -> None:
-        _, more, ident, piece = wire.NAME_PIECE.unpack(record)
-        text = self._pieces.pop(ident, b"") + piece
-        if more:
-            self._pieces[ident] = text
-        else:
-            self._names[ident] = text.rstrip(b"\0").decode("utf-8", "replace")
+    version: tuple[int, ...] = ()
+    points: int = 0
+    spread: int = 0
 
 
 class History:
     """The metrics of one run, as columns.
 
     ``history["loss"]`` is the metric's ``Series``: with ``reduce=`` combined over the ranks, else rank
-    0's values (the lowest rank's that logged it). All methods may be called while the run goes on.
+    0's values (the lowest rank's that logged it). Steps that are repeated after a restart take the place
+    of the old ones. All methods may be called while the run goes on.
     """
 
     def __init__(self, world_size: int = 1) -> None:
         self._world_size = world_size
         self._lock = threading.Lock()
-        self._readers: dict[int, _RankReader] = {}
-        self._columns: dict[str, dict[int, _Column]] = {}  # name, rank
-        self._combined: dict[str, _Combined] = {}
+        self._readers: dict[int, RankReader] = {}
+        self._metrics: dict[str, Metric] = {}
+        self._restarts: list[Restart] = []
+        self._over = False
         self.ranks = [RankProgress() for _ in range(world_size)]
 
     # ------------------------------------------------------------------ for the user
@@ -253,22 +76,28 @@ class History:
     def names(self) -> list[str]:
         """The metrics logged so far, in the order of their first appearance."""
         with self._lock:
-            return list(self._columns)
+            return list(self._metrics)
+
+    @property
+    def restarts(self) -> list[Restart]:
+        """How often all ranks have begun again, and where."""
+        with self._lock:
+            return list(self._restarts)
 
     def __getitem__(self, name: str) -> Series:
         """The metric's steps and values. Raises KeyError, naming what there is, for an unknown one."""
         with self._lock:
-            return self._main_column(name).series()
+            return self._metric(name).main.series()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._columns
+        return name in self._metrics
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
     def __len__(self) -> int:
         """The number of metrics."""
-        return len(self._columns)
+        return len(self._metrics)
 
     def __repr__(self) -> str:
         shown = [f"{name}: {len(self[name].steps)} points" for name in self.names]
@@ -277,13 +106,12 @@ class History:
     def by_rank(self, name: str) -> dict[int, Series]:
         """The values that each rank logged under this name."""
         with self._lock:
-            self._main_column(name)
-            return {rank: column.series() for rank, column in sorted(self._columns[name].items())}
+            return {rank: column.series() for rank, column in sorted(self._metric(name).columns.items())}
 
     def latest(self) -> dict[str, float]:
         """The newest value of each metric."""
         with self._lock:
-            newest = {name: self._main_column(name).values for name in self._columns}
+            newest = {name: metric.main.values for name, metric in self._metrics.items()}
             return {name: values[-1] for name, values in newest.items() if values}
 
     def to_pandas(self) -> pd.DataFrame:
@@ -313,8 +141,12 @@ class History:
             writer.writerows([step, *(rows[step].get(name, "") for name in names)] for step in sorted(rows))
 
     def spread(self, name: str) -> Spread:
-        """The lowest and highest value over the ranks; empty when one rank alone logs this metric."""
-        return self.new_spread(name, 0)[0]
+        """The lowest and highest value over the ranks; empty when one rank alone logs this metric.
+
+        A step is in it once every rank that logs this metric has come to it or gone past it.
+        """
+        with self._lock:
+            return self._metric(name).band(over=self._over).spread()
 
     def plot(self) -> Picture:
         """The curves as a picture that shows itself: ``.svg`` is its text, ``.figure()`` one of matplotlib."""
@@ -324,44 +156,41 @@ class History:
 
     # ------------------------------------------------------------------ for a view, which has seen a part already
 
-    def counts(self) -> dict[str, int]:
-        """Of each metric, how many points there are: on every rank and combined."""
+    def changes(self) -> dict[str, int]:
+        """Of each metric, a number that is another one when there is something new."""
         with self._lock:
-            return {
-                name: sum(map(len, columns.values()))
-                + (len(self._combined[name].column) if name in self._combined else 0)
-                for name, columns in self._columns.items()
-            }
+            return {name: metric.changes for name, metric in self._metrics.items()}
 
-    def new_points(self, name: str, start: int, stop: int | None = None) -> tuple[int, Series]:
-        """The points from this one on, and whose they are: a rank's, or -1 when combined over the ranks.
+    def new_points(self, name: str, seen: Seen) -> tuple[Series, Spread, Seen]:
+        """What a view has not seen, of the metric and its band, and what it has seen with that.
 
-        When that differs from the last time, the points counted so far were another rank's.
+        When the version differs from the one before, what the view had does not hold any more (another rank's
+        values count, steps were repeated, a rank has joined the band), and this is all from the beginning.
         """
         with self._lock:
-            origin = -1 if name in self._combined else min(self._columns[name])
-            return origin, self._main_column(name).series(start, stop)
+            metric = self._metric(name)
+            band = metric.band(over=self._over)
+            if metric.version != seen.version:
+                seen = Seen(metric.version)
+            series, spread = metric.main.series(seen.points), band.spread(seen.spread)
+        return series, spread, Seen(seen.version, seen.points + len(series.steps), seen.spread + len(spread.steps))
 
-    def new_spread(self, name: str, start: int, stop: int | None = None) -> tuple[Spread, int]:
-        """The spread from this position on, and the position after it."""
+    def seen_points(self, name: str, seen: Seen) -> tuple[Series, Spread]:
+        """So much of the metric and its band as a view has seen."""
         with self._lock:
-            columns = list(self._columns[name].values())
-            stop = min(map(len, columns)) if stop is None else stop
-            if len(columns) < 2 or stop <= start:
-                return Spread(np.empty(0, np.int64), np.empty(0), np.empty(0)), start
-            parts = [column.series(start, stop) for column in columns]
-        values = np.stack([part.values for part in parts])
-        same = np.logical_and.reduce([part.steps == parts[0].steps for part in parts])
-        return Spread(parts[0].steps[same], values[:, same].min(0), values[:, same].max(0)), stop
+            metric = self._metric(name)
+            return metric.main.series(0, seen.points), metric.band(over=self._over).spread(0, seen.spread)
 
     # ------------------------------------------------------------------ for the run
 
     def feed(self, rank: int, data: bytes) -> None:
         """Take in bytes of that rank's metrics pipe, cut anywhere."""
         with self._lock:
-            reader = self._readers.setdefault(rank, _RankReader())
+            reader = self._readers.setdefault(rank, RankReader())
             records = reader.feed(data)
             metrics = records[records["kind"] == wire.KIND_METRIC]
+            if len(metrics):
+                self._set_restart_step(int(metrics["step"][0]))
             for ident in dict.fromkeys(metrics["id"].tolist()):
                 self._add(rank, reader.name(ident), metrics[metrics["id"] == ident])
             for record in records[records["kind"] > wire.KIND_METRIC]:
@@ -370,28 +199,29 @@ class History:
     def restart(self, reason: str = "") -> None:
         """The ranks begin again, in new processes, after this failure."""
         with self._lock:
+            self._restarts.append(Restart(None, reason))
             self._readers.clear()
             self.ranks[:] = [RankProgress() for _ in self.ranks]
-            for combined in self._combined.values():
-                combined.restart()
+            for metric in self._metrics.values():
+                metric.restart()
 
     def settle(self) -> None:
         """The run is over: nothing more will be fed."""
         with self._lock:
-            for combined in self._combined.values():
-                combined.settle()
+            self._over = True
+            for metric in self._metrics.values():
+                metric.settle()
+
+    def _set_restart_step(self, step: int) -> None:
+        if self._restarts and self._restarts[-1].step is None:
+            self._restarts = [Restart(step if r.step is None else r.step, r.reason) for r in self._restarts]
 
     def _add(self, rank: int, name: str, records: npt.NDArray[Any]) -> None:
-        self._columns.setdefault(name, {}).setdefault(rank, _Column()).extend(records)
-        op = int(records["op"][0])
-        if op != wire.REDUCE_NONE:
-            combined = self._combined.setdefault(name, _Combined(op, self._world_size))
-            for record in records.tolist():
-                _, _, _, weight, step, value, at = record
-                combined.add(rank, step, value, weight, at)
-        progress = self.ranks[rank]
+        if name not in self._metrics:
+            self._metrics[name] = Metric()
+        self._metrics[name].add(rank, records, self._world_size)
         newest = int(records["step"].argmax())
-        progress.saw_step(int(records["step"][newest]), float(records["time"][newest]))
+        self.ranks[rank].saw_step(int(records["step"][newest]), float(records["time"][newest]))
 
     def _add_progress(self, progress: RankProgress, name: str, record: Any) -> None:
         at = float(record["time"])
@@ -401,21 +231,7 @@ class History:
             total = int(record["step"])
             progress.saw_bar(int(record["weight"]), name, None if total < 0 else total, int(record["value"]), at)
 
-    def _main_column(self, name: str) -> _Column:
-        if name in self._combined:
-            return self._combined[name].column
-        if name not in self._columns:
-            raise KeyError(f"no metric {name!r} was logged; there is: {', '.join(self._columns) or 'none'}")
-        by_rank = self._columns[name]
-        return by_rank[min(by_rank)]
-
-
-def _rate(seen: list[tuple[float, int]], at: float, count: int) -> float | None:
-    """Counts per second over the last seconds; ``seen`` is the caller's memory."""
-    seen.append((at, count))
-    while len(seen) > 2 and at - seen[1][0] > _RATE_WINDOW_S:
-        seen.pop(0)
-    while len(seen) > 64:  # thin out, keeping the window's ends
-        del seen[1]
-    elapsed = at - seen[0][0]
-    return (count - seen[0][1]) / elapsed if elapsed > 0 else None
+    def _metric(self, name: str) -> Metric:
+        if name not in self._metrics:
+            raise KeyError(f"no metric {name!r} was logged; there is: {', '.join(self._metrics) or 'none'}")
+        return self._metrics[name]
