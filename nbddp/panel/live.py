@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from nbddp.kernel.history import History, Series, Spread
+from nbddp.kernel.history import History, Seen, Series, Spread
 from nbddp.panel import summary
 from nbddp.panel.picture import Picture
 from nbddp.panel.text import Echo, TextView
@@ -29,10 +29,14 @@ if TYPE_CHECKING:
 _HEAD_S = 1.0  # numbers that have not changed are told again so often, for the page's clock
 _FRAME_POINTS = 400  # per metric and frame; more cannot be seen, and the server drops what is too much
 _SNAPSHOT_POINTS = 24_000  # of all metrics together
+_NAME_CHARS = 120
+_HANG_CHARS = 64 << 10
 _LOG_BYTES = 16 << 10  # per frame, all ranks together
 _LOG_REST = 128 << 10  # per rank, in the last frame
 _LOG_TAIL = 64 << 10  # per rank, for a page that comes late
 _SOON_S = (0.3, 1.0, 2.0, 4.0, 8.0, 16.0)  # to a page that cannot answer: it may have missed the first frames
+
+_NOTHING = Seen()
 
 # A Python client (nbclient, papermill, a terminal console) names its messages session_pid_count
 # (jupyter_client 7) or session_count; JupyterLab, VS Code and Colab name them by a UUID.
@@ -73,11 +77,9 @@ class _Line:
 
     index: int
     name: str
-    origin: int = -2
-    sent: int = 0
-    spread_sent: int = 0
+    seen: Seen = _NOTHING
     stride: float = 0.0
-    seen: int = 0  # points on all ranks when we last looked
+    changes: int = 0  # when we last looked
 
 
 @dataclass
@@ -103,34 +105,31 @@ class Feed:
         self._logs: list[_Log] = []
         self._head: dict[str, Any] = {}
         self._head_at = float("-inf")
-        self._ended = False
+        self._hang: list[str] = []
 
     def frame(self, status: Status) -> tuple[dict[str, Any], bytes] | None:
         """What is new since the last frame; None when nothing is."""
         with self._lock:
             entries, defs, arrays = self._new_points()
             logs = self._new_logs(status)
-            head = self._new_head(status)
-            if not (entries or logs or head):
+            rest = self._new_head(status) | self._new_hang(status)
+            if not (entries or logs or rest):
                 return None
             self._seq += 1
-            content = {"kind": "frame", "seq": self._seq, "defs": defs, "series": entries, "logs": logs}
-            if head:
-                content["head"] = head
+            content = {"kind": "frame", "seq": self._seq, "defs": defs, "series": entries, "logs": logs, **rest}
             return content, _packed(arrays)
 
     def snapshot(self) -> tuple[dict[str, Any], bytes]:
         """All that the frames so far have told, thinned for the screen."""
         with self._lock:
             entries, arrays = [], []
-            each = _SNAPSHOT_POINTS // max(1, len(self._lines))
             for line in self._lines:
-                series, spread = self._told(line, each)
+                series, spread = self._told(line)
                 arrays += [*series, *spread]
                 entries.append(_entry(line, series, spread, fresh=False))
             logs = [[rank, log.tail, True] for rank, log in enumerate(self._logs) if log.tail]
             head = self._head_of(self._source.status())
-            content = {"kind": "snapshot", "seq": self._seq, "head": head, "logs": logs}
+            content = {"kind": "snapshot", "seq": self._seq, "head": head, "logs": logs, "hang": self._hang}
             content |= {"defs": [_definition(line) for line in self._lines], "series": entries}
             return content, _packed(arrays)
 
@@ -138,35 +137,43 @@ class Feed:
 
     def _new_points(self) -> tuple[list[Any], list[Any], list[npt.NDArray[Any]]]:
         entries, defs, arrays = [], [], []
-        history = self._source.history
-        for index, (name, count) in enumerate(history.counts().items()):
+        for index, (name, changes) in enumerate(self._source.history.changes().items()):
             if index == len(self._lines):
                 self._lines.append(_Line(index, name))
                 defs.append(_definition(self._lines[index]))
             line = self._lines[index]
-            if line.seen == count:
+            if line.changes == changes:
                 continue
-            line.seen = count
-            origin, series = history.new_points(name, line.sent)
-            fresh = origin != line.origin
-            if fresh:  # a lower rank has begun to log it: its values are the metric's from now on
-                line.origin, line.sent, line.spread_sent = origin, 0, 0
-                _, series = history.new_points(name, 0)
-            spread, line.spread_sent = history.new_spread(name, line.spread_sent)
-            line.sent += len(series.steps)
-            line.stride = line.stride or summary.stride(series)
-            if len(series.steps) or len(spread.steps):
-                shown, shown_spread = summary.thin(series, _FRAME_POINTS), summary.thin_spread(spread, _FRAME_POINTS)
-                arrays += [*shown, *shown_spread]
-                entries.append(_entry(line, shown, shown_spread, fresh=fresh))
+            line.changes = changes
+            series, spread, fresh = self._news(line)
+            if fresh or len(series.steps) or len(spread.steps):
+                arrays += [*series, *spread]
+                entries.append(_entry(line, series, spread, fresh=fresh))
         return entries, defs, arrays
 
-    def _told(self, line: _Line, points: int) -> tuple[Series, Spread]:
+    def _news(self, line: _Line) -> tuple[Series, Spread, bool]:
+        """What the page has not been told, and whether it takes the place of what it has."""
+        before = line.seen.version
+        series, spread, line.seen = self._source.history.new_points(line.name, line.seen)
+        fresh = line.seen.version != before
+        if fresh:
+            line.stride = 0.0
+        line.stride = line.stride or summary.stride(series)
+        if fresh and before:  # the whole curve anew: as fine as in a snapshot
+            return *self._thinned(series, spread, self._snapshot_points()), fresh
+        return summary.thin(series, _FRAME_POINTS), summary.thin_spread(spread, _FRAME_POINTS), fresh
+
+    def _told(self, line: _Line) -> tuple[Series, Spread]:
         """The points of a metric that frames have told."""
-        history = self._source.history
-        _, series = history.new_points(line.name, 0, line.sent)
-        spread, _ = history.new_spread(line.name, 0, line.spread_sent)
-        return summary.thin(summary.forward(series), points), summary.thin_spread(spread, points // 2)
+        series, spread = self._source.history.seen_points(line.name, line.seen)
+        return self._thinned(series, spread, self._snapshot_points())
+
+    def _snapshot_points(self) -> int:
+        return _SNAPSHOT_POINTS // max(1, len(self._lines))
+
+    def _thinned(self, series: Series, spread: Spread, points: int) -> tuple[Series, Spread]:
+        thin, band = summary.forward(series), summary.forward(spread)
+        return summary.thin(thin, points), summary.thin_spread(band, points // 2)
 
     # ------------------------------------------------------------------ output and numbers
 
@@ -189,18 +196,27 @@ class Feed:
         if same and (status.over or self._clock() - self._head_at < _HEAD_S):
             return {}
         self._head, self._head_at = head, self._clock()
-        return head
+        return {"head": head}
+
+    def _new_hang(self, status: Status) -> dict[str, Any]:
+        """Apart from the head, which is told every second: stacks of many ranks are long."""
+        hang = summary.hang_lines(status, _HANG_CHARS)
+        if hang == self._hang:
+            return {}
+        self._hang = hang
+        return {"hang": hang}
 
     def _head_of(self, status: Status) -> dict[str, Any]:
         history = self._source.history
         rows = summary.rows(status, history, time.time())
         return {
             "state": status.state,
-            "name": status.name,
-            "summary": status.summary,
-            "notice": status.notice,
+            "name": summary.plain(status.name),
+            "summary": summary.plain(status.notice or status.summary),
             "seconds": round(status.seconds, 1),
-            "error": status.error,
+            "error": summary.plain(status.error),
+            "restarted": summary.restart_text(status),
+            "marks": [dataclasses.asdict(mark) for mark in summary.marks(history)],
             "failed_rank": status.failed_rank,
             "blocking": status.blocking,
             **dataclasses.asdict(summary.progress(history, over=status.over)),
@@ -209,7 +225,8 @@ class Feed:
 
 
 def _definition(line: _Line) -> dict[str, Any]:
-    return {"index": line.index, **dataclasses.asdict(summary.describe(line.name))}
+    words = dataclasses.asdict(summary.describe(line.name)) | {"name": summary.plain(line.name)}
+    return {"index": line.index, **{key: text[:_NAME_CHARS] for key, text in words.items()}}
 
 
 def _entry(line: _Line, series: Series, spread: Spread, *, fresh: bool) -> dict[str, Any]:

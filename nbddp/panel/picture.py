@@ -28,11 +28,13 @@ SMOOTHING = 0.85
 LIMIT_BYTES = 110_000  # of the SVG; the notebook's file holds it as base64 and a table beside it
 _SPARSE = 30  # fewer points than this, or a fifth of the densest line's, are dots and not smoothed
 _CHARTS = 12
+_NAMED = 8  # of the families for which there is no chart
 _LINES = 24  # in one chart, at first
 _ROWS = 40  # of the table of metrics
 _NAME_CHARS = 60
 _POINTS = 6_000  # of all lines together, at first
 _LOG_LINES = 12
+_HANG_CHARS = 6_000
 _LINE_CHARS = 300
 _LARGEST = 1e300  # of what is drawn: the difference of two such numbers is a number too
 _APART = 1e-12  # of a number's size; what lies closer together is a flat line
@@ -43,10 +45,13 @@ _COLORS = ("#3b7df0", "#e0661f", "#22994f", "#a457e0", "#1492ac", "#d63f7c", "#b
 _PLACES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "eval": 1, "dev": 1, "test": 2}
 _TEXT = "#7d7d7d"
 _GRID = "#808080"
+_MARK = "#b07a10"
 _STATE_COLORS = {"finished": "#22994f", "failed": "#d9453d", "stopped": "#b07a10"}
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',sans-serif"
 
 _WIDTH, _HEIGHT = 744, 218  # of the whole picture, of one row of charts
+_NOTE = 22  # below the charts
+_MARKS = 20  # restarts, the newest
 _GAP, _LEFT, _TOP, _BOTTOM = 22, 44, 32, 24
 
 
@@ -64,6 +69,27 @@ class _Line:
 class _Family:
     lines: list[_Line]
     undrawn: int
+
+
+@dataclass(frozen=True)
+class _Charts:
+    """All that is drawn.
+
+    Attributes:
+        undrawn: titles of the families for which there is no room.
+    """
+
+    families: list[_Family]
+    undrawn: list[str]
+    marks: list[summary.Mark]
+
+    @property
+    def note(self) -> str:
+        if not self.undrawn:
+            return ""
+        names = ", ".join(title[:_NAME_CHARS] for title in self.undrawn[:_NAMED])
+        rest = f", … and {len(self.undrawn) - _NAMED:,} more" if len(self.undrawn) > _NAMED else ""
+        return f"Not drawn: {names}{rest}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +128,7 @@ class Picture:
         """The charts as an SVG document, readable on light and dark; at most 110 kB."""
         points, lines = _POINTS, _LINES
         while True:
-            text = _draw(families(self._history, points, lines))
+            text = _draw(charts(self._history, points, lines))
             if len(text.encode()) <= LIMIT_BYTES or lines == 1:
                 return text
             # Fewer points first; when each line has its least, fewer lines.
@@ -124,17 +150,19 @@ class Picture:
         """The same charts as a matplotlib figure, ``width`` inches wide. Needs matplotlib."""
         from matplotlib.figure import Figure
 
-        groups = families(self._history, _POINTS)
-        columns = min(2, max(1, len(groups)))
-        rows = max(1, math.ceil(len(groups) / columns))
+        drawn = charts(self._history, _POINTS)
+        columns = min(2, max(1, len(drawn.families)))
+        rows = max(1, math.ceil(len(drawn.families) / columns))
         figure = Figure(figsize=(width, rows * width / columns * 0.62), layout="constrained")
-        for i, family in enumerate(groups):
+        for i, family in enumerate(drawn.families):
             axes = figure.add_subplot(rows, columns, i + 1)
-            _plot(axes, family.lines)
+            _plot(axes, family.lines, drawn.marks)
+        if drawn.note:
+            figure.supxlabel(drawn.note, fontsize="small", parse_math=False)
         return figure
 
     def _html(self) -> str:
-        parts = [*self._heading(), *self._image(), *_metrics_table(self._history), *self._last_output()]
+        parts = [*self._heading(), *self._hang(), *self._image(), *_metrics_table(self._history), *self._last_output()]
         return '<div class="nbddp-picture">' + "".join(parts) + "</div>"
 
     def _heading(self) -> Iterable[str]:
@@ -145,14 +173,25 @@ class Picture:
         yield (
             f'<p><span style="color:{color}"><b>● {escape(status.state.capitalize())}</b></span> &nbsp;'
             f"<b>{escape(plain(status.name[:_LINE_CHARS]))}</b> &nbsp;"
-            f"{escape(plain(status.summary))} · {escape(_clock(status.seconds))}{escape(self._pace())}</p>"
+            f"{escape(' · '.join(self._facts(status)))}</p>"
         )
+        if status.restarts:
+            yield f'<p style="color:{_MARK}">↻ {escape(summary.restart_text(status)[:_LINE_CHARS])}</p>'
         if status.error:
             yield f'<p style="color:{color}"><b>{escape(plain(status.error[:_LINE_CHARS]))}</b></p>'
 
-    def _pace(self) -> str:
+    def _facts(self, status: Status) -> Iterable[str]:
         rate = summary.progress(self._history).throughput
-        return f" · {rate:,.0f} samples/s" if rate else ""
+        pace = f"{rate:,.0f} samples/s" if rate else ""
+        return filter(None, (plain(status.summary), _clock(status.seconds), pace, summary.restart_count(status)))
+
+    def _hang(self) -> Iterable[str]:
+        """Of a run that stood still when it ended: where."""
+        lines = summary.hang_lines(self._status, _HANG_CHARS) if self._status else []
+        if lines:
+            first, *rest = lines
+            yield f'<details open><summary style="color:{_MARK}"><b>{escape(first[:_LINE_CHARS])}</b></summary>'
+            yield f"<pre>{escape(chr(10).join(rest))}</pre></details>"
 
     def _image(self) -> Iterable[str]:
         if any(len(self._history[name].steps) for name in self._history.names):
@@ -208,7 +247,7 @@ def _metrics_table(history: History) -> Iterable[str]:
 # ---------------------------------------------------------------------------- the lines
 
 
-def families(history: History, points: int, lines: int = _LINES) -> list[_Family]:
+def charts(history: History, points: int, lines: int = _LINES) -> _Charts:
     """The metrics that have points, by family, so many to a chart, thinned to so many points together."""
     groups: dict[str, list[summary.Metric]] = {}
     for name in history.names:
@@ -217,7 +256,8 @@ def families(history: History, points: int, lines: int = _LINES) -> list[_Family
             groups.setdefault(metric.family, []).append(metric)
     shown = list(groups.values())[:_CHARTS]
     each = points // max(1, sum(min(lines, len(metrics)) for metrics in shown))
-    return [_Family(_lines(history, m[:lines], max(16, each)), len(m[lines:])) for m in shown]
+    drawn = [_Family(_lines(history, m[:lines], max(16, each)), len(m[lines:])) for m in shown]
+    return _Charts(drawn, [m[0].title for m in list(groups.values())[_CHARTS:]], summary.marks(history))
 
 
 def _lines(history: History, metrics: list[summary.Metric], points: int) -> list[_Line]:
@@ -230,7 +270,7 @@ def _lines(history: History, metrics: list[summary.Metric], points: int) -> list
 
 
 def _line(metric: summary.Metric, color: str, series: Series, spread: Spread, points: int, *, sparse: bool) -> _Line:
-    thin, band = summary.thin(series, points), summary.thin_spread(spread, points // 4)
+    thin, band = summary.thin(series, points), summary.thin_spread(summary.forward(spread), points // 4)
     shown = Series(thin.steps, _drawable(thin.values))
     shown_band = Spread(band.steps, _drawable(band.low), _drawable(band.high))
     return _Line(metric, color, float(series.values[-1]), shown, shown_band, sparse)
@@ -270,23 +310,52 @@ def smooth(series: Series, weight: float = SMOOTHING) -> npt.NDArray[np.float64]
 # ---------------------------------------------------------------------------- SVG
 
 
-def _draw(groups: list[_Family]) -> str:
+def _draw(drawn: _Charts) -> str:
+    groups = drawn.families
     columns = 1 if len(groups) == 1 else 2
-    rows = max(1, math.ceil(len(groups) / columns))
+    height = max(1, math.ceil(len(groups) / columns)) * _HEIGHT
     width = (_WIDTH - _GAP * (columns - 1)) / columns
-    body = "".join(
-        _chart(group, (i % columns) * (width + _GAP), (i // columns) * _HEIGHT, width) for i, group in enumerate(groups)
-    )
+    parts = [
+        _chart(group, drawn.marks, (i % columns) * (width + _GAP), (i // columns) * _HEIGHT, width)
+        for i, group in enumerate(groups)
+    ]
+    if drawn.note:
+        parts.append(f'<text x="0" y="{height + 14}">{escape(_cut(drawn.note, _WIDTH))}</text>')
+        height += _NOTE
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {rows * _HEIGHT}" '
-        f'width="{_WIDTH}" height="{rows * _HEIGHT}" font-family="{_FONT}" font-size="11" fill="{_TEXT}">{body}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+        f'height="{height}" font-family="{_FONT}" font-size="11" fill="{_TEXT}">{"".join(parts)}</svg>'
     )
 
 
-def _chart(family: _Family, x: float, y: float, width: float) -> str:
+def _cut(text: str, width: float) -> str:
+    """To what fits, at this font's size."""
+    most = int(width / 6)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _chart(family: _Family, marks: list[summary.Mark], x: float, y: float, width: float) -> str:
     lines = family.lines
     box = _Box(x + _LEFT, y + _TOP, width - _LEFT - 14, _HEIGHT - _TOP - _BOTTOM, _x_range(lines), _y_range(lines))
-    return _legend(family, x, y + 16, width) + _axes(box) + "".join(_curves(line, box) for line in lines)
+    parts = [_legend(family, x, y + 16, width), _axes(box), *(_curves(line, box) for line in lines)]
+    return "".join([*parts, *_restarts(marks, box)])
+
+
+def _restarts(marks: list[summary.Mark], box: _Box) -> Iterable[str]:
+    """A dashed line where the ranks began again, its words on the side that has room for them."""
+    for mark in _shown_marks(marks, box.x_range):
+        at = float(box.px(np.array([mark.step]))[0])
+        left = at > box.x + box.width * 0.75
+        yield (
+            f'<g stroke="{_MARK}" fill="{_MARK}"><title>{escape(mark.text[:_LINE_CHARS])}</title>'
+            f'<path d="M{at:.1f} {box.y:.0f}v{box.height:.0f}" stroke-dasharray="4 3"/>'
+            f'<text x="{at + (-5 if left else 5):.1f}" y="{box.y + 10:.0f}" stroke="none" '
+            f'text-anchor="{"end" if left else "start"}">{escape(mark.label)}</text></g>'
+        )
+
+
+def _shown_marks(marks: list[summary.Mark], x_range: tuple[float, float]) -> list[summary.Mark]:
+    return [mark for mark in marks if x_range[0] <= mark.step <= x_range[1]][-_MARKS:]
 
 
 def _x_range(lines: list[_Line]) -> tuple[float, float]:
@@ -414,7 +483,7 @@ def _short(value: float) -> str:
 # ---------------------------------------------------------------------------- matplotlib
 
 
-def _plot(axes: Any, lines: list[_Line]) -> None:
+def _plot(axes: Any, lines: list[_Line], marks: list[summary.Mark]) -> None:
     for line in lines:
         steps, values = line.series
         options = {"color": line.color, "label": line.metric.label}
@@ -425,7 +494,12 @@ def _plot(axes: Any, lines: list[_Line]) -> None:
             axes.plot(steps, smooth(line.series), **options)
         if len(line.spread.steps):
             axes.fill_between(line.spread.steps, line.spread.low, line.spread.high, color=line.color, alpha=0.18)
-    axes.set_title(lines[0].metric.title, loc="left")
+    for mark in _shown_marks(marks, _x_range(lines)):
+        axes.axvline(mark.step, color=_MARK, linestyle="--", linewidth=1)
+        place = {"xy": (mark.step, 1), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        axes.annotate(mark.label, xytext=(4, -10), color=_MARK, fontsize="small", **place)
+    axes.set_title(lines[0].metric.title, loc="left", parse_math=False)
     axes.set_xlabel("step")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    for text in axes.legend(frameon=False).get_texts():
+        text.set_parse_math(False)  # a $ in a name is no formula

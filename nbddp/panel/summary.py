@@ -6,6 +6,7 @@ import itertools
 import re
 import statistics
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,7 +21,10 @@ _STAGE = re.compile(r"(train|training|val|valid|validation|test|eval|dev)[_.\-](
 _ROUNDS = re.compile(r"epoch|\brounds?\b", re.IGNORECASE)
 # What XML forbids, what steers a terminal, and what turns a line's direction around.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+_STEPS_UNTOLD_S = 0.3  # a loop tells how far it is a few times a second, log() at once
 _TITLES = {"acc": "Accuracy", "lr": "Learning rate", "ppl": "Perplexity"}
+
+_Columns = TypeVar("_Columns", Series, Spread)
 
 
 def plain(text: str) -> str:
@@ -95,7 +99,7 @@ def progress(history: History, *, over: bool = False) -> Progress:
     if not bars:
         return Progress(step=first.step if first.step >= 0 else None, throughput=throughput)
     if len(bars) == 1 and not counts_rounds(bars[0]):
-        done, total = bars[0].done, bars[0].total
+        done, total = _caught_up(bars[0].done, bars[0], first.step), bars[0].total
         return Progress(
             done, total, _label(bars[0], "Step"), fraction=_share(done, total), left=left, throughput=throughput
         )
@@ -111,6 +115,7 @@ def progress(history: History, *, over: bool = False) -> Progress:
             within = 0.0 if inner.done == inner.total and over else inner.done / inner.total
             step = min(outer.done * inner.total + inner.done, (outer.total or outer.done + 1) * inner.total)
             steps = outer.total * inner.total if outer.total else None
+        step = _caught_up(step, inner, first.step)
     done_rounds = min(outer.done + within, float(outer.total)) if outer.total else 0.0
     return Progress(
         step,
@@ -125,13 +130,19 @@ def progress(history: History, *, over: bool = False) -> Progress:
     )
 
 
+def _caught_up(step: int, bar: Bar, logged: int) -> int:
+    """A loop's step, or what log() has told since, if that counts the same."""
+    ahead = logged - step
+    return logged if 0 < ahead <= 1 + (bar.rate or 0.0) * _STEPS_UNTOLD_S else step
+
+
 def counts_rounds(bar: Bar) -> bool:
     """Are its items epochs, by its name, rather than steps?"""
     return _ROUNDS.search(bar.desc) is not None
 
 
 def _label(bar: Bar, otherwise: str) -> str:
-    return _capital(bar.desc) or otherwise
+    return plain(_capital(bar.desc)) or otherwise
 
 
 def _share(done: float, total: int | None) -> float | None:
@@ -203,17 +214,63 @@ def _note(progress: RankProgress, usual: float | None, furthest: int, now: float
     return ""
 
 
+# ---------------------------------------------------------------------------- restarts, and a run that stands still
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where on the curves the ranks have begun again: "restart 2", and in full with its reason."""
+
+    step: int
+    label: str
+    text: str
+
+
+def marks(history: History) -> list[Mark]:
+    """One per step at which there was a restart; those after which nothing was logged have no place yet."""
+    by_step: dict[int, list[tuple[int, str]]] = {}
+    for number, restart in enumerate(history.restarts, 1):
+        if restart.step is not None:
+            by_step.setdefault(restart.step, []).append((number, plain(restart.reason)))
+    return [_mark(step, found) for step, found in by_step.items()]
+
+
+def _mark(step: int, found: list[tuple[int, str]]) -> Mark:
+    numbers = [str(number) for number, _ in found]
+    label = f"restart {numbers[0]}" if len(numbers) == 1 else f"restarts {numbers[0]} to {numbers[-1]}"
+    return Mark(step, label, "; ".join(f"restart {number}: {reason}" for number, reason in found))
+
+
+def restart_text(status: Status) -> str:
+    """``restarted 1 of 3 after RankDied: rank 2 of 4 was killed by SIGKILL``; "" before the first."""
+    if not status.restarts:
+        return ""
+    return plain(f"restarted {status.restarts:,} of {status.max_restarts:,} after {status.restart_reason}")
+
+
+def restart_count(status: Status) -> str:
+    """``1 restart``, ``2 restarts``; "" without any."""
+    return f"{status.restarts:,} restart{'s' * (status.restarts != 1)}" if status.restarts else ""
+
+
+def hang_lines(status: Status, limit: int) -> list[str]:
+    """What tells of a run that stands still, line by line; the first sums up. Cut after so many characters."""
+    text = status.hang.strip("\n")
+    cut = [*text[:limit].split("\n"), f"… and {len(text) - limit:,} characters more"] if len(text) > limit else None
+    return [plain(line.expandtabs()) for line in cut or text.split("\n")] if text else []
+
+
 # ---------------------------------------------------------------------------- thinning
 
 
-def forward(series: Series) -> Series:
-    """Only points that no later one goes back behind: after a restart the newer curve stands."""
-    steps, values = series
+def forward(columns: _Columns) -> _Columns:
+    """Only points that no later one goes back behind: of steps that begin anew with every epoch, the newest."""
+    steps = columns.steps
     if len(steps) < 2 or bool(np.all(steps[1:] > steps[:-1])):
-        return series
+        return columns
     earliest_after = np.minimum.accumulate(steps[::-1])[::-1]
     kept = np.append(steps[:-1] < earliest_after[1:], True)
-    return Series(steps[kept], values[kept])
+    return type(columns)(*(column[kept] for column in columns))
 
 
 def thin(series: Series, points: int) -> Series:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from nbddp.kernel.history import Bar, History
-from nbddp.panel.summary import counts_rounds, plain, seconds_left
+from nbddp.panel.summary import counts_rounds, hang_lines, plain, restart_count, restart_text, seconds_left
 from nbddp.panel.view import Status
 from nbddp.wire import fold
 
@@ -17,6 +17,7 @@ _METRICS = 8  # in one line
 _NAME_CHARS = 60
 _FEW_ROUNDS = 50  # deserve a line each however fast they are
 _SLOW_ROUND_S = 0.5
+_HANG_CHARS = 16 << 10
 OUTPUT_LIMIT = 512 << 10  # bytes of rank 0's output in one cell; the whole is in run.logs(0)
 
 
@@ -56,7 +57,10 @@ class Echo:
 
 
 class TextView:
-    """Lines of text: one when the state changes, one per finished epoch, else at most one every two seconds."""
+    """Lines of text: when the state changes, on a restart, when nothing moves, and on progress.
+
+    Of progress one per finished epoch, else at most one every two seconds.
+    """
 
     live = False  # another cell's output is no place for it
 
@@ -67,8 +71,12 @@ class TextView:
         self._said = ""
         self._said_at = float("-inf")
         self._epoch = 0
+        self._restarts = 0
+        self._hangs = False
 
     def update(self, status: Status, history: History) -> None:
+        self._say_restart(status)
+        self._say_hang(status)
         if status.state != self._state:
             self._state = status.state
             self._say_state(status, history)
@@ -78,8 +86,21 @@ class TextView:
     def write(self, text: str) -> None:
         self._echo.write(text)
 
+    def _say_restart(self, status: Status) -> None:
+        if status.restarts > self._restarts:
+            self._restarts, self._epoch = status.restarts, 0
+            self._echo.line(f"{status.name}: {restart_text(status)}")
+
+    def _say_hang(self, status: Status) -> None:
+        if status.hang and not self._hangs:
+            for line in hang_lines(status, _HANG_CHARS):
+                self._echo.line(line)
+        self._hangs = bool(status.hang)
+
     def _say_state(self, status: Status, history: History) -> None:
         if status.state == "starting":
+            if status.restarts:
+                return  # that it starts again has been said
             self._echo.line(status.notice or f"{status.name}: {status.summary}")
         elif status.state == "running":
             self._said_at = self._clock()
@@ -117,9 +138,9 @@ def progress_text(history: History) -> list[str]:
 
 
 def end_text(status: Status, history: History) -> str:
-    """``train: finished after 0:38 · 4 processes · nccl · loss 0.412``."""
-    parts = [f"{status.name}: {status.state} after {duration(status.seconds)}", status.summary]
-    return plain(" · ".join(parts + metrics_text(history)))
+    """``train: finished after 0:38 · 4 processes · nccl · 1 restart · loss 0.412``."""
+    parts = [f"{status.name}: {status.state} after {duration(status.seconds)}", status.summary, restart_count(status)]
+    return plain(" · ".join([*filter(None, parts), *metrics_text(history)]))
 
 
 def metrics_text(history: History) -> list[str]:

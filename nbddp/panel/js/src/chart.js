@@ -2,17 +2,18 @@
 
 import uPlot from "uplot";
 import { h, say, show } from "./dom.js";
+import { Marks } from "./marks.js";
 import { extent, join, lowerBound, metric, padded, tick } from "./numbers.js";
 import { faint, places } from "./theme.js";
 
 const HEIGHT_PX = 180;
 const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
 const PER_LINE = 4; // columns of a line in uPlot's table: raw, line, high, low
-const KEYS = 8; // in the legend and in what a screen reader hears; more would push the chart off the screen
+const LINES = 8; // as many as there are colours; the others wait behind a button
 const SPARSE = 30; // fewer points than this, or a fifth of the densest line's, are drawn as dots and not smoothed
 
 export class Chart {
-  /** `panel` gives: weight, log, zoom, colors, key; and takes: onCursor(x), onZoom([from, to] | null). */
+  /** `panel` gives: weight, log, zoom, colors, key, marks; and takes: onCursor(x), onZoom([from, to] | null). */
   constructor(panel, family) {
     this.panel = panel;
     this.series = [];
@@ -24,12 +25,20 @@ export class Chart {
     this.family = family;
     this.cursorX = null;
     this._u = null;
+    this._marks = new Marks();
+    this._all = false;
+    this._waiting = 0; // series that are not drawn
+    this._button = h("button", { type: "button", class: "nbddp-rest" });
+    this._button.addEventListener("click", () => this._toggle());
   }
 
   /** Show these series, as they are now. */
-  update(series) {
-    if (series.length !== this.series.length || series.some((s, i) => s !== this.series[i])) {
+  update(all) {
+    const series = this._all ? all : all.slice(0, LINES);
+    const waiting = all.length - series.length;
+    if (waiting !== this._waiting || series.length !== this.series.length || series.some((s, i) => s !== this.series[i])) {
       this.series = series;
+      this._waiting = waiting;
       this._places = places(series.map((s) => s.label));
       say(this.title, series[0].title);
       this._rebuildLegend();
@@ -139,6 +148,7 @@ export class Chart {
       hooks: {
         setCursor: [(u) => this._moved(u)],
         setSelect: [(u) => this._selected(u)],
+        draw: [(u) => this._marks.draw(u, this.panel.marks)],
       },
     };
   }
@@ -230,18 +240,23 @@ export class Chart {
 
   _rebuildLegend() {
     const alone = this.series.length === 1 && this.series[0].label.toLowerCase() === this.family;
-    const named = this.series.slice(0, KEYS);
-    const rest = this.series.length - named.length;
-    this._values = named.map(() => h("span", { class: "nbddp-value" }));
-    this._dashes = named.map(() => h("i", { class: "nbddp-dash", "aria-hidden": "true" }));
-    this.legend.replaceChildren(
-      ...named.map((s, i) => {
-        const label = h("span", { class: "nbddp-label" }, s.label);
-        show(label, !alone);
-        return h("span", { class: "nbddp-key", title: s.name }, this._dashes[i], label, this._values[i]);
-      }),
-      ...(rest ? [h("span", { class: "nbddp-rest" }, `and ${rest} more`)] : []),
-    );
+    this._values = this.series.map(() => h("span", { class: "nbddp-value" }));
+    this._dashes = this.series.map(() => h("i", { class: "nbddp-dash", "aria-hidden": "true" }));
+    const keys = this.series.map((s, i) => {
+      const label = h("span", { class: "nbddp-label" }, s.label);
+      show(label, !alone);
+      return h("span", { class: "nbddp-key", title: s.name }, this._dashes[i], label, this._values[i]);
+    });
+    this.legend.replaceChildren(...keys);
+    if (this._waiting || this._all) this.legend.append(this._button);
+    this._button.setAttribute("aria-expanded", String(this._all));
+    say(this._button, this._all ? `only ${LINES}` : `and ${this._waiting} more`);
+    this.legend.dataset.all = this._all;
+  }
+
+  _toggle() {
+    this._all = !this._all;
+    this.panel.update();
   }
 
   _recolor() {
@@ -250,9 +265,10 @@ export class Chart {
 
   _sayValues() {
     this._values.forEach((element, i) => say(element, metric(this._at(i, this.cursorX))));
-    const parts = this.series.slice(0, KEYS).map((s, i) => `${s.label} ${metric(this._at(i, this.cursorX))}`);
+    const parts = this.series.slice(0, LINES).map((s, i) => `${s.label} ${metric(this._at(i, this.cursorX))}`);
     const where = this.cursorX === null ? "" : ` at step ${tick(this._stepAt(this.cursorX))}`;
-    this.plot.setAttribute("aria-label", `Chart of ${this.series[0].title}${where}: ${parts.join(", ")}`);
+    const words = `Chart of ${this.series[0].title}${where}: ${parts.join(", ")}${this._marks.words}`;
+    this.plot.setAttribute("aria-label", words);
   }
 }
 

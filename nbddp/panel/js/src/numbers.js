@@ -16,7 +16,7 @@ const LARGEST = 1e300; // of what is drawn: the difference of two such numbers i
 const APART = 1e-12; // of a number's size; what lies closer together is a flat line
 const BLOCK = 64;
 
-/** Points of one line, ascending in x. A point at an x already passed replaces all from there on. */
+/** Points of one line, ascending in x. A point at an x already passed replaces all from there on: a new epoch. */
 export class Column {
   constructor() {
     this.n = 0;
@@ -232,7 +232,8 @@ export function bytes(value, of = value) {
 }
 
 const ESCAPES = /\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])/g; // eslint-disable-line no-control-regex
-const CONTROLS = /[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]/g; // eslint-disable-line no-control-regex
+// What steers a terminal, and what turns a line's direction around.
+const CONTROLS = /[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]/g; // eslint-disable-line no-control-regex
 
 /** Lines of one rank's output, as a terminal would leave them, the oldest dropped. */
 export class Lines {

@@ -5,6 +5,7 @@ import "./panel.css";
 import { Chart } from "./chart.js";
 import { h, say, show } from "./dom.js";
 import { Logs } from "./logs.js";
+import { Notices } from "./notices.js";
 import { count, duration, metric, tick } from "./numbers.js";
 import { Stop } from "./stop.js";
 import { SILENT_S, Store } from "./store.js";
@@ -28,6 +29,7 @@ class Panel {
     this._stop = new Stop(store, () => this.update());
     this._logs = new Logs(store);
     this._table = new RankTable();
+    this._notices = new Notices();
     this._build();
     root.append(this.el);
     this._takeTheme();
@@ -57,6 +59,10 @@ class Panel {
     say(this._step, step === null ? "" : `step ${tick(step)}`);
   }
 
+  get marks() {
+    return this._store.head?.marks ?? [];
+  }
+
   setCursor(x) {
     this._charts.forEach((chart) => chart.setCursor(x));
   }
@@ -79,8 +85,8 @@ class Panel {
     this._more = h("button", { type: "button", class: "nbddp-button", hidden: true });
     this._more.addEventListener("click", () => this._showAll());
     const ranks = h("div", { class: "nbddp-scroll" }, this._table.el);
-    this.el.append(this._header(), this._bar, this._error, this._tiles, this._grid, this._more, this._tools());
-    this.el.append(ranks, this._logs.el);
+    this.el.append(this._header(), this._bar, this._error, ...this._notices.els);
+    this.el.append(this._tiles, this._grid, this._more, this._tools(), ranks, this._logs.el);
   }
 
   _header() {
@@ -182,6 +188,7 @@ class Panel {
     say(this._summary, `${head.summary} · ${duration(this._store.seconds)}`);
     say(this._error, head.error);
     show(this._error, Boolean(head.error));
+    this._notices.update(head.restarted ?? "", this._store.hang);
     this._drawStop(state);
     const { fraction } = head;
     this._bar.dataset.known = fraction !== null;

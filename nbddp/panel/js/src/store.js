@@ -17,6 +17,7 @@ export class Store {
     this.headAt = 0;
     this.series = []; // { name, label, family, title, column, low, high }
     this.logs = new Map();
+    this.hang = []; // lines: what tells of a run that stands still
     this.version = 0; // of the curves
     this._byIndex = new Map();
     this._seq = -1;
@@ -70,7 +71,7 @@ export class Store {
   _take(content, data) {
     if (content.kind === "snapshot") {
       if (content.seq < this._seq) return;
-      this._restart();
+      this._begin();
     } else if (content.kind !== "frame" || content.seq <= this._seq) {
       return;
     }
@@ -90,12 +91,13 @@ export class Store {
   _apply(content, data) {
     this._seq = content.seq;
     this._gapAt = null;
+    if (content.hang) this.hang = content.hang;
     this._define(content.defs ?? []);
     if (content.series?.length) this._append(content.series, numbers(data));
     for (const [rank, text, fresh] of content.logs ?? []) this._log(rank, text, fresh);
   }
 
-  _restart() {
+  _begin() {
     this._byIndex = new Map();
     this.series = [];
     this.logs = new Map();

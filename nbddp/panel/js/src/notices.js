@@ -1,0 +1,34 @@
+// What is said of a run above its curves: that it was restarted, and where it stands still.
+
+import { h, say, show } from "./dom.js";
+
+export class Notices {
+  constructor() {
+    this._restarted = h("p", { class: "nbddp-notice", role: "status", hidden: true });
+    this._first = h("strong");
+    this._stacks = h("pre", { tabindex: 0, "aria-label": "Where each rank is" });
+    this._details = h("details", {}, h("summary", {}, "Where each rank is"), this._stacks);
+    this._close = h("button", { type: "button", class: "nbddp-close", "aria-label": "Close", title: "Close" }, "✕");
+    this._close.addEventListener("click", () => this._dismiss());
+    this._hang = h("div", { class: "nbddp-notice nbddp-hang", role: "status", hidden: true });
+    this._hang.append(this._first, this._close, this._details);
+    this._dismissed = false; // until the run has moved again
+    this.els = [this._restarted, this._hang];
+  }
+
+  update(restarted, hang) {
+    say(this._restarted, restarted);
+    show(this._restarted, Boolean(restarted));
+    if (!hang.length) this._dismissed = false;
+    const [first = "", ...rest] = hang;
+    say(this._first, first);
+    say(this._stacks, rest.join("\n").trim());
+    show(this._details, rest.some((line) => line.trim()));
+    show(this._hang, hang.length > 0 && !this._dismissed);
+  }
+
+  _dismiss() {
+    this._dismissed = true;
+    show(this._hang, false);
+  }
+}
