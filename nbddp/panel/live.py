@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from nbddp.kernel.history import History, Seen, Series, Spread
 from nbddp.panel import summary
 from nbddp.panel.picture import Picture
-from nbddp.panel.text import Echo, TextView
+from nbddp.panel.text import Echo, TextView, end_text
 from nbddp.panel.view import Source, Status, View
 
 if TYPE_CHECKING:
@@ -53,14 +54,27 @@ def shell() -> InteractiveShell | None:
 
 def has_page() -> bool:
     """Is it likely that a page with widgets shows this cell's output?"""
-    current = shell()
-    if current is None:
+    if shell() is None:
         return False
-    kernel: Any = getattr(current, "kernel")  # noqa: B009 (a plain shell has none)
-    parent: dict[str, Any] = kernel.get_parent() if hasattr(kernel, "get_parent") else {}
+    parent = _request()
     # A server extension may execute for JupyterLab, and Colab's messages come by a way of its own.
     by_page = "cellId" in parent.get("metadata", {}) or "google.colab" in sys.modules
     return by_page or not _PYTHON_CLIENT.fullmatch(str(parent.get("header", {}).get("msg_id", "")))
+
+
+def finds_its_picture() -> bool:
+    """Is it JupyterLab or Notebook 7, where a widget's script runs in the same page as any cell's HTML?
+
+    VS Code names its cells by an address; Colab has a frame for each output.
+    """
+    cell = str(_request().get("metadata", {}).get("cellId", ""))
+    return bool(cell) and ":" not in cell and "google.colab" not in sys.modules
+
+
+def _request() -> dict[str, Any]:
+    """The message that the kernel is executing, {} if none."""
+    kernel: Any = getattr(shell(), "kernel", None)
+    return kernel.get_parent() if hasattr(kernel, "get_parent") else {}
 
 
 def kernel_id() -> str:
@@ -294,7 +308,7 @@ class PanelView:
 
     def _update(self, status: Status, history: History) -> None:
         if self._widget is None:
-            self._open(status)
+            self._open(status, history)
         frame = self._feed.frame(status)
         if frame is not None:
             self._send(frame)
@@ -308,17 +322,19 @@ class PanelView:
 
     # ------------------------------------------------------------------ the page
 
-    def _open(self, status: Status) -> None:
+    def _open(self, status: Status, history: History) -> None:
         from IPython.display import display
 
         from nbddp.panel.widget import PanelWidget
 
         self._feed.frame(status)
-        self._widget = PanelWidget(kernel_id(), self._feed.snapshot)
+        place = f"nbddp-{uuid.uuid4().hex}" if self._stays_live and finds_its_picture() else ""
+        self._widget = PanelWidget(kernel_id(), self._feed.snapshot, place)
         self._widget.on_msg(self._hear)
-        bundle = self._widget._repr_mimebundle_()
-        data: dict[str, Any] = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
-        data["text/plain"] = f"{status.name}: {status.summary}"
+        if place:
+            data = Picture(history, status, self._source).bundle(place)
+        else:
+            data = self._widget.bundle() | {"text/plain": end_text(status, history)}
         self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
 
     def _send(self, message: tuple[dict[str, Any], bytes]) -> None:

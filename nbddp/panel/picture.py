@@ -142,9 +142,9 @@ class Picture:
             return f"Picture({self._history!r})"
         return end_text(self._status, self._history)
 
-    def bundle(self) -> dict[str, str]:
-        """What ``display(..., raw=True)`` takes: HTML without script, and plain text."""
-        return {"text/html": self._html(), "text/plain": repr(self)}
+    def bundle(self, name: str = "") -> dict[str, str]:
+        """What ``display(..., raw=True)`` takes: HTML without script, of this class too, and plain text."""
+        return {"text/html": self._html(name), "text/plain": repr(self)}
 
     def figure(self, *, width: float = 9.0) -> Figure:
         """The same charts as a matplotlib figure, ``width`` inches wide. Needs matplotlib."""
@@ -161,9 +161,9 @@ class Picture:
             figure.supxlabel(drawn.note, fontsize="small", parse_math=False)
         return figure
 
-    def _html(self) -> str:
+    def _html(self, name: str) -> str:
         parts = [*self._heading(), *self._hang(), *self._image(), *_metrics_table(self._history), *self._last_output()]
-        return '<div class="nbddp-picture">' + "".join(parts) + "</div>"
+        return f'<div class="{f"nbddp-picture {name}".strip()}">{"".join(parts)}</div>'
 
     def _heading(self) -> Iterable[str]:
         status = self._status

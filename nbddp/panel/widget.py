@@ -24,6 +24,7 @@ class PanelWidget(anywidget.AnyWidget):
         heard: how many messages of the page have arrived; 0 is a front end that cannot reach a busy kernel.
         stopping: the Stop button's message has arrived.
         kernel_id: by which the server knows this kernel, "" when not known.
+        place: class of the element in whose place it is shown; "": as a widget's view.
     """
 
     _esm = (_STATIC / "panel.js").read_text("utf-8")
@@ -32,11 +33,17 @@ class PanelWidget(anywidget.AnyWidget):
     heard = traitlets.Int(0).tag(sync=True)
     stopping = traitlets.Bool(False).tag(sync=True)
     kernel_id = traitlets.Unicode("").tag(sync=True)
+    place = traitlets.Unicode("").tag(sync=True)
 
-    def __init__(self, kernel_id: str, snapshot: Callable[[], tuple[dict[str, Any], bytes]]) -> None:
+    def __init__(self, kernel_id: str, snapshot: Callable[[], tuple[dict[str, Any], bytes]], place: str = "") -> None:
         self._make_snapshot = snapshot
-        super().__init__(kernel_id=kernel_id)
+        super().__init__(kernel_id=kernel_id, place=place)
         self._be_heard_while_busy()
+
+    def bundle(self) -> dict[str, Any]:
+        """What ``display(..., raw=True)`` takes: its view."""
+        bundle = self._repr_mimebundle_()
+        return dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
 
     def take_snapshot(self) -> dict[str, Any]:
         content, data = self._make_snapshot()

@@ -7,6 +7,7 @@ import { h, say, show } from "./dom.js";
 import { Logs } from "./logs.js";
 import { Notices } from "./notices.js";
 import { count, duration, metric, tick } from "./numbers.js";
+import { Place } from "./place.js";
 import { Stop } from "./stop.js";
 import { SILENT_S, Store } from "./store.js";
 import { RankTable } from "./table.js";
@@ -281,7 +282,12 @@ export default () => {
   return {
     initialize({ model }) {
       store = new Store(model);
-      return () => store.dispose();
+      const name = model.get("place");
+      const place = name ? new Place(name, (el) => new Panel(el, store)) : null;
+      return () => {
+        place?.dispose();
+        store.dispose();
+      };
     },
     render({ model, el }) {
       store ??= new Store(model);

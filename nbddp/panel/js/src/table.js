@@ -73,7 +73,7 @@ class Memory {
     this._fill.style.width = `${(share * 100).toFixed(1)}%`;
     this._fill.dataset.full = share > 0.92;
     const own = bytes(used);
-    const text = this._of === "GPU" ? `${part.number} / ${whole.number} ${whole.unit}` : `${own.number} ${own.unit}`;
+    const text = this._of === "GPU" ? `${part.number} / ${whole.number.replace(/\.0$/, "")} ${whole.unit}` : `${own.number} ${own.unit}`;
     say(this._text, text);
     this.el.title = this._of === "GPU" ? "Memory in use on this GPU" : "Memory of this rank's process";
   }
