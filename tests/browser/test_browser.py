@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -297,23 +299,45 @@ def go_dark(page: Page) -> None:
 # ---------------------------------------------------------------------------- what stays
 
 
+def first_loss(rank: int) -> float:
+    """What that rank of TRAIN logs at its first step."""
+    return 2.4 * math.exp(-1 / 160) + 0.2 + random.Random(rank).gauss(0, 0.06)
+
+
 def test_a_reload_loses_nothing(notebook: Notebook) -> None:
-    notebook.open("run = nbddp.run(train, (1, 100_000), nprocs=2, device='cpu', wait=False)", "nbddp.last_run().show()")
+    steps = "print(nbddp.last_run().stop(), list(map(int, set(np.diff(nbddp.last_run().history['train/loss'].steps)))))"
+    notebook.open(
+        "run = nbddp.run(train, (50, 1000, 0.005), nprocs=2, device='cpu', wait=False)",
+        "nbddp.last_run().show()",
+        "import numpy as np; " + steps,
+    )
     notebook.run_to_end(1)
     expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
-    time.sleep(1)
+    notebook.panel.locator("details.nbddp-logs summary").click()
+    expect(notebook.panel.get_by_role("tabpanel")).to_contain_text("epoch 0 on rank 0", timeout=30_000)
+    before = number(notebook.tile("Step"))
+    notebook.page.keyboard.press("Control+s")
+    wait_until(lambda: "widget-view" in (notebook.lab.notebooks / "test.ipynb").read_text())
     notebook.page.goto("about:blank")
     notebook.lab.open(notebook.page, "test.ipynb")
+    expect(notebook.output(1).locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
     notebook.run_to_end(2)
-    expect(notebook.panel.last.locator("canvas")).to_have_count(2, timeout=30_000)
-    panel = notebook.panel.last
-    points = notebook.page.evaluate("() => document.querySelectorAll('.nbddp canvas').length")
-    assert points >= 2
-    expect(panel.locator(".nbddp-plot").first).to_have_attribute("aria-label", re.compile("Chart of Loss: train"))
-    assert number(panel.locator(".nbddp-tiles b").first.inner_text()) > 50
-    expect(panel.locator("tbody tr")).to_have_count(2)
-    panel.get_by_role("button", name="Stop").click()
-    expect(notebook.page.locator(".nbddp-picture").last).to_contain_text("Stopped", timeout=10_000)
+    for panel in (notebook.output(1).locator(".nbddp"), notebook.output(2).locator(".nbddp")):
+        expect(panel.locator("canvas")).to_have_count(2, timeout=30_000)
+        assert number(panel.locator(".nbddp-tiles b").first.inner_text()) >= before
+        plot = panel.locator(".nbddp-plot").first
+        plot.focus()
+        for _ in range(11):
+            notebook.page.keyboard.press("PageUp")
+        label = plot.get_attribute("aria-label")
+        assert f"Chart of Loss at step 1: train {first_loss(0):.4f}" in label, "the first step ever logged"
+        panel.locator("details.nbddp-logs summary").click()
+        expect(panel.get_by_role("tabpanel")).to_contain_text("epoch 0 on rank 0")
+        expect(panel.locator("tbody tr")).to_have_count(2)
+    notebook.run_to_end(3)
+    expect(notebook.output(3)).to_have_text("None [1]")
+    for cell in (1, 2):
+        expect(notebook.output(cell).locator(".nbddp-picture")).to_contain_text("Stopped", timeout=10_000)
 
 
 def test_the_saved_notebook_shows_the_picture_without_a_kernel(notebook: Notebook, page: Page) -> None:
@@ -341,9 +365,208 @@ def test_the_saved_notebook_shows_the_picture_without_a_kernel(notebook: Noteboo
     assert "data:image/svg+xml;base64," in html
 
 
+def test_show_of_a_run_that_is_over_is_the_panel_and_in_the_file_the_picture(notebook: Notebook, page: Page) -> None:
+    notebook.open("run = nbddp.run(train, (2, 100), nprocs=2, device='cpu', show=False)", "run.show()")
+    notebook.run_to_end(1)
+    notebook.run_to_end(2)
+    output = notebook.output(2)
+    expect(output.locator(".nbddp canvas")).to_have_count(2)
+    expect(output.locator(".nbddp-picture")).to_be_hidden()
+    page.keyboard.press("Control+s")
+    path = notebook.lab.notebooks / "test.ipynb"
+    wait_until(lambda: "nbddp-picture" in path.read_text())
+    page.goto("about:blank")
+    notebook.lab.open(page, "test.ipynb")
+    expect(output.locator(".nbddp canvas")).to_have_count(2, timeout=30_000)
+    page.goto("about:blank")
+    notebook.lab.end_kernels()
+    notebook.lab.open(page, "test.ipynb")
+    expect(page.locator(".nbddp-picture img")).to_be_visible()
+    expect(page.locator(".nbddp")).to_have_count(0)
+    expect(page.locator(".jp-OutputArea", has_text="Error displaying widget")).to_have_count(0)
+    assert "data:image/svg+xml;base64," in _nbconvert(path)
+
+
+def test_a_panel_in_a_pictures_place_goes_with_its_output(notebook: Notebook) -> None:
+    notebook.open("run = nbddp.run(train, (1, 50), nprocs=2, device='cpu', show=False); run.show()", "1")
+    notebook.run_to_end(1)
+    expect(notebook.panel.locator("canvas")).to_have_count(2)
+    notebook.page.locator('.lm-MenuBar-itemLabel:text-is("Edit")').click()
+    notebook.page.locator('.lm-Menu-itemLabel:text-is("Clear Outputs of All Cells")').click()
+    expect(notebook.panel).to_have_count(0)
+    notebook.run_to_end(1)
+    expect(notebook.panel).to_have_count(1)
+    expect(notebook.panel.locator("canvas")).to_have_count(2)
+    assert not notebook.problems
+
+
 def _nbconvert(path: Path) -> str:
     command = [sys.executable, "-m", "jupyter", "nbconvert", "--to", "html", "--stdout", str(path)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+# ---------------------------------------------------------------------------- runs that need no processes
+
+FAKES = f"""
+import dataclasses, sys, time
+sys.path.insert(0, {str(Path(__file__).parents[1] / "panel")!r})
+from test_panel import FakeRun, Rank, status
+from nbddp.kernel.history import History
+from nbddp.panel.live import PanelView
+
+def show(run, **more):
+    view = PanelView(run, echo=False, **more)
+    view.update(run.now, run.history)
+    return view
+
+def tell(view, run, **more):
+    run.now = dataclasses.replace(run.now, **more)
+    view.update(run.now, run.history)
+
+run = FakeRun(History(2), status("running", ranks=2, max_restarts=3))
+for rank in range(2):
+    for name in ("train/loss", "train/acc"):
+        Rank(run.history, rank).log(name, range(600), [s / 600 + rank for s in range(600)], at=time.time())
+"""
+RESTART = """
+reason = "RankDied: rank 1 of 2 was killed by SIGKILL"
+run.history.restart(reason)
+for rank in range(2):
+    for name in ("train/loss", "train/acc"):
+        Rank(run.history, rank).log(name, range(450, 500), [5.0] * 50, at=time.time())
+tell(view, run, restarts=1, restart_reason=reason)
+"""
+
+
+def test_a_restart_is_marked_on_the_curves_and_told(notebook: Notebook) -> None:
+    notebook.open(
+        FAKES, "view = show(run)", RESTART, "tell(view, run, state='failed', error='rank 1 of 2 failed', failed_rank=1)"
+    )
+    panel = notebook.panel
+    notebook.run_to_end(1)
+    notebook.run_to_end(2)
+    expect(panel.locator("canvas")).to_have_count(2)
+    expect(panel.locator(".nbddp-mark")).to_have_count(0)
+    expect(panel.locator(".nbddp-notice")).to_have_count(2)
+    expect(panel.locator(".nbddp-notice").first).to_be_hidden()
+    notebook.run_to_end(3)
+    told = "restarted 1 of 3 after RankDied: rank 1 of 2 was killed by SIGKILL"
+    expect(panel.get_by_role("status").filter(has_text="restarted")).to_have_text(told)
+    expect(panel.locator(".nbddp-mark")).to_have_count(2)
+    words = panel.locator(".nbddp-mark span").first
+    expect(words).to_have_text("restart 1")
+    expect(words).to_have_attribute("title", "restart 1: RankDied: rank 1 of 2 was killed by SIGKILL")
+    expect(panel.locator(".nbddp-plot").first).to_have_attribute("aria-label", re.compile("restart 1 at step 450$"))
+    over, mark = panel.locator(".u-over").first.bounding_box(), panel.locator(".nbddp-mark").first.bounding_box()
+    assert mark["x"] == pytest.approx(over["x"] + over["width"] * 450 / 499, abs=2), "the repeated steps are gone"
+    notebook.run_to_end(4)
+    picture = notebook.output(2).locator(".nbddp-picture")
+    expect(picture).to_contain_text("1 restart")
+    expect(picture).to_contain_text(told)
+
+
+def test_a_run_that_stands_still_says_where(notebook: Notebook) -> None:
+    hang = "rank 1 finished the loop at step 120; rank 0 waits\\n\\nrank 0 is here:\\n  File <b>x</b>, line 14"
+    tells = [f"tell(view, run, hang={text!r})".replace("\\\\", "\\") for text in (hang, hang + " now", "", hang)]
+    notebook.open(FAKES, "view = show(run)", *tells)
+    for cell in (1, 2, 3):
+        notebook.run_to_end(cell)
+    notice = notebook.panel.get_by_role("status").filter(has_text="rank 1 finished")
+    expect(notice.locator("strong")).to_have_text("rank 1 finished the loop at step 120; rank 0 waits")
+    expect(notice.locator("pre")).to_be_hidden()
+    notice.locator("summary").click()
+    expect(notice.locator("pre")).to_have_text("rank 0 is here:\n  File <b>x</b>, line 14")
+    ARTEFACTS.mkdir(exist_ok=True)
+    notebook.panel.screenshot(path=ARTEFACTS / "stands-still.png")
+    notice.get_by_role("button", name="Close").click()
+    expect(notice).to_be_hidden()
+    notebook.run_to_end(4)
+    notebook.page.wait_for_timeout(300)
+    expect(notice).to_be_hidden()
+    notebook.run_to_end(5)
+    notebook.run_to_end(6)
+    expect(notice).to_be_visible()
+
+
+NASTY = """
+evil = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>\\"'><svg onload=window.hit=1>"
+evil += chr(0x202e) + chr(27)
+texts = dict(name=evil, summary=evil, notice="", error=evil, restart_reason=evil, hang=evil + chr(10) + evil)
+bad = FakeRun(History(2), status("failed", ranks=2, failed_rank=1, restarts=1, max_restarts=1, **texts))
+bad.now = dataclasses.replace(bad.now, ranks=tuple(dataclasses.replace(r, device=evil) for r in bad.now.ranks))
+bad.printed = {0: evil + chr(10), 1: evil + chr(10)}
+for n in range(2):
+    rank = Rank(bad.history, n)
+    for name in (evil, "val/" + evil, evil + "/loss"):
+        rank.log(name, range(40), [float(s) for s in range(40)])
+    rank.bar(0, evil, 5, 2)
+bad.history.restart(evil)
+Rank(bad.history).log(evil, [20], [1.0])
+Rank(bad.history).bar(0, evil, 5, 2)
+"""
+
+
+def test_no_text_becomes_an_element_or_runs(notebook: Notebook) -> None:
+    page = notebook.page
+    dialogs: list[str] = []
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    notebook.open(FAKES, NASTY, "show(bad, stays_live=True)", "show(bad)")
+    for cell in (1, 2, 3, 4):
+        notebook.run_to_end(cell)
+    panel = notebook.output(3).locator(".nbddp")
+    expect(panel.locator("canvas").first).to_be_visible()
+    panel.locator(".nbddp-hang summary").click()
+    for rank in ("Rank 0", "Rank 1"):
+        panel.get_by_role("tab", name=rank).click()
+    panel.get_by_role("searchbox").fill("<img")
+    panel.locator(".nbddp-plot").first.focus()
+    page.keyboard.press("PageUp")
+    panel.locator(".nbddp-mark span").first.hover()
+    picture = notebook.output(4).locator(".nbddp-picture")
+    expect(picture).to_contain_text("onerror")
+    page.wait_for_timeout(500)
+    assert page.evaluate("window.hit") is None
+    assert not dialogs
+    assert panel.locator("img, script, svg, iframe, object, a").count() == 0
+    assert picture.locator("script, svg, iframe, object, a, img:not([src^='data:image/svg+xml;base64,'])").count() == 0
+    for shown in (panel, picture):
+        attributes = shown.evaluate("e => [...e.querySelectorAll('*')].flatMap(n => n.getAttributeNames())")
+        assert not [name for name in attributes if name.startswith("on")]
+        assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", shown.inner_text())
+        assert "<script>window.hit=1</script>" in shown.inner_text(), "text stays text"
+
+
+def test_a_front_end_where_stop_cannot_work_names_the_way_that_does(notebook: Notebook) -> None:
+    deaf = "view._widget.on_msg(view._hear, remove=True)"
+    one = f"view = show(run); {deaf}; view._widget.heard = 0"
+    notebook.open(FAKES, one, f"{one}; view._widget.kernel_id = ''")
+    notebook.page.route("**/interrupt", lambda route: route.fulfill(status=403))
+    notebook.run_to_end(1)
+    notebook.run_to_end(2)
+    panel = notebook.output(2).locator(".nbddp")
+    button = panel.get_by_role("button", name="Stop")
+    expect(button).to_be_enabled()
+    button.click()
+    expect(panel.locator(".nbddp-hint")).to_have_text("use ■ in the toolbar", timeout=4000)
+    expect(button).to_be_enabled()
+    notebook.run_to_end(3)
+    panel = notebook.output(3).locator(".nbddp")
+    expect(panel.locator(".nbddp-hint")).to_have_text("to stop, use ■ in the toolbar", timeout=4000)
+    expect(panel.locator(".nbddp-stop")).to_be_hidden()
+
+
+def test_nothing_moves_for_who_asked_for_less_motion(notebook: Notebook) -> None:
+    notebook.open(FAKES, "view = show(run)")
+    notebook.run_to_end(1)
+    notebook.run_to_end(2)
+    expect(notebook.panel.locator("canvas")).to_have_count(2)
+    moving = """() => [...document.querySelectorAll('.nbddp, .nbddp *')].filter(e => {
+        const style = getComputedStyle(e);
+        return style.animationName !== 'none' || style.transitionDuration !== '0s';
+    }).length"""
+    assert notebook.page.evaluate(moving) > 0
+    notebook.page.emulate_media(reduced_motion="reduce")
+    assert notebook.page.evaluate(moving) == 0
 
 
 # ---------------------------------------------------------------------------- the look and the hands
@@ -356,7 +579,12 @@ def test_sixty_lines_do_not_push_their_chart_off_the_screen(notebook: Notebook) 
     expect(panel.locator("canvas")).to_have_count(4)
     page.evaluate("document.querySelector('.nbddp').parentElement.style.cssText = 'flex:none;width:330px'")
     page.wait_for_timeout(400)
-    expect(panel.locator(".nbddp-rest")).to_have_text("and 52 more")
+    rest = panel.locator(".nbddp-rest")
+    expect(rest).to_have_text("and 52 more")
+    expect(panel.locator(".nbddp-key", has_text="layer")).to_have_count(8)
+    rest.click()
+    expect(rest).to_have_text("only 8")
+    expect(panel.locator(".nbddp-key", has_text="layer")).to_have_count(60)
     for caption in panel.locator("figcaption").all():
         assert caption.bounding_box()["height"] < 180
     panel.get_by_role("button", name="Log scale").click()

@@ -139,7 +139,8 @@ test("a progress bar's carriage returns leave its last state", () => {
 test("colours and control characters are dropped, text stays text", () => {
   const lines = new Lines();
   lines.append("\x1b[31mred\x1b[0m \x07<b>bold</b>\t1\n");
-  assert.deepEqual(lines.all(), ["red <b>bold</b>\t1"]);
+  lines.append("a\u202egnp.exe\u2066 \x9b2J עברית\n");
+  assert.deepEqual(lines.all(), ["red <b>bold</b>\t1", "agnp.exe 2J עברית"]);
 });
 
 test("memory of output is bounded, and says what it dropped", () => {

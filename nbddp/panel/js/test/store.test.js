@@ -122,3 +122,24 @@ test("logs append, and start anew when they do not follow on", (t) => {
   model.receive({ kind: "frame", seq: 2, logs: [[1, "z\n", true]] });
   assert.deepEqual(store.logs.get(1).all(), ["z"]);
 });
+
+test("what tells of a run that stands still is kept until there is nothing to tell", (t) => {
+  const model = new Model();
+  const store = stored(t, model);
+  model.receive({ kind: "frame", seq: 0, head: HEAD, hang: ["rank 1 waits", "stack"] });
+  model.receive({ kind: "frame", seq: 1, head: HEAD });
+  assert.deepEqual(store.hang, ["rank 1 waits", "stack"]);
+  model.receive({ kind: "snapshot", seq: 1, head: HEAD, hang: ["rank 1 waits"] });
+  assert.deepEqual(store.hang, ["rank 1 waits"]);
+  model.receive({ kind: "frame", seq: 2, hang: [] });
+  assert.deepEqual(store.hang, []);
+});
+
+test("a curve told anew after a restart takes the old one's place", (t) => {
+  const model = new Model();
+  const store = stored(t, model);
+  model.receive({ kind: "frame", seq: 0, head: HEAD, defs: [DEF], series: points(3, { spread: 3 }) }, [0, 1, 2, 5, 6, 7, 0, 1, 2, 1, 1, 1, 9, 9, 9]);
+  model.receive({ kind: "frame", seq: 1, series: points(2, { spread: 0, fresh: true }) }, [0, 1, 5, 8]);
+  const { column, low } = store.series[0];
+  assert.deepEqual([Array.from(column.y.subarray(0, column.n)), low.n], [[5, 8], 0]);
+});

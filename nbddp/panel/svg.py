@@ -1,0 +1,171 @@
+"""Kernel side. Charts as an SVG document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nbddp.panel import summary
+from nbddp.panel.curves import MARK_COLOR, Charts, Family, Line, shown_marks, smooth, ticks, x_range, y_range
+
+_TEXT = "#7d7d7d"
+_GRID = "#808080"
+_FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',sans-serif"
+_LINE_CHARS = 300
+
+WIDTH, _HEIGHT = 744, 218  # of the whole picture, of one row of charts
+_NOTE = 22  # below the charts
+_GAP, _LEFT, _TOP, _BOTTOM = 22, 44, 32, 24
+
+
+@dataclass(frozen=True)
+class _Box:
+    """Where a chart's data lie in the picture, and which part of the data it shows."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+
+    def px(self, steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        low, high = self.x_range
+        return self.x + (steps - low) / (high - low) * self.width
+
+    def py(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        low, high = self.y_range
+        return self.y + self.height - (values - low) / (high - low) * self.height
+
+
+def draw(drawn: Charts) -> str:
+    groups = drawn.families
+    columns = 1 if len(groups) == 1 else 2
+    height = max(1, math.ceil(len(groups) / columns)) * _HEIGHT
+    width = (WIDTH - _GAP * (columns - 1)) / columns
+    parts = [
+        _chart(group, drawn.marks, (i % columns) * (width + _GAP), (i // columns) * _HEIGHT, width)
+        for i, group in enumerate(groups)
+    ]
+    if drawn.note:
+        parts.append(f'<text x="0" y="{height + 14}">{escape(_cut(drawn.note, WIDTH))}</text>')
+        height += _NOTE
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" font-family="{_FONT}" font-size="11" fill="{_TEXT}">{"".join(parts)}</svg>'
+    )
+
+
+def _cut(text: str, width: float) -> str:
+    """To what fits, at this font's size."""
+    most = int(width / 6)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _chart(family: Family, marks: list[summary.Mark], x: float, y: float, width: float) -> str:
+    lines = family.lines
+    box = _Box(x + _LEFT, y + _TOP, width - _LEFT - 14, _HEIGHT - _TOP - _BOTTOM, x_range(lines), y_range(lines))
+    parts = [_legend(family, x, y + 16, width), _axes(box), *(_curves(line, box) for line in lines)]
+    return "".join([*parts, *_restarts(marks, box)])
+
+
+def _restarts(marks: list[summary.Mark], box: _Box) -> Iterable[str]:
+    """A dashed line where the ranks began again, its words on the side that has room for them."""
+    for mark in shown_marks(marks, box.x_range):
+        at = float(box.px(np.array([mark.step]))[0])
+        left = at > box.x + box.width * 0.75
+        yield (
+            f'<g stroke="{MARK_COLOR}" fill="{MARK_COLOR}"><title>{escape(mark.text[:_LINE_CHARS])}</title>'
+            f'<path d="M{at:.1f} {box.y:.0f}v{box.height:.0f}" stroke-dasharray="4 3"/>'
+            f'<text x="{at + (-5 if left else 5):.1f}" y="{box.y + 10:.0f}" stroke="none" '
+            f'text-anchor="{"end" if left else "start"}">{escape(mark.label)}</text></g>'
+        )
+
+
+def _legend(family: Family, x: float, y: float, width: float) -> str:
+    lines = family.lines
+    title = lines[0].metric.title[:28]
+    parts = [f'<text x="{x:.0f}" y="{y:.0f}" font-size="13" font-weight="700">{escape(title)}</text>']
+    if family.undrawn:
+        parts.append(f'<text x="{x + width:.0f}" y="{y:.0f}" text-anchor="end">and {family.undrawn:,} more</text>')
+        width -= 100
+    at = x + 14 + 7.4 * len(title)
+    for line in lines:
+        alone = len(lines) == 1 and line.metric.label.lower() == line.metric.family
+        label = f"{'' if alone else line.metric.label[:24] + ' '}{_short(line.last)}"
+        if at + 20 + 6.2 * len(label) > x + width:
+            break
+        parts.append(f'<path d="M{at:.0f} {y - 4:.0f}h12" stroke="{line.color}" stroke-width="2"/>')
+        parts.append(f'<text x="{at + 17:.0f}" y="{y:.0f}" font-size="12">{escape(label)}</text>')
+        at += 32 + 6.2 * len(label)
+    return "".join(parts)
+
+
+def _axes(box: _Box) -> str:
+    bottom = box.y + box.height
+    parts = [f'<g stroke="{_GRID}" stroke-opacity=".28" stroke-width="1">']
+    y_ticks, x_ticks = ticks(*box.y_range, 5), ticks(*box.x_range, 5)
+    ys, xs = box.py(np.array(y_ticks)).tolist(), box.px(np.array(x_ticks)).tolist()
+    parts += [f'<path d="M{box.x:.0f} {y:.1f}h{box.width:.0f}"/>' for y in ys]
+    parts += [f'<path d="M{x:.1f} {box.y:.0f}v{box.height:.0f}"/>' for x in xs]
+    parts.append("</g>")
+    parts += [
+        f'<text x="{box.x - 6:.0f}" y="{y + 4:.1f}" text-anchor="end">{_short(t)}</text>' for t, y in zip(y_ticks, ys)
+    ]
+    parts += [
+        f'<text x="{x:.1f}" y="{bottom + 16:.0f}" text-anchor="middle">{_short(t)}</text>' for t, x in zip(x_ticks, xs)
+    ]
+    return "".join(parts)
+
+
+def _curves(line: Line, box: _Box) -> str:
+    x, y = box.px(line.series.steps), box.py(line.series.values)
+    parts = [_band(line, box)]
+    if line.sparse:
+        parts.append(_polyline(x, y, line.color, 2.0, 1.0))
+        shown = np.isfinite(y)
+        parts += [
+            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{line.color}"/>'
+            for a, b in zip(x[shown].tolist(), y[shown].tolist())
+        ]
+    else:
+        parts.append(_polyline(x, y, line.color, 1.0, 0.35))
+        parts.append(_polyline(x, box.py(smooth(line.series)), line.color, 2.0, 1.0))
+    return "".join(parts)
+
+
+def _band(line: Line, box: _Box) -> str:
+    if not len(line.spread.steps):
+        return ""
+    x = box.px(line.spread.steps)
+    edge = np.concatenate([x, x[::-1]])
+    ys = np.concatenate([box.py(line.spread.high), box.py(line.spread.low)[::-1]])
+    return f'<path d="{_path(edge, ys)}Z" fill="{line.color}" fill-opacity=".18"/>'
+
+
+def _polyline(x: npt.NDArray[Any], y: npt.NDArray[Any], color: str, width: float, opacity: float) -> str:
+    return (
+        f'<path d="{_path(x, y)}" fill="none" stroke="{color}" stroke-width="{width:g}" '
+        f'stroke-opacity="{opacity:g}" stroke-linejoin="round"/>'
+    )
+
+
+def _path(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> str:
+    parts, pen = [], "M"
+    for a, b in zip(x.tolist(), y.tolist()):
+        if math.isfinite(b):
+            parts.append(f"{pen}{a:.1f} {b:.1f}")
+            pen = "L"
+    return "".join(parts)
+
+
+def _short(value: float) -> str:
+    if math.isfinite(value) and 1e4 <= abs(value) < 1e7:
+        return f"{value / 1e3:.4g}k" if abs(value) < 1e6 else f"{value / 1e6:.4g}M"
+    return f"{value:.4g}".replace("e+0", "e").replace("e-0", "e-")
