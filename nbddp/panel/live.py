@@ -296,6 +296,7 @@ class PanelView:
         self._stays_live = stays_live
         self._widget: PanelWidget | None = None
         self._handle: Any = None
+        self._pages: set[str] = set()
         self._left = False
         self._lock = threading.Lock()
         self._began = time.monotonic()
@@ -350,6 +351,7 @@ class PanelView:
             self._source.stop()
             self._widget.stopping = True
         elif content.get("kind") == "hello":
+            self._pages.add(str(content.get("page")))
             self._send(self._feed.snapshot())
 
     def _repeat_for_the_deaf(self) -> None:
@@ -367,4 +369,6 @@ class PanelView:
         if self._echo is not None:
             self._echo.finish()
         self._handle.update(Picture(history, status, self._source).bundle(), raw=True)
-        self._widget.leave()
+        # A page that was reloaded does not know this cell's display any more, and keeps the panel.
+        if len(self._pages) < 2:
+            self._widget.leave()

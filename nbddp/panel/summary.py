@@ -190,7 +190,7 @@ def _row(rank: RankStatus, progress: RankProgress, usual: float | None, furthest
     note = _note(progress, usual, furthest, now) if rank.state == "running" else ""
     return Row(
         rank=rank.rank,
-        device=rank.device,
+        device=plain(rank.device),
         state=rank.state,
         note=note,
         step=progress.step if progress.step >= 0 else None,

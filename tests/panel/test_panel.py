@@ -15,77 +15,23 @@ import subprocess
 import sys
 import threading
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fakes import FakeRun, Rank, status
 
-from nbddp import wire
 from nbddp.kernel.history import History, Series
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.panel import live, summary
+from nbddp.panel.curves import charts, ticks
 from nbddp.panel.live import Feed
-from nbddp.panel.picture import Picture, charts, ticks
+from nbddp.panel.picture import Picture
 from nbddp.panel.text import TextView
-from nbddp.panel.view import RankStatus, Status
 
 JS = Path(live.__file__).parent / "js"
 NASTY = "<img src=x onerror=alert(1)>&\"'</table><script>alert(2)</script>"
-
-
-class Rank:
-    """One rank's side of a history."""
-
-    def __init__(self, history: History, rank: int = 0) -> None:
-        self._history, self._rank, self._ids = history, rank, {}
-
-    def log(self, name: str, steps: Iterable[int], values: Iterable[float], op: int = 0, at: float = 1.0) -> None:
-        pack, ident = wire.RECORD.pack, self._id(name)
-        records = [pack(wire.KIND_METRIC, op, ident, 1.0, s, v, at) for s, v in zip(steps, values)]
-        self._history.feed(self._rank, b"".join(records))
-
-    def bar(self, level: int, desc: str, total: int, done: int, at: float = 1.0) -> None:
-        ident = self._id(desc)
-        self._history.feed(self._rank, wire.RECORD.pack(wire.KIND_PROGRESS, 0, ident, level, total, done, at))
-
-    def _id(self, name: str) -> int:
-        if name not in self._ids:
-            self._ids[name] = len(self._ids)
-            data = name.encode()
-            pieces = [data[i : i + 24] for i in range(0, len(data), 24)]
-            for i, piece in enumerate(pieces):
-                more = int(i + 1 < len(pieces))
-                record = wire.NAME_PIECE.pack(wire.KIND_NAME, more, self._ids[name], piece)
-                self._history.feed(self._rank, record)
-        return self._ids[name]
-
-
-@dataclasses.dataclass
-class FakeRun:
-    """A run as a view sees it, without processes."""
-
-    history: History = dataclasses.field(default_factory=History)
-    now: Status = dataclasses.field(default_factory=lambda: status("running"))
-    printed: dict[int, str] = dataclasses.field(default_factory=dict)
-    stops: int = 0
-
-    def status(self) -> Status:
-        return self.now
-
-    def output(self, rank: int, position: int, limit: int) -> tuple[str, int, bool]:
-        text = self.printed.get(rank, "")[position : position + limit]
-        return text, position + len(text), True
-
-    def stop(self) -> None:
-        self.stops += 1
-
-
-def status(state: str, ranks: int = 1, **more: Any) -> Status:
-    rows = tuple(RankStatus(rank, "cpu", state) for rank in range(ranks))
-    options: dict[str, Any] = {"name": "train", "summary": "1 process · gloo", "notice": "", "seconds": 38.2}
-    return Status(state=state, ranks=rows, **(options | more))
 
 
 def points(message: tuple[dict[str, Any], bytes]) -> dict[str, tuple[list[float], list[float]]]:

@@ -2,7 +2,7 @@
 
 import uPlot from "uplot";
 import { h, say, show } from "./dom.js";
-import { Marks } from "./marks.js";
+import { Marks, words } from "./marks.js";
 import { extent, join, lowerBound, metric, padded, tick } from "./numbers.js";
 import { faint, places } from "./theme.js";
 
@@ -267,8 +267,8 @@ export class Chart {
     this._values.forEach((element, i) => say(element, metric(this._at(i, this.cursorX))));
     const parts = this.series.slice(0, LINES).map((s, i) => `${s.label} ${metric(this._at(i, this.cursorX))}`);
     const where = this.cursorX === null ? "" : ` at step ${tick(this._stepAt(this.cursorX))}`;
-    const words = `Chart of ${this.series[0].title}${where}: ${parts.join(", ")}${this._marks.words}`;
-    this.plot.setAttribute("aria-label", words);
+    const all = `Chart of ${this.series[0].title}${where}: ${parts.join(", ")}`;
+    this.plot.setAttribute("aria-label", all + words(this.panel.marks, this.bounds));
   }
 }
 

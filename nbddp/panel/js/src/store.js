@@ -19,6 +19,7 @@ export class Store {
     this.logs = new Map();
     this.hang = []; // lines: what tells of a run that stands still
     this.version = 0; // of the curves
+    this._page = Math.random().toString(36).slice(2); // a reloaded one is another
     this._byIndex = new Map();
     this._seq = -1;
     this._gapAt = null; // since when frames are missing
@@ -145,7 +146,7 @@ export class Store {
     const now = performance.now();
     if (this._helloAt && now - this._helloAt < HELLO_EVERY_MS) return;
     this._helloAt = now;
-    this.send({ kind: "hello", seq: this._seq });
+    this.send({ kind: "hello", seq: this._seq, page: this._page });
   }
 }
 

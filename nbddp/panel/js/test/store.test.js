@@ -58,7 +58,8 @@ test("a frame that is already in the snapshot is not appended again", (t) => {
 test("a late script says hello when frames are missing, and a snapshot fills the gap", (t) => {
   const model = new Model();
   const store = stored(t, model);
-  assert.deepEqual(model.sent, [{ kind: "hello", seq: -1 }]);
+  assert.deepEqual(model.sent, [{ kind: "hello", seq: -1, page: store._page }]);
+  assert.notEqual(store._page, stored(t, new Model())._page, "each load of the page has another name");
   store._helloAt = -1e9;
   model.receive({ kind: "frame", seq: 7, head: HEAD, defs: [DEF], series: points(1) }, [9, 1]);
   assert.equal(model.sent.length, 2);
@@ -74,7 +75,7 @@ test("what follows a lost frame waits for the snapshot, an unknown metric throws
   const second = [{ index: 1, points: 1, spread: 0, stride: 0, fresh: false }];
   model.receive({ kind: "frame", seq: 2, head: { ...HEAD, seconds: 9 }, series: [...points(1), ...second] }, [2, 7, 2, 8]);
   model.receive({ kind: "frame", seq: 3, series: points(1), logs: [[0, "b\n", false]] }, [3, 8]);
-  assert.deepEqual(model.sent.at(-1), { kind: "hello", seq: 0 });
+  assert.deepEqual(model.sent.at(-1), { kind: "hello", seq: 0, page: store._page });
   assert.equal(store.series[0].column.n, 1, "no line across the gap");
   assert.equal(store.logs.size, 0);
   assert.equal(store.head.seconds, 9, "the clock and the ranks need no frame before");
