@@ -129,3 +129,14 @@ def test_a_killed_rank_of_many_restarts_at_once(cell: Cells, in_folder: Path) ->
     os.kill(old[2], signal.SIGKILL)
     assert going.wait().values == [(4, 4.0)] * 4
     assert not set(old) & set(going._supervisor.pids())
+
+
+def test_a_resumed_run_repeats_or_loses_steps(cell: Cells, in_folder: Path) -> None:
+    finished = run(cell(RESUMING).train, [7, 11], max_restarts=3)
+    assert finished.values == [(12.0, 2)] * 2
+    # log() counted on from the snapshot, and what was logged twice counts once.
+    steps, values = finished.history["loss"]
+    assert steps.tolist() == list(range(12))
+    assert values.tolist() == [step + 1.0 for step in range(12)]
+    assert [restart.step for restart in finished.history.restarts] == [5, 10]
+    assert "RankDied: rank 1 of 2 was killed by SIGKILL" in finished.history.restarts[0].reason
