@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import resource
 import signal
 import sys
 import time
@@ -11,6 +13,7 @@ import traceback
 import types
 from collections.abc import Callable
 from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -587,16 +590,75 @@ def test_an_exception_class_of_a_cell_can_be_caught_in_the_cell(notebook: Notebo
     assert reply.shown == "True (7,)\n"
 
 
-def test_the_fork_servers_death_is_called_an_exit(cell: Cells) -> None:
-    train = cell("import nbddp, time\ndef train():\n    print('here', flush=True)\n    time.sleep(1000)").train
-    for _ in range(4):
-        going = start(train)
-        wait_until(lambda: "here" in going.logs(0) and "here" in going.logs(1))
-        server = forkserver.pid()
-        assert server is not None
-        os.kill(server, signal.SIGKILL)
-        with pytest.raises(nbddp.RankDied, match="was lost with the fork server that it came from"):
-            going.wait()
-    assert run(cell("def one(): return 1").one).values == [1, 1]
+def _kill_the_fork_server() -> None:
+    server = forkserver.pid()
+    assert server is not None
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(server) or psutil.Process(server).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_ranks_are_lost_with_their_fork_server(cell: Cells, in_folder: Path) -> None:
+    train = cell("""
+        import nbddp, os, time
+        def train():
+            print("here", flush=True)
+            while not os.path.exists("go_on"): time.sleep(0.01)
+            return nbddp.reduce(1.0, op="sum")
+    """).train
+    going = start(train)
+    wait_until(lambda: "here" in going.logs(0) and "here" in going.logs(1))
+    _kill_the_fork_server()
+    time.sleep(0.3)
+    assert run(cell("def one(): return 1").one).values == [1, 1]  # from a new one
+    assert (going.state, going._supervisor.rank_states()) == ("running", ["running", "running"])
+    (in_folder / "go_on").touch()
+    assert going.wait(10).values == [2.0, 2.0]
     sockets = [name for name in os.listdir(get_temp_dir()) if name.startswith("listener-")]
     assert len(sockets) == 1  # of the server that runs
+
+
+def test_a_rank_that_outlived_its_fork_server_dies_unseen(cell: Cells) -> None:
+    going = start(cell("import time\ndef train():\n    time.sleep(1000)").train, nprocs=3)
+    _kill_the_fork_server()
+    time.sleep(0.2)
+    began = time.monotonic()
+    os.kill(going._supervisor.pids()[1], signal.SIGKILL)
+    with pytest.raises(nbddp.RankDied, match="rank 1 of 3 ended; how is not known"):
+        going.wait()
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("spare", [3, 8, 14, 22, 30, 40])
+def test_too_few_fds_end_another_run(cell: Cells, in_folder: Path, spare: int) -> None:
+    wait = cell("import os, time\ndef wait():\n    while not os.path.exists('go_on'): time.sleep(0.01)").wait
+    other = start(wait)
+    server = forkserver.pid()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + spare, limits[1]))
+    try:
+        with contextlib.suppress(nbddp.LaunchError):
+            run(cell("def one(): return 1").one, nprocs=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (other.state, forkserver.pid()) == ("running", server)
+    (in_folder / "go_on").touch()
+    assert other.wait(10).state == "finished"
+
+
+def test_an_echo_is_told_for_its_cause(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, os, time
+        class Slow(Exception):
+            def __reduce__(self):
+                time.sleep(0.3)  # its report comes after its peers' echoes
+                return Slow, ()
+        def train():
+            if nbddp.rank() == 1:
+                import torch.distributed as dist
+                dist.destroy_process_group()  # tears the connections before anything is raised
+                raise Slow
+            nbddp.barrier()
+    """)
+    with pytest.raises(nbddp.RankError) as raised:
+        run(names.train, nprocs=3)
+    assert (raised.value.rank, type(raised.value.cause).__name__) == (1, "Slow")

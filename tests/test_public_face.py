@@ -23,8 +23,8 @@ PROMISED = {
 
 SIGNATURES = {
     "run": "(fn, args=(), kwargs=None, *, nprocs=None, device=None, gpus=None, backend=None, init=True, seed=None, "
-    "deterministic=False, env=None, timeout=None, pg_timeout=None, max_restarts=0, wait=True, show=None, name=None, "
-    "start_method=None)",
+    "deterministic=False, env=None, timeout=None, pg_timeout=None, max_restarts=0, stall_after=60.0, wait=True, "
+    "show=None, name=None, start_method=None)",
     "spawn": "(fn, args=(), nprocs=1, join=True, daemon=False, start_method='spawn')",
     "log": "(values=None, /, *, step=None, reduce=None, weight=1, **metrics)",
     "progress": "(iterable, total=None, desc=None)",

@@ -125,6 +125,7 @@ def test_restarted_ranks_begin_at_zero(in_folder: Path, cell: Cells) -> None:
         def train():
             found = nbddp.load_snapshot("s.pt")
             first = found["epoch"] + 1 if found else 0
+            nbddp.barrier()  # rank 0 shall not save the next one while another still loads
             for epoch in range(first, 5):
                 nbddp.save_snapshot("s.pt", epoch=epoch)
                 nbddp.barrier()

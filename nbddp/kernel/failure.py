@@ -18,6 +18,7 @@ _LAST_LINES = 10
 _DEATH_SEEN_S = 0.03  # at most so long after a rank's death its exit code is here
 # gloo: "Timed out waiting 3000ms for recv operation to complete"; torch's barriers and stores say it otherwise.
 _TIMED_OUT = re.compile(r"tim(ed|e) ?-?out", re.IGNORECASE)
+_ECHO = re.compile(r"[Cc]onnection (closed|reset) by peer|remote worker crashing|Broken pipe|Socket closed")
 
 
 class BadFork(Exception):
@@ -29,9 +30,15 @@ def has_failed(worker: Worker) -> bool:
     return isinstance(worker.report, (wire.Failed, wire.Exited)) or (worker.report is None and not worker.alive)
 
 
+def is_echo(worker: Worker) -> bool:
+    """Does its error tell of another rank's end?"""
+    return isinstance(worker.report, wire.Failed) and _ECHO.search(worker.report.summary) is not None
+
+
 def first_of(workers: Sequence[Worker]) -> Worker:
     """Of those that have failed, the first in time: the others' follow from it. Raises BadFork if it was that."""
-    first = min(filter(has_failed, workers), key=_failed_at)
+    # An echo may be stamped first: gloo closes its connections before the failure they break for is raised.
+    first = min(filter(has_failed, workers), key=lambda worker: (is_echo(worker), _failed_at(worker)))
     if isinstance(first.report, wire.Failed) and BAD_FORK in first.report.summary:
         raise BadFork
     return first
@@ -137,7 +144,7 @@ class Naming:
 def _why(worker: Worker) -> str:
     """What the exit code alone does not tell; "" when it tells enough."""
     if worker.orphaned:
-        return "was lost with the fork server that it came from, which something outside nbddp ended"
+        return "ended; how is not known, because something outside nbddp had ended the fork server that it came from"
     if worker.ready and not worker.called and worker.exitcode is not None and worker.exitcode >= 0:
         return f"ended with exit code {worker.exitcode} while it unpacked the function and its data"
     return ""

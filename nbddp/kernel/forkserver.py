@@ -17,6 +17,7 @@ from multiprocessing import forkserver, popen_forkserver, process, reduction, ut
 from multiprocessing.context import set_spawning_popen
 from typing import Any
 
+_FDS_OF_A_START = 8  # a socket, two pipes, a duplicate, and one or two to spare
 PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
 
 
@@ -38,6 +39,7 @@ class _Server:
 
     def connect(self, fds: list[int]) -> tuple[int, int]:
         """A new process: the fds of its exit code and of its input."""
+        _check_for_room()
         warm()
         try:
             return self.get().connect_to_new_process(fds)  # type: ignore[no-any-return]
@@ -52,6 +54,7 @@ class _Server:
             alive_fd, self._server._forkserver_alive_fd = self._server._forkserver_alive_fd, None
             if alive_fd is not None:
                 os.close(alive_fd)  # which ends it, once its last rank is gone
+            _unlink_socket(self._server._forkserver_address)
             self._owner = 0
             os.makedirs(util.get_temp_dir(), mode=0o700, exist_ok=True)
 
@@ -94,14 +97,26 @@ def warm() -> None:
     before = server._forkserver_address
     with default_method_untouched():
         server.ensure_running()
-    if before not in (None, server._forkserver_address):  # that one was killed, and could not clean up
-        with contextlib.suppress(OSError):
-            os.unlink(before)
+    if before != server._forkserver_address:  # that one was killed, and could not clean up
+        _unlink_socket(before)
 
 
 def pid() -> int | None:
     """The server's pid, or None when it has not been started."""
     return _server.pid()
+
+
+def _unlink_socket(address: str | None) -> None:
+    if address is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(address)
+
+
+def _check_for_room() -> None:
+    """Raise OSError before the server is asked: one that is asked and then gets no fds ends, and its ranks are lost."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(_FDS_OF_A_START):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _close_fds(*fds: int) -> None:
@@ -129,9 +144,14 @@ class _Popen(popen_forkserver.Popen):
 
     def _ask_server(self, process_data: io.BytesIO) -> None:
         self.sentinel, writer = _server.connect(self._fds)
-        # The child's sentinel for this process: it stays open for as long as the Popen object lives.
-        self.finalizer = util.Finalize(self, _close_fds, (os.dup(writer), self.sentinel))
         with open(writer, "wb") as pipe:
+            try:
+                kept = os.dup(writer)
+            except OSError:
+                os.close(self.sentinel)
+                raise
+            # The child's sentinel for this process: it stays open for as long as the Popen object lives.
+            self.finalizer = util.Finalize(self, _close_fds, (kept, self.sentinel))
             pipe.write(process_data.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
 

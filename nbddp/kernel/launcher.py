@@ -34,6 +34,7 @@ _NAP_S = 0.002
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 256 << 10
 _MOST_STACKS = 1 << 20
+_UNKNOWN_EXIT = 255  # multiprocessing's, when the fork server died before the process
 _F_SETPIPE_SZ = 1031
 
 
@@ -58,6 +59,7 @@ class Worker:
         report: its last word, or None.
         exitcode: as ``multiprocessing.Process.exitcode``; None while it lives.
         exited_at: monotonic time at which that was seen.
+        orphaned: its fork server is gone, which would have told its exit code; the rank goes on.
     """
 
     def __init__(self, rank: int, process: Any, channel: Connection, output: RankOutput, fds: dict[str, int]) -> None:
@@ -71,6 +73,7 @@ class Worker:
         self.report: wire.Finished | wire.Failed | wire.Exited | None = None
         self.exitcode: int | None = None
         self.exited_at: float | None = None
+        self.orphaned = False
         self._process = process
         self._channel: Connection | None = channel
         self._fds = fds
@@ -90,17 +93,15 @@ class Worker:
         return self.exitcode is None
 
     @property
-    def orphaned(self) -> bool:
-        """Does it run although its fork server said no word of its end? The server died, then."""
-        if self.alive or self._identity is None or not self._identity.is_running():
-            return False
+    def _runs(self) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
-            return bool(self._identity.status() != psutil.STATUS_ZOMBIE)
+            return self._identity is not None and self._identity.is_running() and not _is_zombie(self._identity)
         return False
 
     def waitables(self) -> list[Any]:
         """What becomes readable when there is news of this rank."""
-        return [x for x in (self._channel, self._process.sentinel if self.alive else None) if x is not None]
+        sentinel = self._process.sentinel if self.alive and not self.orphaned else None
+        return [x for x in (self._channel, sentinel) if x is not None]
 
     def signs_of_life(self) -> object:
         """Something that changes whenever it prints, logs, gets further, or ends."""
@@ -123,15 +124,21 @@ class Worker:
         """Take in what it has said, and whether it has ended."""
         # Its exit first: a message that it sent before that is then certainly in the channel.
         # A spawned one is asked for itself: children that it forked keep its sentinel's pipe open.
-        if self.alive and (self._spawned or wait([self._process.sentinel], 0)):
-            self.exitcode = self._process.exitcode
-            self.exited_at = time.monotonic() if self.exitcode is not None else None
+        if self.alive and (self._spawned or self.orphaned or wait([self._process.sentinel], 0)):
+            self._hear_of_its_end()
         while self._channel is not None and self._channel.poll():
             try:
                 self._take(wire.decode(self._channel.recv_bytes()))
             except (EOFError, OSError):
                 self._channel.close()
                 self._channel = None
+
+    def _hear_of_its_end(self) -> None:
+        exitcode = self._process.exitcode
+        if exitcode == _UNKNOWN_EXIT and self._runs:
+            self.orphaned = True
+        elif exitcode is not None:
+            self.exitcode, self.exited_at = exitcode, time.monotonic()
 
     def _take(self, message: wire.Message) -> None:
         if isinstance(message, wire.Ready):
@@ -222,8 +229,12 @@ class Worker:
 def _alive_in_group(group: int) -> Iterator[bool]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getpgid(process.pid) == group and not _is_zombie(process):
                 yield True
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    return bool(process.status() == psutil.STATUS_ZOMBIE)
 
 
 class Crew:

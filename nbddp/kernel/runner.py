@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 
 from nbddp import culprit, errors, payload
-from nbddp.errors import NbddpError
+from nbddp.errors import LaunchError, NbddpError
 from nbddp.kernel.gauges import Gauges
 from nbddp.kernel.history import History
 from nbddp.kernel.output import labelled
@@ -159,7 +159,11 @@ def _pack(
 ) -> tuple[payload.Packed, BinaryIO]:
     """The function and its data in a block, before any process exists."""
     with contextlib.ExitStack() as unless_packed:
-        block = unless_packed.enter_context(open(payload.open_block(plan.name), "r+b", buffering=0))
+        try:
+            fd = payload.open_block(plan.name)
+        except OSError as error:
+            raise LaunchError(f"the system has no memory block for {plan.name}: {error}") from error
+        block = unless_packed.enter_context(open(fd, "r+b", buffering=0))
         try:
             packed = payload.pack((fn, args, kwargs), block.fileno())
         except Exception as error:  # whatever a user's __reduce__ raises
@@ -258,6 +262,7 @@ class Run:
         """
         if not self._supervisor.join(timeout):
             raise TimeoutError(f"{self.name} is still {self.state} after {timeout} s; stop() ends it")
+        self._tell_of_the_end()
         if self.error is not None:
             raise self.error
         return self
@@ -305,6 +310,13 @@ class Run:
         for view in list(self._views):
             view.write(output)
             view.update(status, self.history)
+
+    def _tell_of_the_end(self) -> None:
+        """Of a background run, to views that no thread keeps up to date: lines of text, or the picture, here."""
+        if not self._blocking:
+            for view in list(self._views):
+                if not view.live:
+                    view.update(self._status(), self.history)
 
     def _new_output(self) -> str:
         outputs = self._supervisor.outputs

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from torch.distributed import DistError
+
 from nbddp import wire
 from nbddp.errors import LaunchError, NbddpError, PayloadError, RankDied, RankError, RunTimeout, in_a_line
 from nbddp.kernel import failure, forkserver, oom, stacks
@@ -27,6 +29,7 @@ from nbddp.tracebacks import drop_our_frames
 _TICK_S = 0.1  # how often metrics and output are read while nothing else happens
 _PEERS_GRACE_S = 0.2  # for the other ranks' finally blocks when one has failed
 _FAILURE_WINDOW_S = 0.1  # how much later than its consequence a failure may be heard of
+_ECHO_WINDOW_S = 1.0
 _STACKS_S = 1.0  # for the ranks' answers
 _SOON_S = 0.1  # the same, while somebody waits for the run's end
 _MUCH_BYTES = 128 << 10  # of metrics at once: the rank logs faster than we look
@@ -139,6 +142,8 @@ class Supervisor:
             self._attempts()
         except NbddpError as error:
             self._conclude("failed", error)
+        except (OSError, DistError) as error:
+            self._conclude("failed", self._refused(error))
         except BaseException as error:  # the end of this thread: what it does not report is lost
             self._conclude("failed", NbddpError(f"nbddp itself failed: {type(error).__name__}: {error}"))
             assert self.error is not None
@@ -153,6 +158,14 @@ class Supervisor:
                 callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
                 callback()
+
+    def _refused(self, error: Exception) -> NbddpError:
+        """The system has no more to give."""
+        advice = "; most often this is the limit of open files (ulimit -n)" if isinstance(error, DistError) else ""
+        kind = LaunchError if self.state == "starting" else NbddpError
+        refused = kind(f"the system refused what {self._plan.name} needs: {error}{advice}")
+        refused.__cause__ = error
+        return refused
 
     def _conclude(self, state: str, error: BaseException | None = None) -> None:
         self.error = error
@@ -307,7 +320,10 @@ class Supervisor:
 
     def _fail(self, crew: Crew) -> None:
         """Raise the failure that came first; the other ranks are stopped at once."""
-        self._watch_until(crew, time.monotonic() + _FAILURE_WINDOW_S, or_when=_all_have_ended)
+        began = time.monotonic()
+        self._watch_until(crew, began + _FAILURE_WINDOW_S, or_when=_all_have_ended)
+        # Broken connections alone: the rank that broke them is still on its way to saying why.
+        self._watch_until(crew, began + _ECHO_WINDOW_S, or_when=lambda crew: not _only_echoes(crew))
         first = failure.first_of(crew.workers)
         where = stacks.summary(self._where(crew, _SOON_S)) if failure.is_timeout(first) else ""
         error = self._naming.error_of(first, where)
@@ -371,6 +387,11 @@ def _state_of(worker: Worker) -> str:
     if not worker.alive:
         return "ended"
     return "running" if worker.called else "starting"
+
+
+def _only_echoes(crew: Crew) -> bool:
+    failed = list(filter(failure.has_failed, crew.workers))
+    return all(map(failure.is_echo, failed)) and len(failed) < len(crew.workers)
 
 
 def _all_have_ended(crew: Crew) -> bool:

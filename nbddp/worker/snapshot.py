@@ -51,6 +51,7 @@ def load_snapshot(
 ) -> dict[str, Any] | None:
     """What :func:`save_snapshot` wrote, or None when there is no such file yet.
 
+    No collective: a function that saves before its ranks have met once after loading puts a ``barrier()`` between.
     The steps that :func:`nbddp.log` counts go on from the snapshot's, so that a resumed curve does.
 
     Args:
