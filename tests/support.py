@@ -329,6 +329,8 @@ class Notebook:
         while (shell := self._client.get_shell_msg(timeout=timeout_s))["parent_header"].get("msg_id") != message_id:
             pass
         reply.status = shell["content"]["status"]
+        # A further interrupt may have hit IPython while it showed the error.
+        reply.ename = reply.ename or shell["content"].get("ename", "")
         reply.seconds = time.monotonic() - began
         return reply
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import psutil
@@ -460,3 +461,31 @@ def test_no_gpu_memory_is_left_after_stop_and_kill(cell: Cells, in_folder: Path)
     assert torch.cuda.mem_get_info()[0] < before - (1 << 29)
     going.stop(0)
     wait_until(lambda: torch.cuda.mem_get_info()[0] > before - (64 << 20), 5)
+
+
+def test_killed_dataloader_workers_leave_sockets(cell: Cells, own_notebook: Notebook, in_folder: Path) -> None:
+    """Each batch travels by a socket in a folder, which nobody removes after a SIGKILL."""
+    source = """
+        import torch, time
+        class Endless(torch.utils.data.Dataset):
+            def __len__(self): return 10**9
+            def __getitem__(self, i): return torch.ones(10)
+        def train():
+            torch.multiprocessing.set_sharing_strategy("file_descriptor")
+            for i, batch in enumerate(torch.utils.data.DataLoader(Endless(), 4, num_workers=2)):
+                if i == 5: print("loading", flush=True)
+                time.sleep(0.01)
+    """
+    going = start(cell(source).train)
+    wait_until(lambda: all("loading" in going.logs(rank) for rank in (0, 1)))
+    folder = get_temp_dir()
+    assert any(os.listdir(path) for path in Path(folder).glob("r-*")), "this test sees no socket"
+    going.stop(0)
+    assert not list(Path(folder).glob("r-*"))
+
+    own_notebook.ok(source)
+    own_notebook.ok("import nbddp, multiprocessing.util\nrun = nbddp.run(train, nprocs=2, device='cpu', wait=False)")
+    own_notebook.ok("import time\nwhile not all('loading' in run.logs(r) for r in (0, 1)): time.sleep(0.01)")
+    theirs = own_notebook.ok("print(multiprocessing.util.get_temp_dir())").shown.strip()
+    own_notebook.kill()
+    wait_until(lambda: not os.path.exists(theirs), 5)

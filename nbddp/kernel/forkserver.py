@@ -10,13 +10,16 @@ import contextlib
 import io
 import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from multiprocessing import forkserver, popen_forkserver, process, reduction, util
 from multiprocessing.context import set_spawning_popen
 from typing import Any
 
+RUN_PREFIX = "r-"  # see nbddp.worker.preload
 _FDS_OF_A_START = 8  # a socket, two pipes, a duplicate, and one or two to spare
 PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
 
@@ -104,6 +107,17 @@ def warm() -> None:
 def pid() -> int | None:
     """The server's pid, or None when it has not been started."""
     return _server.pid()
+
+
+@contextlib.contextmanager
+def folder_of_a_run() -> Iterator[str]:
+    """Beside the server's socket, where the ranks' multiprocessing leaves sockets when it is killed."""
+    # The server removes it when the kernel is killed. Short: a socket's path has 108 bytes.
+    folder = tempfile.mkdtemp(prefix=RUN_PREFIX, dir=util.get_temp_dir())
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unlink_socket(address: str | None) -> None:

@@ -207,13 +207,14 @@ class Supervisor:
         """Start all ranks and follow them to their end. Raises what the first failure is."""
         with contextlib.ExitStack() as stack:
             rendezvous = stack.enter_context(open_rendezvous(self._plan.nprocs))
+            temp_dir = stack.enter_context(forkserver.folder_of_a_run())
             crew = Crew(self._start_method)
             stack.callback(self._let_go)
             stack.callback(self._feed_all, crew)  # what the ranks wrote before they ended
             stack.enter_context(crew)
             with self._lock:
                 self._crew = crew
-            jobs = self._jobs(rendezvous, self.restarts)
+            jobs = self._jobs(rendezvous, temp_dir)
             crew.start(jobs, self.outputs, self._block.fileno(), self._packed.inherited)
             self._follow(crew)
 
@@ -224,7 +225,7 @@ class Supervisor:
             self._crew.close()
             self._crew = None
 
-    def _jobs(self, rendezvous: Rendezvous, restart_count: int) -> list[wire.Job]:
+    def _jobs(self, rendezvous: Rendezvous, temp_dir: str) -> list[wire.Job]:
         plan = self._plan
         return [
             wire.Job(
@@ -241,13 +242,14 @@ class Supervisor:
                 seed=plan.seed,
                 deterministic=plan.deterministic,
                 threads=plan.threads,
-                environ=plan.rank_environ(rank, rendezvous, restart_count),
+                environ=plan.rank_environ(rank, rendezvous, self.restarts),
                 sys_path=plan.sys_path,
                 cwd=plan.cwd,
+                temp_dir=temp_dir,
                 argv=plan.argv,
                 payload_nbytes=self._packed.nbytes,
                 pass_rank=plan.pass_rank,
-                restart_count=restart_count,
+                restart_count=self.restarts,
             )
             for rank in range(plan.nprocs)
         ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import glob
 import os
+import shutil
 import time
 from multiprocessing import forkserver
 
@@ -20,7 +22,7 @@ _STARTED_BY = os.getppid()
 _PARENT_GONE_S = 1.0
 
 
-def _remove_socket_of_a_dead_kernel() -> None:
+def _remove_files_of_a_dead_kernel() -> None:
     """multiprocessing leaves this to the kernel's own exit, which a SIGKILL does not let happen."""
     address = getattr(forkserver._forkserver, "_forkserver_address", None)
     deadline = time.monotonic() + _PARENT_GONE_S
@@ -28,12 +30,23 @@ def _remove_socket_of_a_dead_kernel() -> None:
         time.sleep(0.01)  # a dying process closes its pipes, which is what ends us, before its children see it dead
     if os.getppid() == _STARTED_BY or not isinstance(address, str):
         return
+    folder = os.path.dirname(address)
     with contextlib.suppress(OSError):
         os.unlink(address)
-        os.rmdir(os.path.dirname(address))
+    while not _remove_runs(folder) and time.monotonic() < deadline + _PARENT_GONE_S:
+        time.sleep(0.01)  # a rank's last child may have had time for one more socket
 
 
-atexit.register(_remove_socket_of_a_dead_kernel)
+def _remove_runs(folder: str) -> bool:
+    """What the kernel's runs left; then the folder, if it was theirs alone. Returns whether no run is left."""
+    for run in glob.glob(os.path.join(glob.escape(folder), "r-*")):  # forkserver.RUN_PREFIX
+        shutil.rmtree(run, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+    return not glob.glob(os.path.join(glob.escape(folder), "r-*"))
+
+
+atexit.register(_remove_files_of_a_dead_kernel)
 # Ranks share these pages for as long as the collector does not touch them.
 gc.collect()
 gc.freeze()
