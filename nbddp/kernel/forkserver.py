@@ -31,6 +31,15 @@ class _Server:
         self._lock = threading.Lock()
         self._owner = 0
         self._server: Any = None
+        self._given_up: list[int] = []  # pids that are to be waited for
+
+    def reap(self) -> None:
+        """Leave no zombie of a server that was given up."""
+        for server in list(self._given_up):
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(server, os.WNOHANG)[0] == 0:
+                    continue
+            self._given_up.remove(server)
 
     def get(self) -> Any:
         with self._lock:
@@ -58,6 +67,8 @@ class _Server:
             if alive_fd is not None:
                 os.close(alive_fd)  # which ends it, once its last rank is gone
             _unlink_socket(self._server._forkserver_address)
+            if self._server._forkserver_pid is not None:
+                self._given_up.append(self._server._forkserver_pid)
             self._owner = 0
             os.makedirs(util.get_temp_dir(), mode=0o700, exist_ok=True)
 
@@ -96,6 +107,7 @@ def default_method_untouched() -> Iterator[None]:
 
 def warm() -> None:
     """Start the server if it is not running. Returns at once; it imports torch meanwhile."""
+    _server.reap()
     server = _server.get()
     before = server._forkserver_address
     with default_method_untouched():

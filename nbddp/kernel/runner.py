@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import dataclasses
 import os
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, BinaryIO
@@ -21,6 +20,7 @@ from nbddp.kernel.history import History
 from nbddp.kernel.output import labelled
 from nbddp.kernel.plan import STALL_AFTER_S, Plan, make_plan
 from nbddp.kernel.supervisor import Supervisor
+from nbddp.kernel.waiting import start_thread
 from nbddp.panel.live import view_for
 from nbddp.panel.text import duration
 from nbddp.panel.view import RankStatus, Status, View
@@ -125,18 +125,11 @@ def launch(
         plan = dataclasses.replace(plan, start_method="spawn")
     started = _last = Run(plan, packed, block, blocking=wait)
     try:
-        started._supervisor.start()
-        if show is not False:
-            started._open_view(wanted=bool(show))
-        if wait:
-            started._watch()
-    except KeyboardInterrupt:
-        started._stop_insistently()
-        started._redraw()
-        raise errors.interrupt(started._stopped_text()) from None
-    except BaseException:  # what shows the run cannot: it shall not go on unseen
-        started._supervisor.request_stop(0.0)
-        raise
+        started._begin(wait=wait, show=show)
+    finally:
+        # What shows it cannot, or one more interrupt came while one was handled: it shall not go on unseen.
+        if wait and not started._supervisor.done.is_open:
+            started._supervisor.request_stop(0.0)
     if wait and started.state == "stopped":  # by the panel's button: as if the cell had been interrupted
         raise errors.interrupt(started._stopped_text())
     if wait and started.error is not None:
@@ -190,9 +183,8 @@ class Run:
         self._supervisor = Supervisor(plan, packed, block, self.history)
         self._blocking = blocking
         self._views: list[View] = []
-        self._follower: threading.Thread | None = None
+        self._followed = False
         self._gauges = Gauges(plan.device, plan.environ)
-        _live.add(self)
         self._supervisor.when_done(lambda: _live.discard(self))
 
     # ------------------------------------------------------------------ what came of it
@@ -285,18 +277,35 @@ class Run:
 
     # ------------------------------------------------------------------ inside
 
+    def _begin(self, *, wait: bool, show: bool | None) -> None:
+        """Start, show, and wait for the end. An interrupt, wherever it comes, ends the run first."""
+        try:
+            _live.add(self)
+            self._supervisor.start()
+            if show is not False:
+                self._open_view(wanted=bool(show))
+            if wait:
+                self._watch()
+        except KeyboardInterrupt:
+            self._stop_insistently()
+            self._redraw()
+            raise errors.interrupt(self._stopped_text()) from None
+        except BaseException:  # of what shows it
+            self._supervisor.request_stop(0.0)
+            raise
+
     def _open_view(self, *, wanted: bool, again: bool = False) -> None:
         """In the calling cell; whoever watches the run keeps it up to date."""
         view = view_for(_Source(self), wanted=wanted, again=again, echo=self._blocking and not again)
         view.update(self._status(), self.history)
         self._views.append(view)
-        if again and self._supervisor.done.is_set():
+        if again and self._supervisor.done.is_open:
             view.update(self._status(), self.history)  # it may have ended between the two lines above
             return
-        if not self._blocking and view.live and self._follower is None:
+        if not self._blocking and view.live and not self._followed:
             # No cell waits for this run, so the panel needs a thread; it ends with the run.
-            self._follower = threading.Thread(target=self._watch, name=f"nbddp-panel-{self.name}", daemon=True)
-            self._follower.start()
+            self._followed = True
+            start_thread(self._watch, name=f"nbddp-panel-{self.name}")
 
     def _watch(self) -> None:
         """Until the end; of a blocking run on the caller's thread: only there do all front ends show updates."""
@@ -325,9 +334,11 @@ class Run:
     def _stop_insistently(self) -> None:
         """After an interrupt: end the run, and at a second interrupt without the grace."""
         grace_s = STOP_GRACE_S
-        while not self._supervisor.done.is_set():
+        while not self._supervisor.done.is_open:
             try:
-                self.stop(grace_s)
+                self._supervisor.request_stop(grace_s)
+                self._supervisor.start()  # the first interrupt may have come before that
+                self._supervisor.join()
             except KeyboardInterrupt:
                 grace_s = 0.0
 
@@ -354,7 +365,7 @@ class Run:
         )
 
     def _rank_statuses(self, failed_rank: int | None) -> tuple[RankStatus, ...]:
-        if not self._supervisor.done.is_set():  # a pid may be a stranger's afterwards
+        if not self._supervisor.done.is_open:  # a pid may be a stranger's afterwards
             self._gauges.read(self._supervisor.pids())
         states = self._supervisor.rank_states()
         return tuple(self._rank_status(rank, states, failed_rank) for rank in range(self.nprocs))

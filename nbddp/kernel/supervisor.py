@@ -23,6 +23,7 @@ from nbddp.kernel.output import RankOutput, open_output
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.rendezvous import Rendezvous, open_rendezvous
 from nbddp.kernel.stacks import Where
+from nbddp.kernel.waiting import Latch, start_thread
 from nbddp.payload import Packed
 from nbddp.tracebacks import drop_our_frames
 
@@ -51,7 +52,7 @@ class Supervisor:
         self.state = "starting"
         self.error: BaseException | None = None
         self.values: list[Any] | None = None
-        self.done = threading.Event()
+        self.done = Latch()
         self.outputs: list[RankOutput] = []
         self.began = time.monotonic()
         self.ended: float | None = None
@@ -69,17 +70,20 @@ class Supervisor:
         self._rank_states: list[str] = []
         self._pids: list[int] = []
         self._stop_grace_s: float | None = None
+        self._over = False
         self._callbacks: list[Callable[[], None]] = []
         self._start_method = plan.start_method
         self._naming = failure.Naming(plan.name, plan.nprocs, packed.by_value, oom.kills())
         self._stillness = _Stillness(plan.stall_after_s)
         self._was_here = ""  # where the ranks were when the run was stopped
-        self._thread = threading.Thread(target=self._live, name=f"nbddp-{plan.name}", daemon=True)
+        self._thread: threading.Thread | None = None
+        self._tickets = [self]  # for the one thread that may live this run
 
     # ------------------------------------------------------------------ from other threads
 
     def start(self) -> None:
-        self._thread.start()
+        """Begin; a second time without effect. After an interrupt nobody knows whether the first time counted."""
+        start_thread(self._live, name=f"nbddp-{self._plan.name}")
 
     def request_stop(self, grace_s: float) -> None:
         """Begin to end the run; a second request can only shorten the grace."""
@@ -92,14 +96,14 @@ class Supervisor:
         """Wait until the run is over and its thread has ended. Returns whether it is."""
         if not self.done.wait(timeout_s):
             return False
-        if threading.current_thread() is not self._thread:
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
         return True
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call back when the run is over, on the run's thread; at once if it is."""
         with self._lock:
-            if not self.done.is_set():
+            if not self._over:
                 self._callbacks.append(callback)
                 return
         callback()
@@ -139,6 +143,11 @@ class Supervisor:
 
     def _live(self) -> None:
         try:
+            self._tickets.pop()
+        except IndexError:
+            return
+        self._thread = threading.current_thread()
+        try:
             self._attempts()
         except NbddpError as error:
             self._conclude("failed", error)
@@ -154,8 +163,9 @@ class Supervisor:
             self._history.settle()
             self.ended = time.monotonic()
             with self._lock:
-                self.done.set()
+                self._over = True
                 callbacks, self._callbacks = self._callbacks, []
+            self.done.open()
             for callback in callbacks:
                 callback()
 
@@ -172,6 +182,9 @@ class Supervisor:
         self.state = state
 
     def _attempts(self) -> None:
+        if self._stop_grace_s is not None:
+            self._conclude("stopped")
+            return
         with contextlib.ExitStack() as stack:
             for _ in range(self._plan.nprocs):
                 self.outputs.append(RankOutput(open_output()))

@@ -1,0 +1,45 @@
+"""Kernel side. Waiting and starting threads where a KeyboardInterrupt may come between any two instructions.
+
+``threading.Event``, ``Condition`` and ``Thread.start`` are Python code around a lock: an interrupt in the middle leaves
+it taken, and the thread that is waited for can never say that it is done. A raw lock's ``with`` is one instruction.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import threading
+from collections.abc import Callable
+
+
+class Latch:
+    """Opens once, like an Event that is never cleared; an interrupt of a thread that waits harms no other."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._waiting: list[_thread.LockType] = []  # a lock per waiter, which no other waiter takes
+
+    def open(self) -> None:
+        """Let all waiters go on, now and later."""
+        self.is_open = True
+        for lock in list(self._waiting):
+            with contextlib.suppress(RuntimeError):  # never taken: its waiter was interrupted before
+                lock.release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is open, or so long. Returns whether it is."""
+        mine = _thread.allocate_lock()
+        mine.acquire()
+        self._waiting.append(mine)  # and only then look: open() does it the other way round
+        try:
+            if not self.is_open:
+                mine.acquire(timeout=-1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
+        finally:
+            self._waiting.remove(mine)
+        return self.is_open
+
+
+def start_thread(target: Callable[[], None], name: str) -> None:
+    """Start a daemon thread, without waiting until it says that it has."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    _thread.start_new_thread(thread.start, ())  # there, no interrupt can come in the middle
