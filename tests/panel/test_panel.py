@@ -753,7 +753,6 @@ def test_an_executed_notebook_keeps_the_picture_and_no_dead_widget(in_folder: Pa
     assert "done" in said
 
 
-@pytest.mark.xfail(reason="wait() tells no view of the end", strict=True)
 def test_a_background_run_leaves_its_picture_where_it_is_waited_for(in_folder: Path) -> None:
     started, waited = executed(in_folder, "run = nbddp.run(train, nprocs=2, device='cpu', wait=False)", "run.wait();")
     assert not displayed(started)
