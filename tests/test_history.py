@@ -209,6 +209,11 @@ def test_after_a_restart_only_the_present_epochs_steps_are_looked_at() -> None:
     history.restart()
     _log(history, 0, "loss", [1, 2], 0.5)
     assert history["loss"].values.tolist() == [0, 1, 2, 3, 0, 1.5, 2.5], "the first epoch is kept"
+    history = History(1)
+    _log(history, 0, "loss", [0, 1, 2, 3, 4, 5, 0, 1])
+    history.restart()
+    _log(history, 0, "loss", [1], 0.5)
+    assert history["loss"].values.tolist() == [0, 1, 2, 3, 4, 5, 0, 1.5]
 
 
 def test_each_metric_and_each_rank_is_cut_by_its_own_first_step() -> None:
@@ -367,6 +372,12 @@ def test_a_view_is_told_when_what_it_has_seen_was_replaced() -> None:
     _log(history, 1, "loss", [1])
     assert is_told_anew(2), "the band was cut"
     assert history.new_points("loss", again)[0].steps.tolist() == []
+    history = History(1)
+    _log(history, 0, "loss", range(4))
+    _, _, again = history.new_points("loss", Seen())
+    history.restart()
+    _log(history, 0, "loss", [2])
+    assert is_told_anew(3), "without a band too"
 
 
 @given(
