@@ -1,0 +1,105 @@
+"""An impatient user interrupts in the middle of a lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from nbddp.kernel.waiting import Latch, start_thread
+
+TRIALS = 1000
+NUMBER = signal.SIGUSR2
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which pytest keeps for itself."""
+
+
+# Another process: a thread sends while it holds the GIL, and so never in the middle of what the main thread does.
+SENDER = "import os, sys, time\nwhile True:\n    os.kill(int(sys.argv[1]), int(sys.argv[2]))\n    time.sleep(2e-5)"
+
+
+class Impatience:
+    """While ``lasts``, signals from outside raise wherever the main thread waits or starts a thread."""
+
+    def __init__(self) -> None:
+        self.lasts = False
+        self.raised = 0
+
+    def raises(self, _number: int, frame: FrameType | None) -> None:
+        file = frame.f_code.co_filename if frame is not None else ""
+        if self.lasts and file.endswith(("/waiting.py", "/threading.py")):
+            self.raised += 1
+            raise Interrupted
+
+
+@pytest.fixture
+def impatience() -> Iterator[Impatience]:
+    impatience = Impatience()
+    before = signal.signal(NUMBER, impatience.raises)
+    sender = subprocess.Popen([sys.executable, "-c", SENDER, str(os.getpid()), str(int(NUMBER))])
+    time.sleep(0.2)
+    yield impatience
+    impatience.lasts = False
+    sender.kill()
+    sender.wait()
+    signal.signal(NUMBER, before)
+
+
+def test_an_interrupted_waiter_keeps_the_other_side_from_opening(impatience: Impatience) -> None:
+    for trial in range(TRIALS):
+        latch, opened = Latch(), Latch()
+
+        def open_it(latch: Latch = latch, opened: Latch = opened, after: float = (trial % 10) * 1e-4) -> None:
+            time.sleep(after)
+            latch.open()
+            opened.open()
+
+        start_thread(open_it, "opener")
+        impatience.lasts = True
+        while not latch.is_open:
+            try:
+                latch.wait(0.0002)
+            except Interrupted:
+                continue
+        impatience.lasts = False
+        assert opened.wait(5), f"the opener hangs, in trial {trial}"
+    assert impatience.raised > TRIALS / 2
+
+
+def test_a_thread_whose_start_is_interrupted_never_runs(impatience: Impatience) -> None:
+    for trial in range(TRIALS):
+        ran = Latch()
+        started = impatience.lasts = True
+        try:
+            start_thread(ran.open, "runner")
+        except Interrupted:
+            started = False
+        impatience.lasts = False
+        if started:
+            assert ran.wait(5), f"it does not run, in trial {trial}"
+
+
+def test_a_latch_waits_as_long_as_it_is_told_and_opens_for_all() -> None:
+    latch, through = Latch(), []
+    began = time.monotonic()
+    assert not latch.wait(0.05)
+    assert 0.05 <= time.monotonic() - began < 1
+    for _ in range(5):
+        start_thread(lambda: through.append(latch.wait(10)), "waiter")
+    time.sleep(0.05)
+    assert through == []
+    latch.open()
+    deadline = time.monotonic() + 5
+    while len(through) < 5 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert through == [True] * 5
+    assert latch.wait(0)
+    assert not latch._waiting
