@@ -164,8 +164,9 @@ class _Popen(popen_forkserver.Popen):
             set_spawning_popen(None)
         try:
             self._ask_server(buffer)
-        except (EOFError, BrokenPipeError):  # it died under our hands: a new one is started
-            self.finalizer()
+        except (EOFError, BrokenPipeError, ConnectionResetError):  # it died under our hands: a new one is started
+            if self.finalizer is not None:  # it had given us a process
+                self.finalizer()
             self._ask_server(buffer)
 
     def _ask_server(self, process_data: io.BytesIO) -> None:

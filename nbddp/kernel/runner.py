@@ -123,7 +123,11 @@ def launch(
     packed, block = _pack(plan, fn, args, kwargs)
     if len(packed.inherited) > _MOST_BY_FORK_SERVER:
         plan = dataclasses.replace(plan, start_method="spawn")
-    started = _last = Run(plan, packed, block, blocking=wait)
+    try:
+        started = _last = Run(plan, packed, block, blocking=wait)
+    except BaseException:  # an interrupt: nobody owns the block yet
+        block.close()
+        raise
     try:
         started._begin(wait=wait, show=show)
     finally:
