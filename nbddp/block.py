@@ -9,6 +9,7 @@ import bisect
 import operator
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,11 @@ class Piece:
         """The piece that a contiguous buffer is."""
         return cls(int(np.frombuffer(data, dtype=np.uint8).ctypes.data) if data.nbytes else 0, data)
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Its addresses: the first, and the one behind the last."""
+        return self.address, self.address + self.data.nbytes
+
 
 class Layout:
     """Which interval of the sender's memory goes where in the block; overlapping ones stay so."""
@@ -77,13 +83,7 @@ class Layout:
     def place(self, first_offset: int) -> int:
         """Give every region its offset. Returns the first free offset after them."""
         offset = first_offset
-        merged: list[list[int]] = []
-        for start, stop in sorted(self._intervals):
-            if merged and start < merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], stop)
-            else:
-                merged.append([start, stop])
-        for start, stop in merged:
+        for start, stop in merged(self._intervals):
             shift = start % ALIGN  # an address keeps its alignment, whatever that was
             self._regions.append((start, stop, offset + shift))
             offset = _aligned(offset + shift + stop - start)
@@ -106,6 +106,17 @@ class Layout:
             if start < stop:
                 write_at(fd, piece.data[start - piece.address :], self.offset(start))
                 written = stop
+
+
+def merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes, those that overlap as one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(intervals):
+        if found and start < found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
 
 
 def as_bytes(storage: Any) -> torch.Tensor:

@@ -23,8 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 
 @dataclass
@@ -55,6 +58,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         inherited: what only a starting process can be given, in order.
         buffers: contiguous memory of arrays, in the order of the stream.
         storages: torch storages, by their identity.
+        arrays: whose memory is no buffer, for gaps or steps backwards, say; in the order of their numbers.
         filenames: of the code that travelled by value.
     """
 
@@ -64,6 +68,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self.inherited: list[Any] = []
         self.buffers: list[memoryview] = []
         self.storages: dict[int, PackedStorage] = {}
+        self.arrays: list[npt.NDArray[Any]] = []
         self.filenames: set[str] = set()
         self._known = {id(obj): i for i, obj in enumerate(known)}
         self._inheriting = inheriting
@@ -75,7 +80,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def close(self) -> None:
         """Let go of what was pickled: the pickler itself is a reference cycle, by its buffer_callback."""
         self.clear_memo()
-        self.buffers, self.storages, self.inherited = [], {}, []
+        self.buffers, self.storages, self.arrays, self.inherited = [], {}, [], []
 
     def reducer_override(self, obj: Any) -> Any:
         for kinds, reduce in _SPECIAL:
@@ -128,7 +133,19 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         self._note_span(tensor)
-        return NotImplemented  # torch's own way, whose storages come by here
+        if tensor.dtype not in torch.storage._new_dtypes():
+            return NotImplemented  # torch's own way, whose storages come by here
+        return _with_seen_storage(tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL))  # type: ignore[no-untyped-call]
+
+    def _reduce_array(self, array: npt.NDArray[Any]) -> Any:
+        kind = type(array)
+        simple = all(getattr(kind, name) is getattr(np.ndarray, name) for name in _PICKLES)
+        # Dates are no buffers for Python's protocol, nor are records with dates in them.
+        by_buffer = array.flags.forc and kind is np.ndarray and array.dtype.kind not in "mMV"
+        if not simple or by_buffer or array.dtype.hasobject or not array.nbytes:
+            return self._by_cloudpickle(array)  # numpy's own way: a buffer, or bytes in the stream
+        self.arrays.append(array)
+        return _take_array, (len(self.arrays) - 1, kind)
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         try:
@@ -139,7 +156,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _note_span(self, tensor: torch.Tensor) -> None:
         """Remember which bytes of its storage a tensor can see: only those are copied."""
-        if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
+        if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_nested:
+            return
+        if is_lazy(tensor) or not tensor.numel():
             return
         try:
             entry = self._storage_of(tensor.untyped_storage())
@@ -166,15 +185,37 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             # share_memory_() is the user's word that ranks write to one tensor.
             self.inherited.append(obj)
             return _take_inherited, (len(self.inherited) - 1, dtype)
-        seen_by_tensors = obj._cdata in self.storages
-        entry = self._storage_of(obj)
-        if not seen_by_tensors:
-            entry.spans.append((0, obj.nbytes()))
-        elif dtype is None:
-            # Tensors of the newer dtypes (float8, uint16) pickle their untyped storage and unpickle
-            # by torch._utils._rebuild_tensor_v3, which wants the typed wrapper of torch.load.
-            dtype = torch.uint8
+        return self._by_index(obj, dtype, whole=dtype is None or obj._cdata not in self.storages)
+
+    def _reduce_seen(self, seen: _Seen) -> Any:
+        if self._inheriting and seen.storage.device.type == "cpu" and seen.storage.is_shared():
+            return self._reduce_storage(seen.storage)
+        return self._by_index(seen.storage, torch.uint8, whole=False)
+
+    def _by_index(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, *, whole: bool) -> Any:
+        entry = self._storage_of(storage)
+        if whole:  # not a tensor's part, but the user's own
+            entry.spans.append((0, storage.nbytes()))
         return _take_storage, (entry.index, dtype)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The storage of a tensor of a newer dtype (float8, uint16): sent as far as tensors see it."""
+
+    storage: torch.UntypedStorage
+
+
+def _with_seen_storage(reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """How a tensor of a newer dtype reduces, or a subclass of tensors, with its untyped storage marked."""
+    function, args, *rest = reduced
+    if function is torch._utils._rebuild_tensor_v3 and isinstance(args[0], torch.UntypedStorage):
+        return _rebuild_tensor, (_Seen(args[0]), *args[1:]), *rest
+    if function is torch._tensor._rebuild_from_type_v2:
+        inner, kind, inner_args, *state = args
+        inner, inner_args = _with_seen_storage((inner, inner_args))
+        return function, (inner, kind, inner_args, *state), *rest
+    return reduced
 
 
 # What multiprocessing hands over only to a process that it is starting.
@@ -219,10 +260,14 @@ _STAYS_IN_NOTEBOOK = (
     ("torch.cuda", ("Stream", "Event"), "belongs to one device of this process; make it inside the function"),
 )
 
+_PICKLES = ("__reduce__", "__reduce_ex__", "__setstate__")  # who replaces one of these pickles in a way of its own
+
 _SPECIAL: tuple[tuple[Any, Callable[[Packer, Any], Any]], ...] = (
     ((type, types.FunctionType), Packer._reduce_code),
     (torch.Tensor, Packer._reduce_tensor),
+    (np.ndarray, Packer._reduce_array),
     ((torch.UntypedStorage, torch.TypedStorage), Packer._reduce_storage),
+    (_Seen, Packer._reduce_seen),
     (types.ModuleType, Packer._reduce_module),
     (functools._lru_cache_wrapper, Packer._reduce_cached),
     (DistributedDataParallel, Packer._reduce_ddp),
@@ -239,10 +284,12 @@ class Reading:
 
     Attributes:
         storage: the storage of that index.
+        array: the array of that number.
         inherited, known: by number.
     """
 
     storage: Callable[[int], torch.UntypedStorage]
+    array: Callable[[int], npt.NDArray[Any]]
     inherited: Sequence[Any]
     known: Sequence[Any]
 
@@ -281,9 +328,20 @@ def _take_inherited(number: int, dtype: torch.dtype | None = None) -> Any:
     return obj if dtype is None else _typed(obj, dtype)
 
 
+def _take_array(number: int, kind: type[Any]) -> Any:
+    return _reading.get().array(number).view(kind)
+
+
 def _take_storage(index: int, dtype: torch.dtype | None) -> Any:
     storage = _reading.get().storage(index)
     return storage if dtype is None else _typed(storage, dtype)
+
+
+def _rebuild_tensor(storage: Any, offset: int, size: Any, stride: Any, requires_grad: bool, *rest: Any) -> Any:
+    # torch's own way for the newer dtypes wants the typed wrapper of torch.load, and cannot do requires_grad.
+    typed = storage if isinstance(storage, torch.TypedStorage) else _typed(storage, torch.uint8)
+    tensor = torch._utils._rebuild_tensor_v3(typed, offset, size, stride, False, *rest)  # type: ignore[no-untyped-call]
+    return tensor.requires_grad_(requires_grad)
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:

@@ -8,11 +8,13 @@ so four ranks share one copy and none can change the notebook's::
     [header][array or storage][array or storage] ... [pickle stream][table]
 
 Memory that overlapped in the sender overlaps in the block: views that shared storage still share it,
-numpy with torch as well.
+numpy with torch as well. Numpy views with gaps, say columns, do so unless together they see less than
+half of a large array: then each arrives as a copy of its own, as from ``pickle``.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import io
@@ -24,13 +26,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import as_strided
 
-from nbddp.block import ALIGN, Layout, Piece, as_bytes, map_block, open_block, storage_bytes, storage_over, write_at
+from nbddp.block import (
+    ALIGN,
+    Layout,
+    Piece,
+    as_bytes,
+    map_block,
+    merged,
+    open_block,
+    storage_bytes,
+    storage_over,
+    write_at,
+)
 from nbddp.packing import PackedStorage, Packer, Reading, reading_now, refuse_unshippable
 
 __all__ = ["Packed", "Unpacked", "open_block", "pack", "probe", "refuse_unshippable", "unpack"]
 
+_SMALL_NBYTES = 1 << 20  # gaps up to here cost nothing worth a copy
 _HEADER = struct.Struct("<QQQ")  # where the pickle stream starts, where the table starts, end
 
 
@@ -102,7 +119,7 @@ def unpack(
         # mtime None: linecache.checkcache leaves such an entry alone.
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
     storage = functools.cache(lambda index: table.storages[index].read(memory, device))
-    with reading_now(Reading(storage, inherited, known)):
+    with reading_now(Reading(storage, lambda number: table.arrays[number].read(memory), inherited, known)):
         buffers = (place.read(memory) for place in table.buffers)
         value, by_value = pickle.loads(memory[stream_at:table_at], buffers=buffers)
     return Unpacked(value, by_value)
@@ -137,6 +154,20 @@ class _Storage:
 
 
 @dataclass(frozen=True)
+class _Array:
+    """Where in the block an array with gaps or steps backwards lies: its memory, and its first element within that."""
+
+    memory: _Buffer
+    first: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def read(self, memory: memoryview) -> npt.NDArray[Any]:
+        return np.ndarray(self.shape, self.dtype, self.memory.read(memory), self.first, self.strides)
+
+
+@dataclass(frozen=True)
 class _Table:
     """The block's contents list.
 
@@ -146,32 +177,74 @@ class _Table:
 
     buffers: list[_Buffer]
     storages: list[_Storage]
+    arrays: list[_Array]
     sources: dict[str, list[str]]
 
 
 def _write(fd: int, pickler: Packer, stream: memoryview) -> Packed:
     pieces = [Piece.of(view) for view in pickler.buffers]
     storages = [_LaidOut.of(entry) for entry in pickler.storages.values()]
+    in_sight = [*pieces, *(piece for storage in storages for piece in storage.seen)]
+    arrays = _without_wide_gaps(pickler.arrays, [piece.extent for piece in in_sight])
+    pieces_of_arrays = [_memory_of(array) for array in arrays]
     layout = Layout()
-    for piece in pieces:
-        layout.add(piece.address, piece.address + piece.data.nbytes)
+    for piece in [*pieces, *pieces_of_arrays]:
+        layout.add(*piece.extent)
     for storage in storages:
         layout.add(storage.address, storage.address + storage.nbytes)
     stream_at = layout.place(ALIGN)
     table = _Table(
         [_Buffer(layout.offset(p.address), p.data.nbytes, p.data.readonly) for p in pieces],
         [_Storage(layout.offset(s.address), s.nbytes, s.was_on_device) for s in storages],
+        [_placed(array, piece, layout) for array, piece in zip(arrays, pieces_of_arrays)],
         {name: lines for name in sorted(pickler.filenames) if (lines := linecache.getlines(name))},
     )
     table_at = stream_at + stream.nbytes
     encoded = pickle.dumps(table, protocol=5)
     end = table_at + len(encoded)
     os.ftruncate(fd, end)
-    layout.write(fd, [*pieces, *(piece for storage in storages for piece in storage.seen)])
+    layout.write(fd, [*in_sight, *pieces_of_arrays])
     write_at(fd, _HEADER.pack(stream_at, table_at, end), 0)
     write_at(fd, stream, stream_at)
     write_at(fd, encoded, table_at)
     return Packed(end, pickler.inherited, pickler.by_value)
+
+
+def _without_wide_gaps(arrays: list[npt.NDArray[Any]], others: list[tuple[int, int]]) -> list[npt.NDArray[Any]]:
+    """The arrays themselves, or copies without gaps of those that would take much unseen memory along."""
+    extents = [_extent_of(array) for array in arrays]
+    regions = merged([*others, *extents])
+    firsts = [start for start, _ in regions]
+    region_of = [bisect.bisect_right(firsts, start) - 1 for start, _ in extents]
+    seen = [0] * len(regions)
+    for start, stop in others:
+        seen[bisect.bisect_right(firsts, start) - 1] += stop - start
+    for array, (start, stop), region in zip(arrays, extents, region_of):
+        seen[region] += min(array.nbytes, stop - start)
+    wide = [stop - start > max(2 * nbytes, _SMALL_NBYTES) for (start, stop), nbytes in zip(regions, seen)]
+    return [array.copy("K") if wide[region] else array for array, region in zip(arrays, region_of)]
+
+
+def _extent_of(array: npt.NDArray[Any]) -> tuple[int, int]:
+    """The addresses of its lowest byte, and behind its highest."""
+    reaches = [(size - 1) * step for size, step in zip(array.shape, array.strides)]
+    first = array.ctypes.data
+    return first + sum(r for r in reaches if r < 0), first + sum(r for r in reaches if r > 0) + array.itemsize
+
+
+def _memory_of(array: npt.NDArray[Any]) -> Piece:
+    """All bytes between an array's lowest and highest, gaps too."""
+    start, stop = _extent_of(array)
+    forwards: Any = tuple(slice(None, None, -1 if step < 0 else 1) for step in array.strides)
+    # The dots: an array of no dimension would else be a number, and a copy.
+    first: Any = (*(slice(1),) * array.ndim, ...)
+    lowest = array.view(np.ndarray)[(*forwards, ...)][first].reshape(1).view(np.uint8)
+    return Piece(start, memoryview(as_strided(lowest, (stop - start,), (1,))))  # type: ignore[arg-type]
+
+
+def _placed(array: npt.NDArray[Any], piece: Piece, layout: Layout) -> _Array:
+    place = _Buffer(layout.offset(piece.address), piece.data.nbytes, not array.flags.writeable)
+    return _Array(place, array.ctypes.data - piece.address, array.dtype, array.shape, array.strides)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""Whatever is packed arrives as it was: values, kinds, strides, and who shares memory with whom."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, note
+from hypothesis import strategies as st
+
+from nbddp import payload
+from tests.properties.budget import examples
+from tests.properties.things import describe, overwrite, things
+from tests.support import run
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*([Ss]parse|[Qq]uant|ComplexHalf|nested|beta|prototype)"),
+    pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:TypedStorage is deprecated", "ignore:.*not writable"),
+]
+_MAPPED_NBYTES = 2 << 20  # more than a copy is made of
+
+
+def round_trip(thing: Any, *, inheriting: bool = True) -> Any:
+    fd = payload.open_block("test")
+    try:
+        packed = payload.pack(thing, fd, inheriting=inheriting)
+        return payload.unpack(fd, packed.nbytes, inherited=packed.inherited).value
+    finally:
+        os.close(fd)
+
+
+@examples(300)
+@given(things(), st.booleans(), st.booleans())
+def test_anything_arrives_as_it_was(thing: Any, mapped: bool, inheriting: bool) -> None:
+    """Small things are read, large ones mapped; results travel by the second way."""
+    before = describe(thing)
+    note(str(before))
+    sent = [thing, torch.ones(_MAPPED_NBYTES, dtype=torch.uint8)] if mapped else [thing]
+    arrived = round_trip(sent, inheriting=inheriting)[0]
+    assert describe(arrived) == before
+    overwrite(arrived)
+    assert describe(thing) == before
+
+
+@examples(60)
+@given(things())
+def test_what_has_travelled_can_travel_again(thing: Any) -> None:
+    """A result of one run is the next run's argument."""
+    before = describe(thing)
+    assert describe(round_trip(round_trip(thing), inheriting=False)) == before
+
+
+@examples(12, long_factor=20)
+@given(st.lists(things(), min_size=1, max_size=6))
+def test_real_ranks_get_it_and_give_it_back(several: list[Any]) -> None:
+    before = describe(several)
+    done = run(_look_and_write, several)
+    for seen, written, back in done.values:
+        assert seen == before
+        assert describe(back) == written
+    assert describe(several) == before
+
+
+def _look_and_write(several: list[Any]) -> tuple[Any, Any, Any]:
+    seen = describe(several)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        overwrite(several)
+    return seen, describe(several), several
