@@ -30,7 +30,6 @@ from IPython.core.magic_arguments import (  # noqa: TID253
     MagicArgumentParser,
     argument,
     magic_arguments,
-    parse_argstring,
 )
 
 from nbddp.errors import LaunchError, NbddpError, PayloadError
@@ -154,7 +153,8 @@ class DdpMagics(Magics):
         -o asks for it. The last line's value on rank 0 is the cell's output. A process group is ready,
         and nbddp, torch, dist, rank, world_size and device are there without imports.
         """
-        options = _given(parse_argstring(self.cell, line))
+        # Not IPython's parse_argstring, which leaves the quotes in: both magics read a line as a shell does.
+        options = _given(DdpMagics.cell.parser.parse_args(_words(line)))
         source = _Source(self._shell, cell)
         out = options.pop("out", [])
         names = self._names_for(source, out)
@@ -204,7 +204,7 @@ class DdpMagics(Magics):
           %ddp --nprocs 4 --device cpu     defaults for every %%ddp and %ddp run from now on
           %ddp --reset                     no defaults any more
         """
-        words = shlex.split(line)
+        words = _words(line)
         command = words[0] if words else "status"
         if command.startswith("-"):
             return self._set_defaults(words)
@@ -268,6 +268,13 @@ class DdpMagics(Magics):
 
 
 _COMMANDS = ("status", "stop", "logs", "stacks", "show", "devices", "run")
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"{line!r} cannot be read: {str(error)[:1].lower()}{str(error)[1:]}") from None
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
