@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
+from nbddp.worker import loopback
+
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 _ready_made: Any = None
@@ -39,7 +41,10 @@ def open_group(
     global _ready_made
     host, port = address
     timeout = datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None
-    store = TCPStore(host, port, world_size, is_master=False)
+    # The kernel's store is there before any rank: nobody waits for anybody else to connect.
+    store = TCPStore(host, port, world_size, is_master=False, wait_for_workers=False)
+    if timeout is not None:
+        store.set_timeout(timeout)
     options: dict[str, Any] = {}
     if backend == "nccl":
         options["device_id"] = device  # NCCL connects now, and barrier() knows its device
@@ -78,6 +83,7 @@ def let_users_make_their_own() -> None:
 
     distributed_c10d.init_process_group = init_process_group
     dist.init_process_group = init_process_group
+    loopback.keep_stores_at_home()
     _let_children_host_their_own_store()
 
 
