@@ -11,6 +11,7 @@ import io
 import multiprocessing
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -52,6 +53,8 @@ class _Server:
     def connect(self, fds: list[int]) -> tuple[int, int]:
         """A new process: the fds of its exit code and of its input."""
         _check_for_room()
+        if self._owner == os.getpid() and not _is_private(util.get_temp_dir()):
+            self._give_up()
         warm()
         try:
             return self.get().connect_to_new_process(fds)  # type: ignore[no-any-return]
@@ -71,10 +74,21 @@ class _Server:
                 self._given_up.append(self._server._forkserver_pid)
             self._owner = 0
             os.makedirs(util.get_temp_dir(), mode=0o700, exist_ok=True)
+            if not _is_private(util.get_temp_dir()):
+                process.current_process()._config["tempdir"] = None  # type: ignore[attr-defined]  # a new one is made
 
     def pid(self) -> int | None:
         """The running server's pid, or None before the first start."""
         return self._server._forkserver_pid if self._owner == os.getpid() else None
+
+
+def _is_private(folder: str) -> bool:
+    """Is it still ours? In a shared /tmp, anybody can make a folder of the same name once ours was cleaned away."""
+    try:
+        status = os.lstat(folder)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 _server = _Server()

@@ -218,12 +218,19 @@ class Worker:
 
     def _kill_session(self) -> bool:
         """SIGKILL to the rank's process group. Returns whether anything of it was alive."""
+        if self._pid_is_anothers():
+            return False
         try:
             # Its number is the rank's pid, which nobody else gets while the group has a member.
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             return False
         return any(_alive_in_group(self.pid))
+
+    def _pid_is_anothers(self) -> bool:
+        """Is the rank's pid, and so its group's number, that of a process which started later?"""
+        ours = self._identity is not None and self._identity.is_running()  # compares the start times
+        return not ours and psutil.pid_exists(self.pid)
 
 
 def _alive_in_group(group: int) -> Iterator[bool]:

@@ -72,7 +72,7 @@ def load_snapshot(
             f"{os.fspath(path)} cannot be read as a snapshot: {error}. "
             "It is torn, foreign, or holds other things than tensors and plain values (weights_only=False)"
         ) from error.__cause__
-    if not isinstance(content, dict) or _MARK not in content:
+    if not isinstance(content, dict) or not {_MARK, "state"} <= content.keys():
         raise NbddpError(f"{os.fspath(path)} was not written by save_snapshot(); read it with torch.load()")
     if isinstance(step := content.get(_STEP), int):
         metrics.resume_after(step)
