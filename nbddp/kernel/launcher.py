@@ -30,6 +30,7 @@ from nbddp.worker.output import STACKS_SIGNAL
 
 LEAVE_GRACE_S = 30.0  # for exit handlers, threads that still save and NCCL's teardown, once every rank has reported
 _GONE_S = 2.0  # after a SIGKILL; a process in an uninterruptible disk wait may take longer
+_REAPED_S = 0.1  # once its sentinel says that it is dead
 _NAP_S = 0.002
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 256 << 10
@@ -195,7 +196,9 @@ class Worker:
             self._channel.close()
         for fd in self._fds.values():
             os.close(fd)
-        self._process.join(0)  # takes it off multiprocessing's list of children
+        # Takes it off multiprocessing's list of children. Not join(0): a spawned rank that was just killed may not
+        # be reaped yet, and would keep its pipes for as long as the Run lives.
+        self._process.join(_REAPED_S)
         self._close_process()
 
     def disown(self) -> None:

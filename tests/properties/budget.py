@@ -11,7 +11,7 @@ import os
 from hypothesis import HealthCheck, Phase, settings
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
-_LONG_FACTOR = 50
+_LONG_FACTOR = 20
 
 
 def examples(count: int, *, long_factor: int = _LONG_FACTOR) -> settings:

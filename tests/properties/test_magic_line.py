@@ -46,14 +46,14 @@ def given_options(draw: st.DrawFn) -> dict[str, Any]:
     return {name: draw(OPTIONS[name][1]) for name in names}
 
 
-@examples(150)
+@examples(100)
 @given(given_options(), st.randoms(use_true_random=False))
 def test_options_in_any_order_and_spelling_arrive(options: dict[str, Any], dice: random.Random) -> None:
     line = " ".join(written(name, value, dice) for name, value in options.items())
     assert magic._given(magic.DdpMagics.cell.parser.parse_args(magic._words(line))) == options
 
 
-@examples(150)
+@examples(100)
 @given(given_options(), WORDS, st.lists(WORDS, max_size=4), st.randoms(use_true_random=False))
 def test_a_scripts_own_arguments_stay_its_own(
     options: dict[str, Any], script: str, argv: list[str], dice: random.Random
@@ -71,7 +71,7 @@ SCRAPS = [
 ]  # fmt: skip
 
 
-@examples(300)
+@examples(100)
 @given(st.one_of(st.text(max_size=30), st.lists(st.sampled_from(SCRAPS), max_size=6).map(" ".join)))
 def test_a_line_of_anything_is_read_or_refused_in_words(line: str) -> None:
     for parser in (magic.DdpMagics.cell.parser, magic._DEFAULTS_PARSER, magic._SCRIPT_PARSER):

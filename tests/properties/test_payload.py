@@ -32,7 +32,7 @@ def round_trip(thing: Any, *, inheriting: bool = True) -> Any:
         os.close(fd)
 
 
-@examples(300)
+@examples(150)
 @given(things(), st.booleans(), st.booleans())
 def test_anything_arrives_as_it_was(thing: Any, mapped: bool, inheriting: bool) -> None:
     """Small things are read, large ones mapped; results travel by the second way."""
@@ -45,7 +45,7 @@ def test_anything_arrives_as_it_was(thing: Any, mapped: bool, inheriting: bool) 
     assert describe(thing) == before
 
 
-@examples(60)
+@examples(40)
 @given(things())
 def test_what_has_travelled_can_travel_again(thing: Any) -> None:
     """A result of one run is the next run's argument."""
@@ -53,7 +53,7 @@ def test_what_has_travelled_can_travel_again(thing: Any) -> None:
     assert describe(round_trip(round_trip(thing), inheriting=False)) == before
 
 
-@examples(12, long_factor=20)
+@examples(8)
 @given(st.lists(things(), min_size=1, max_size=6))
 def test_real_ranks_get_it_and_give_it_back(several: list[Any]) -> None:
     before = describe(several)
