@@ -119,12 +119,11 @@ def launch(
     plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool, show: bool | None
 ) -> Run:
     """Pack, start, and unless told otherwise watch until the end."""
-    global _last
     packed, block = _pack(plan, fn, args, kwargs)
     if len(packed.inherited) > _MOST_BY_FORK_SERVER:
         plan = dataclasses.replace(plan, start_method="spawn")
     try:
-        started = _last = Run(plan, packed, block, blocking=wait)
+        started = Run(plan, packed, block, blocking=wait)
     except BaseException:  # an interrupt: nobody owns the block yet
         block.close()
         raise
@@ -283,9 +282,11 @@ class Run:
 
     def _begin(self, *, wait: bool, show: bool | None) -> None:
         """Start, show, and wait for the end. An interrupt, wherever it comes, ends the run first."""
+        global _last
         try:
             _live.add(self)
             self._supervisor.start()
+            _last = self
             if show is not False:
                 self._open_view(wanted=bool(show))
             if wait:
