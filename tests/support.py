@@ -270,11 +270,17 @@ class Reply:
 
 
 class Notebook:
-    """A real ipykernel, spoken to as a front end does."""
+    """A real ipykernel, spoken to as a front end does.
 
-    def __init__(self) -> None:
+    Args:
+        environ: for the kernel, over this process's.
+        process: for ``subprocess.Popen``.
+    """
+
+    def __init__(self, environ: dict[str, str] | None = None, **process: Any) -> None:
         self._manager = KernelManager(kernel_name="python3")
-        self._manager.start_kernel(env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"})
+        environ = {**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1", **(environ or {})}
+        self._manager.start_kernel(env=environ, **process)
         self._client = self._manager.blocking_client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=START_TIMEOUT_S)

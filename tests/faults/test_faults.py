@@ -1,0 +1,53 @@
+"""The fault suite in short: other faults each time, from a seed that the report shows."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from tests.faults import cases
+from tests.faults.suite import able, explain, run_all, table
+
+SEED = os.environ.get("NBDDP_FAULTS_SEED") or str(random.SystemRandom().randrange(10**6))
+IN_DRIVERS, IN_NOTEBOOKS = 30, 4
+
+
+# What fails once has failed: a race does not come again for being asked.
+@pytest.mark.flaky(reruns=0)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_faults_at_random_moments(capsys: pytest.CaptureFixture[str]) -> None:
+    possible = {sort for sort, why in able().items() if not why} - {"notebook"}
+    drawn = [cases.draw(f"{SEED}:{number}", kernels=possible) for number in range(IN_DRIVERS)]
+    drawn += [cases.draw(f"{SEED}:n{number}", kernels={"notebook"}) for number in range(IN_NOTEBOOKS)]
+    verdicts = run_all(drawn)
+    with capsys.disabled():
+        lacking = {sort: why for sort, why in able().items() if why}
+        print(f"\nfaults from seed {SEED} (NBDDP_FAULTS_SEED); not on this machine: {lacking or 'none'}")
+        print(table(verdicts))
+    assert len(verdicts) == IN_DRIVERS + IN_NOTEBOOKS
+    failed = [explain(verdict) for verdict in verdicts if verdict.wrong]
+    assert not failed, "\n".join(failed)
+
+
+def test_a_fault_that_nobody_sees() -> None:
+    """The judge itself: it must not let pass what is wrong."""
+    case = cases.draw("1:1", only="rank SIGKILL", kernels={"shared"})
+    run = {"program": "plain", "nprocs": 2, "token": 7, "seconds": 0.0}
+    case.runs, case.target, case.applied = [run], 0, {"at": 10.0, "rank": 1}
+    told = {"error": "RankDied", "is": ["RankDied"], "text": "rank 1 of 2 was killed", "rank": 1, "signal": "SIGKILL"}
+    right = {**told, "state": "failed", "ended": 10.2, "cause_text": ""}
+
+    def judged(**other: object) -> list[str]:
+        return cases.judge(case, {"outcomes": [{**right, **other}]})
+
+    assert judged() == []
+    assert judged(ended=10.5 + cases.BUSY_S + 0.1)  # too late
+    assert judged(rank=0, text="rank 0 of 2 was killed")  # its echo
+    assert judged(error="RankError", **{"is": ["RankError"]})
+    assert judged(signal="SIGTERM")
+    assert cases.judge(case, {"outcomes": [{"good": False, "ended": 10.1, "state": "finished"}]})
+    case.applied = {}
+    assert judged()  # an error out of nothing
