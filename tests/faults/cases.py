@@ -282,6 +282,8 @@ def _stopped(case: Case, run: dict[str, Any], outcome: dict[str, Any]) -> bool:
 def _interrupted(case: Case, run: dict[str, Any], outcome: dict[str, Any]) -> bool:
     own_failure_first = run["program"] == "failing" and outcome["state"] == "failed"
     ended = outcome["state"] in ("stopped", "finished", "never started") or own_failure_first
+    if case.at_line and outcome["state"] == "starting":  # made, and not yet begun: the next look says if it goes on
+        ended = True
     return outcome["error"] == "KeyboardInterrupt" and ended
 
 

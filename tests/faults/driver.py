@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import io
 import json
+import linecache
 import os
 import signal
 import socket
@@ -69,12 +70,13 @@ class _InterruptAtLine:
         self.left = number
         self.where = ""
         self.at = 0.0
+        self._lines: dict[int, int] = {}  # of each frame, by its id
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
         return self._line if any(part in frame.f_code.co_filename for part in _TRACED) else None
 
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
-        if event in ("line", "return") and self.left > 0:
+        if event in ("line", "return") and self.left > 0 and not self._leaves_with(frame):
             self.left -= 1
             if self.left == 0:
                 sys.settrace(None)
@@ -82,6 +84,13 @@ class _InterruptAtLine:
                 self.at = time.monotonic()
                 signal.raise_signal(signal.SIGINT)
         return self._line
+
+    def _leaves_with(self, frame: FrameType) -> bool:
+        """Is it the step back to a ``with`` that leaves it? Tracing can interrupt there, a signal never does."""
+        before = self._lines.get(id(frame), 0)
+        self._lines[id(frame)] = frame.f_lineno
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        return line.startswith(("with ", "async with ")) and before > frame.f_lineno
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
