@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,7 +113,6 @@ def test_columns_are_what_was_logged(ranks: int, names: int, data: st.DataObject
     assert set(history.names) == {f"m{name}" for _, name in reference.columns}
 
 
-@pytest.mark.skipif(not hasattr(History, "restarts"), reason="this history does not tell of restarts")
 @examples(80)
 @given(st.integers(1, 3), st.integers(1, 3), st.data(), CUTS)
 def test_steps_repeated_after_a_restart_replace_the_old_ones(

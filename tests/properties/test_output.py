@@ -73,4 +73,4 @@ def test_readers_beside_each_other_see_all_wherever_it_is_cut(data: bytes, cuts:
     assert output.text() == terminal(whole)
     # A character that was never finished waits for its other half for ever.
     assert whole.startswith(followed)
-    assert len(whole) - len(followed) <= 1
+    assert len(data) - position <= 3

@@ -164,8 +164,9 @@ def _tensor_view(draw: st.DrawFn, tensor: torch.Tensor) -> Any:
     if tensor.dim():
         ways.append(lambda: tensor.detach()[draw(st.slices(len(tensor)).filter(lambda s: (s.step or 1) > 0))])
     if tensor.dtype.is_complex:
-        ways += [lambda: tensor.detach().conj(), lambda: torch.view_as_real(tensor.detach())]
-        ways.append(lambda: tensor.detach().conj().imag)  # with the negative bit
+        ways += [lambda: tensor.detach().conj(), lambda: tensor.detach().conj().imag]  # with the negative bit
+        if not tensor.is_conj() and not tensor.is_neg():
+            ways.append(lambda: torch.view_as_real(tensor.detach()))
     if tensor.dtype.is_floating_point and tensor.is_leaf:
         ways.append(lambda: torch.nn.Parameter(tensor.detach()))
     if tensor.dtype in _NUMPYS and not tensor.is_conj() and not tensor.is_neg():
