@@ -117,7 +117,7 @@ def _each(
     peers: list[Peer] | None = None,
     how: str = "call",
 ) -> None:
-    """Once per round and candidate, in its kernel, after a first run; in a new kernel each round if it does not last."""
+    """Once per round and candidate, in its kernel after a first run; in a new one each round if it does not last."""
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(stamps())
         kernels: dict[str, Kernel] = {}

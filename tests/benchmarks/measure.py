@@ -146,11 +146,17 @@ def surroundings() -> dict[str, str]:
     found = {name: version for name in VERSIONS_OF if (version := version_of(name))}
     memory = psutil.virtual_memory().total / 2**30
     machine = f"{psutil.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}"
-    return {"date": time.strftime("%Y-%m-%d"), "machine": machine, "Python": platform.python_version(), **found}
+    load = f"load {psutil.getloadavg()[0]:.1f} when it began"
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{machine}, {load}",
+        "Python": platform.python_version(),
+        **found,
+    }
 
 
 def heading() -> str:
-    """The surroundings as one line."""
+    """The surroundings as one line, and how busy the machine is otherwise."""
     day_and_machine, versions = list(surroundings().items())[:2], list(surroundings().items())[2:]
     return " · ".join([*(value for _, value in day_and_machine), *(f"{name} {value}" for name, value in versions)])
 

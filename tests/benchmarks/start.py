@@ -72,10 +72,11 @@ def warm(settings: Settings) -> list[Table]:
     counts = settings.ranks or GROWTH
     first = _by_ranks("Warm, from Shift-Enter to the first all-reduce", counts)
     whole = _by_ranks("Warm, from Shift-Enter to the cell's end", counts)
+    work = _by_ranks("Warm, CPU time of all processes", counts)
     with stamps() as file:
         for ranks in counts:
-            _warm_with(settings, ranks, file, first, whole)
-    tables = [first, whole, *([_growth(whole, counts)] if len(counts) > 1 else [])]
+            _warm_with(settings, ranks, file, first, whole, work)
+    tables = [first, whole, work, *([_growth(whole, counts)] if len(counts) > 1 else [])]
     for table in tables:
         settings.show(table)
     return tables
@@ -85,7 +86,7 @@ def _by_ranks(title: str, counts: Sequence[int]) -> Table:
     return Table(title, columns=counts, corner="ranks")
 
 
-def _warm_with(settings: Settings, ranks: int, file: Stamps, first: Table, whole: Table) -> None:
+def _warm_with(settings: Settings, ranks: int, file: Stamps, first: Table, whole: Table, work: Table) -> None:
     with contextlib.ExitStack() as stack:
         warmed = dict(_warmed(settings.peers, ranks, stack, whole))
         for _ in range(settings.rounds):
@@ -94,7 +95,9 @@ def _warm_with(settings: Settings, ranks: int, file: Stamps, first: Table, whole
                     continue
                 file.clear()
                 try:
+                    before = kernel.cpu_seconds()
                     done = kernel.cell(peer.cell("all_reduce", repr(file.path), nprocs=ranks))
+                    work.add(peer.name, kernel.cpu_seconds() - before, ranks)
                     first.add(peer.name, file.last() - done.began, ranks)
                     whole.add(peer.name, done.seconds, ranks)
                 except Exception as error:  # a peer's

@@ -47,8 +47,8 @@ def test_a_first_run_is_timed_in_a_new_kernel(monkeypatch: pytest.MonkeyPatch) -
 def test_warm_runs_are_timed_by_number_of_ranks() -> None:
     peers = installed([NBDDP_SILENT, DEBUG_LAUNCHER])  # that takes no seconds
     names = {peer.name for peer in peers}
-    first, whole, growth = start.warm(replace(SHORT, ranks=[1, 2], peers=peers))
-    filled([first, whole], names)
+    first, whole, work, growth = start.warm(replace(SHORT, ranks=[1, 2], peers=peers))
+    filled([first, whole, work], names)
     assert set(growth.values) == names  # a difference may be negative
     assert list(growth.columns) == ["1 to 2"]
 
