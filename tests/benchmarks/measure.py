@@ -111,7 +111,7 @@ class Table:
     def _ratio(self, name: str, column: str) -> str:
         reference = self.median(next(iter(self.values)), column)
         value = self.median(name, column)
-        if not reference or value is None:
+        if not reference or reference < 0 or value is None or value < 0:
             return ""
         ratio = value / reference
         return f"{ratio:.3f}" if 0.9 < ratio < 1.1 else _number(ratio)
