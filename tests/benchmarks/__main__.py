@@ -1,45 +1,101 @@
-"""``python -m tests.benchmarks [--rounds N] [--json FILE] [PART ...]``: measure, and print the tables."""
+"""``python -m tests.benchmarks [--rounds N] [--json FILE] [--markdown FILE] [PART ...]``: measure, print the tables."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.benchmarks import data, log, start, training
-from tests.benchmarks.measure import Table, as_json, report
+from tests.benchmarks import data, ends, gpu, log, memory, start, timeline, training
+from tests.benchmarks.measure import Table, as_json, heading
+from tests.benchmarks.peers import CANDIDATES, installed, missing
+from tests.benchmarks.settings import Settings
 
-PARTS = ("start", "spawn", "memory", "data", "log", "training")
+PARTS: dict[str, Callable[[Settings], list[Table]]] = {
+    "cold": start.cold,
+    "warm": start.warm,
+    "timeline": timeline.measure,
+    "memory": memory.measure,
+    "data": data.into,
+    "result": data.back,
+    "log": log.measure,
+    "training": training.measure,
+    "failure": ends.failure,
+    "stop": ends.stop,
+    "death": ends.death,
+    "restart": ends.restart,
+    "gpu": gpu.measure,
+}
 
 
-def main() -> None:
+class Report:
+    """Writes each table as soon as it is there."""
+
+    def __init__(self, markdown: Path | None, json: Path | None) -> None:
+        self.tables: list[Table] = []
+        self._json = json
+        self._markdown = markdown
+        if markdown:
+            markdown.write_text("")
+
+    def say(self, text: str) -> None:
+        print(text + "\n", flush=True)
+        if self._markdown:
+            with self._markdown.open("a") as file:
+                file.write(text + "\n\n")
+
+    def show(self, table: Table) -> None:
+        self.tables.append(table)
+        self.say(table.markdown())
+        if self._json:
+            self._json.write_text(as_json(self.tables))
+
+
+def main() -> int:
+    options = _options()
+    report = Report(options.markdown, options.json)
+    report.say(heading())
+    if text := missing():
+        report.say(text)
+    peers = [peer for peer in installed(CANDIDATES) if not any(name in peer.name for name in options.without)]
+    settings = Settings(
+        options.rounds, options.ranks, options.mib and [m << 20 for m in options.mib], options.steps, peers, report.show
+    )
+    failed = []
+    for name in options.parts or PARTS:
+        print(f"{time.strftime('%H:%M:%S')} {name}", file=sys.stderr, flush=True)
+        try:
+            PARTS[name](settings)
+        except Exception:  # the other parts are still worth having
+            traceback.print_exc()
+            report.say(f"### {name}\n\nfailed: {traceback.format_exc().splitlines()[-1]}")
+            failed.append(name)
+    return len(failed)
+
+
+def _options() -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in text.split(",")]
+
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="every value, for comparing")
+    parser.add_argument("--markdown", type=Path, help="what is printed")
+    parser.add_argument("--ranks", type=numbers, metavar="N,N", help="in place of the part's own numbers of ranks")
+    parser.add_argument("--mib", type=numbers, metavar="N,N", help="in place of the part's own sizes of data")
+    parser.add_argument("--steps", type=float, default=1.0, help="of training, times the part's own number")
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="TEXT", help="candidates that have it in their name"
+    )
     options = parser.parse_args()
-    tables: list[Table] = []
-    for part in options.parts or PARTS:
-        tables += _measure(part, options.rounds)
-    print(report(tables))
-    if options.json:
-        options.json.write_text(as_json(tables))
-
-
-def _measure(part: str, rounds: int) -> list[Table]:
-    if part == "start":
-        return [start.warm_start(rounds * 3)]
-    if part == "spawn":
-        return [start.against_spawn(max(3, rounds // 2))]
-    if part == "memory":
-        return [start.memory()]
-    if part == "data":
-        return data.measure(rounds)
-    if part == "log":
-        return [log.measure(rounds)]
-    if part == "training":
-        return training.measure(rounds)
-    raise SystemExit(f"there is no part {part!r}; there is {', '.join(PARTS)}")
+    if unknown := [name for name in options.parts if name not in PARTS]:
+        parser.error(f"there is no part {', '.join(unknown)}; there is {', '.join(PARTS)}")
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,80 +1,181 @@
-"""1 GiB of notebook data to 4 ranks, and back."""
+"""The notebook's data to the ranks, and a result back."""
 
 from __future__ import annotations
 
-import os
-import sys
-import time
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 
-import cloudpickle
-import torch
+import psutil
 
-import nbddp
-from nbddp import payload
-from tests.benchmarks.measure import Table
+from tests.benchmarks.kernel import WORK, CellFailed, Kernel
+from tests.benchmarks.measure import LeftOut, Table
+from tests.benchmarks.peers import Peer
+from tests.benchmarks.settings import Settings
 
-RANKS = 4
-NBYTES = 1 << 30
-
-# As from a notebook's cells: by value, else the ranks would import this module and its imports.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def measure(rounds: int) -> list[Table]:
-    """Pack, and a whole run that reads the tensor in every rank, beside ``clone()``; then memory; then the way back."""
-    tensor = torch.randn(NBYTES // 4)
-    into = Table(f"{NBYTES >> 30} GiB tensor in")
-    memory = Table("New memory while 4 ranks hold 1 GiB", unit="GiB", scale=1 / 2**30)
-    back = Table(f"{NBYTES >> 30} GiB tensor back from one rank")
-    for _ in range(rounds):
-        began = time.perf_counter()
-        copy = tensor.clone()
-        into.add("tensor.clone()", time.perf_counter() - began)
-        back.add("tensor.clone()", into.rows["tensor.clone()"][-1])
-        del copy
-        into.add("pack into the block", _pack(tensor))
-        empty = _timed(_first, torch.zeros(1))
-        before = _used()
-        began = time.perf_counter()
-        run = nbddp.run(_first, (tensor,), nprocs=RANKS, device="cpu", show=False, wait=False)
-        run.wait()
-        into.add("run() with it, less a run without", time.perf_counter() - began - empty)
-        memory.add("the block and all ranks", max(run.values) - before)
-        began = time.perf_counter()
-        value = nbddp.run(_make, (NBYTES // 4,), nprocs=1, device="cpu", show=False).value
-        back.add("run() that returns it (and makes it)", time.perf_counter() - began)
-        assert value.numel() == NBYTES // 4
-        del value
-    return [into, memory, back]
+MIB = 1 << 20
+INTO = (  # kind, ranks, MiB
+    ("tensor", 4, (1, 32, 1024, 4096)),
+    ("tensor", 1, (1024,)),
+    ("tensor", 8, (1024,)),
+    ("numpy array", 4, (1, 1024)),
+    ("pandas frame", 4, (1, 1024)),
+)
+BACK = (("tensor", (1 << 10, MIB, 32 * MIB, 1024 * MIB)), ("numpy array", (1 << 10, MIB, 32 * MIB, 1024 * MIB)))
+MAKE = {
+    "tensor": "torch.rand({nbytes} // 4)",
+    "numpy array": "numpy.random.default_rng(0).random({nbytes} // 8)",
+    "pandas frame": "pandas.DataFrame(numpy.random.default_rng(0).random(({nbytes} // 64, 8)), columns=[*'abcdefgh'])",
+}
+COPY = {"tensor": "data.clone()", "numpy array": "data.copy()", "pandas frame": "data.copy()"}
+IMPORTS = "import time, numpy, pandas, torch"
+_SHARE = 0.7  # of the free memory may be used
+_LIMIT_S = 60.0
 
 
-def _pack(tensor: torch.Tensor) -> float:
-    began = time.perf_counter()
-    fd = payload.open_block("benchmark")
-    payload.pack(tensor, fd)
-    seconds = time.perf_counter() - began
-    os.close(fd)
-    return seconds
+def into(settings: Settings) -> list[Table]:
+    """Every rank reads a byte of every page of it; the run less a run without data, beside a copy in the kernel."""
+    tables = []
+    cases = [case for case in INTO if settings.ranks is None or case[1] in settings.ranks]
+    for kind, ranks, mib in cases:
+        sizes = settings.nbytes or [m * MIB for m in mib]
+        columns = [_size(nbytes) for nbytes in sizes]
+        which = f"{kind} to {ranks} rank{'s' * (ranks != 1)}"
+        cost = Table(f"A {which}: the run, less a run without", columns, corner="size")
+        peak = Table(
+            f"A {which}: new memory at the peak", columns, unit="GiB", scale=1 / 2**30, corner="size", ratios=False
+        )
+        with _kernels(settings.peers, ranks, cost) as kernels:
+            for nbytes, column in zip(sizes, columns):
+                for _ in range(settings.rounds):
+                    _round(kernels, kind, nbytes, ranks, cost, peak, column)
+        for table in (cost, peak):
+            settings.show(table)
+            tables.append(table)
+    return tables
 
 
-def _timed(fn: object, *args: object) -> float:
-    began = time.perf_counter()
-    nbddp.run(fn, args, nprocs=RANKS, device="cpu", show=False)
-    return time.perf_counter() - began
+@contextlib.contextmanager
+def _kernels(peers: Sequence[Peer], ranks: int, table: Table) -> Iterator[dict[Peer, Kernel]]:
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for peer in peers:
+            if not peer.takes_data:
+                continue
+            try:
+                kernel = stack.enter_context(Kernel())
+                sources = (WORK, peer.imports, IMPORTS, peer.setup(ranks), peer.cell("together", nprocs=ranks))
+                for source in sources:
+                    kernel.cell(source)
+            except Exception as error:  # a peer's
+                for column in table.columns:
+                    table.fail(peer.name, error, column)
+            else:
+                found[peer] = kernel
+        yield found
 
 
-def _first(tensor: torch.Tensor) -> float:
-    assert torch.isfinite(tensor[:: 1 << 10]).all()  # touches every page
-    nbddp.barrier()
-    return _used()
+def _round(
+    kernels: dict[Peer, Kernel], kind: str, nbytes: int, ranks: int, cost: Table, peak: Table, column: str
+) -> None:
+    """New data for each candidate: some leave it in shared memory, where the next run finds it."""
+    for index, (peer, kernel) in enumerate(kernels.items()):
+        if cost.failed(peer.name, column):
+            continue
+        try:
+            _check_memory(peer, nbytes, ranks)
+            kernel.cell(f"data = {MAKE[kind].format(nbytes=nbytes)}")
+            if index == 0:
+                cost.add(COPY[kind].replace("data", kind.split()[-1]), _copy_seconds(kernel, kind), column)
+            empty = kernel.cell(peer.cell("together", nprocs=ranks)).seconds
+            with _Peak() as used:
+                run = kernel.end_of(kernel.begin(peer.cell("touch", "data", nprocs=ranks)), _LIMIT_S)
+            if run.error:
+                raise CellFailed(run.error)
+            cost.add(peer.name, run.seconds - empty, column)  # around nothing, it may be below zero
+            peak.add(peer.name, used.nbytes, column)
+        except Exception as error:  # a peer's
+            cost.fail(peer.name, error, column)
+        with contextlib.suppress(CellFailed):
+            kernel.cell("data = done = None")
 
 
-def _make(count: int) -> torch.Tensor:
-    return torch.zeros(count)
+def _copy_seconds(kernel: Kernel, kind: str) -> float:
+    timed = f"began = time.perf_counter(); copy = {COPY[kind]}; print(time.perf_counter() - began); del copy"
+    return float(kernel.cell(timed).shown)
 
 
-def _used() -> float:
-    """Memory in use on this machine, as /proc/meminfo counts it (the block is Shmem)."""
-    with open("/proc/meminfo") as file:
-        kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in file}
-    return 1024.0 * (kilobytes["MemTotal"] - kilobytes["MemAvailable"])
+def _check_memory(peer: Peer, nbytes: int, ranks: int) -> None:
+    copies = {"never": 0, "once": 1, "per rank": 2 * ranks}[peer.copies]
+    needed = nbytes * (2 + copies)
+    if needed > _SHARE * psutil.virtual_memory().available:
+        raise LeftOut(f"left out: may need {needed / 2**30:.0f} GiB")
+
+
+class _Peak:
+    """The most memory that this machine used, more than before: looked at 100 times a second."""
+
+    def __enter__(self) -> _Peak:
+        self.nbytes = 0.0
+        self._before = psutil.virtual_memory().available
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.01):
+            self.nbytes = max(self.nbytes, float(self._before - psutil.virtual_memory().available))
+
+
+def back(settings: Settings) -> list[Table]:
+    """One rank makes and returns it; less a run that makes and drops it."""
+    tables = []
+    peers = [peer for peer in settings.peers if peer.result]
+    for kind, default in BACK:
+        sizes = settings.nbytes or default
+        table = Table(
+            f"A {kind} back from a rank: the run, less a run without", [_size(n) for n in sizes], corner="size"
+        )
+        with _kernels(peers, 1, table) as kernels:
+            for nbytes in sizes:
+                for _ in range(settings.rounds):
+                    _round_back(kernels, kind, nbytes, table)
+        settings.show(table)
+        tables.append(table)
+    return tables
+
+
+def _round_back(kernels: dict[Peer, Kernel], kind: str, nbytes: int, table: Table) -> None:
+    column = _size(nbytes)
+    for index, (peer, kernel) in enumerate(kernels.items()):
+        if table.failed(peer.name, column):
+            continue
+        made = f"make({kind.split()[0]!r}, {nbytes})"
+        try:
+            _check_memory(peer, nbytes, 1)
+            if index == 0:
+                kernel.cell(f"data = {made}")
+                table.add(COPY[kind].replace("data", kind.split()[-1]), _copy_seconds(kernel, kind), column)
+                kernel.cell("data = None")
+            dropped = peer.cell("make_and_drop", repr(kind.split()[0]), str(nbytes), nprocs=1)
+            returned = peer.cell("make", repr(kind.split()[0]), str(nbytes), nprocs=1, how="result")
+            without = kernel.cell(dropped).seconds
+            run = kernel.end_of(kernel.begin(returned), _LIMIT_S)
+            if run.error:
+                raise CellFailed(run.error)
+            kernel.cell(f"assert value.nbytes == {nbytes // 4 * 4}; value = None")
+            table.add(peer.name, run.seconds - without, column)
+        except Exception as error:  # a peer's
+            table.fail(peer.name, error, column)
+
+
+def _size(nbytes: int) -> str:
+    for unit, text in ((1 << 30, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:g} {text}"
+    return f"{nbytes} B"

@@ -1,150 +1,136 @@
-"""From the call to the last process gone: 4 ranks, one all-reduce each."""
+"""From Shift-Enter to the first all-reduce and to the cell's end, in real kernels; each candidate in its own.
+
+In a common one, nbddp would pay for the pages that the forks of others left to be copied.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import sys
+import itertools
 import time
-import warnings
-from collections.abc import Callable
-from importlib.util import find_spec
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
 
-import cloudpickle
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-import nbddp
-from tests.benchmarks.measure import Table, in_turn
+from tests.benchmarks.kernel import WORK, Kernel, Stamps, stamps
+from tests.benchmarks.measure import LeftOut, Table
+from tests.benchmarks.peers import Peer
+from tests.benchmarks.settings import Settings
 
 RANKS = 4
-
-# As from a notebook's cells: by value, else the ranks would import this module and its imports.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def all_reduce() -> None:
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == dist.get_world_size() == RANKS
+GROWTH = (1, 2, 4, 8, 16, 32)
+THINK_S = 3.0  # between the imports and the first run
+TOO_LONG_S = 12.0  # a candidate that takes this long is not tried with more ranks
 
 
-def all_reduce_by_hand(rank: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    all_reduce()
-    dist.destroy_process_group()
+def cold(settings: Settings) -> list[Table]:
+    """A new kernel each time: the imports and the first run in one cell; and the first run after a think time."""
+    ranks = (settings.ranks or [RANKS])[0]
+    at_once = _table(f"Start in a new kernel, {ranks} ranks, imports and first run in one cell")
+    after = _table(f"First run in a new kernel, {ranks} ranks, {THINK_S:.0f} s after the imports")
+    with stamps() as file:
+        for _ in range(settings.rounds):
+            for peer in settings.peers:
+                _try(at_once, peer, lambda peer=peer: _first_run(peer, ranks, file, together=True))
+                _try(after, peer, lambda peer=peer: _first_run(peer, ranks, file, together=False))
+    settings.show(at_once)
+    settings.show(after)
+    return [at_once, after]
 
 
-def all_reduce_under_accelerate() -> None:
-    from accelerate import PartialState
-
-    PartialState(cpu=True)
-    all_reduce()
+def _table(title: str) -> Table:
+    return Table(title, columns=("first all-reduce", "cell's end"), unit="s", scale=1)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _try(table: Table, peer: Peer, figures: Callable[[], tuple[float, float]]) -> None:
+    if table.failed(peer.name, table.columns[0]):
+        return
+    try:
+        for column, value in zip(table.columns, figures()):
+            table.add(peer.name, value, column)
+    except Exception as error:  # a peer's: the others' figures shall not be lost with it
+        table.fail(peer.name, error, table.columns[0])
 
 
-def run_nbddp() -> None:
-    nbddp.run(all_reduce, nprocs=RANKS, device="cpu", show=False)
+def _first_run(peer: Peer, ranks: int, file: Stamps, *, together: bool) -> tuple[float, float]:
+    file.clear()
+    with Kernel() as kernel:
+        run = peer.cell("all_reduce", repr(file.path), nprocs=ranks)
+        began = time.monotonic()
+        # Cells of their own where the run is a cell magic, sent without a pause.
+        for source in (WORK, peer.imports):
+            kernel.cell(source)
+        if not together:
+            time.sleep(THINK_S)
+            began = time.monotonic()
+        if setup := peer.setup(ranks):
+            kernel.cell(setup)
+        done = kernel.cell(run)
+        return file.last() - began, done.ended - began
 
 
-def run_accelerate() -> None:
-    from accelerate import debug_launcher
+def warm(settings: Settings) -> list[Table]:
+    """Second and later runs, by number of ranks."""
+    counts = settings.ranks or GROWTH
+    first = _by_ranks("Warm, from Shift-Enter to the first all-reduce", counts)
+    whole = _by_ranks("Warm, from Shift-Enter to the cell's end", counts)
+    work = _by_ranks("Warm, CPU time of all processes", counts)
+    with stamps() as file:
+        for ranks in counts:
+            _warm_with(settings, ranks, file, first, whole, work)
+    tables = [first, whole, work, *([_growth(whole, counts)] if len(counts) > 1 else [])]
+    for table in tables:
+        settings.show(table)
+    return tables
 
-    debug_launcher(all_reduce_under_accelerate, num_processes=RANKS)
+
+def _by_ranks(title: str, counts: Sequence[int]) -> Table:
+    return Table(title, columns=counts, corner="ranks")
 
 
-def warm_start(rounds: int) -> Table:
-    """Second and later runs of nbddp, beside a fork of the kernel; each in a kernel of its own.
-
-    In a common one, nbddp would pay for the pages that accelerate's forks left to be copied.
-    """
-    table = Table(f"Start, {RANKS} ranks to all joined: warm, beside a fork of the kernel")
+def _warm_with(settings: Settings, ranks: int, file: Stamps, first: Table, whole: Table, work: Table) -> None:
     with contextlib.ExitStack() as stack:
-        kernels = {"nbddp.run": stack.enter_context(OwnKernel(run_nbddp))}
-        if find_spec("accelerate"):
-            kernels["accelerate.debug_launcher"] = stack.enter_context(OwnKernel(run_accelerate))
+        warmed = dict(_warmed(settings.peers, ranks, stack, whole))
+        for _ in range(settings.rounds):
+            for peer, kernel in warmed.items():
+                if whole.failed(peer.name, ranks):
+                    continue
+                file.clear()
+                try:
+                    before = kernel.cpu_seconds()
+                    done = kernel.cell(peer.cell("all_reduce", repr(file.path), nprocs=ranks))
+                    work.add(peer.name, kernel.cpu_seconds() - before, ranks)
+                    first.add(peer.name, file.last() - done.began, ranks)
+                    whole.add(peer.name, done.seconds, ranks)
+                except Exception as error:  # a peer's
+                    whole.fail(peer.name, error, ranks)
+
+
+def _warmed(
+    peers: Sequence[Peer], ranks: int, stack: contextlib.ExitStack, table: Table
+) -> Iterator[tuple[Peer, Kernel]]:
+    """A kernel for each candidate that is not too slow for so many ranks, one run behind it."""
+    for peer in peers:
+        slowest = max((table.median(peer.name, column) or 0.0 for column in table.columns), default=0.0)
+        try:
+            if slowest > TOO_LONG_S:
+                raise LeftOut("-")
+            kernel = stack.enter_context(Kernel())
+            for source in (WORK, peer.imports, peer.setup(ranks), peer.cell("together", nprocs=ranks)):
+                kernel.cell(source)
+        except Exception as error:  # a peer's
+            table.fail(peer.name, error, ranks)
         else:
-            table.notes.append("accelerate is not installed")
-        for kernel in kernels.values():
-            kernel.seconds()
-        for _ in range(rounds):
-            for name, kernel in kernels.items():
-                table.add(name, kernel.seconds())
-    return table
+            yield peer, kernel
 
 
-class OwnKernel:
-    """A process that runs one candidate whenever it is asked, and tells how long it took."""
-
-    def __init__(self, candidate: Callable[[], object]) -> None:
-        self._ours, theirs = mp.get_context("spawn").Pipe()
-        self._process = mp.get_context("spawn").Process(target=_serve, args=(candidate, theirs))
-
-    def __enter__(self) -> OwnKernel:
-        self._process.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._ours.send(False)
-        self._process.join()
-
-    def seconds(self) -> float:
-        self._ours.send(True)
-        return float(self._ours.recv())
-
-
-def _serve(candidate: Callable[[], object], channel: Connection) -> None:
-    warnings.simplefilter("ignore")
-    while channel.recv():
-        began = time.perf_counter()
-        candidate()
-        channel.send(time.perf_counter() - began)
-
-
-def against_spawn(rounds: int) -> Table:
-    """nbddp beside fresh interpreters."""
-    run_nbddp()
-    return in_turn(
-        Table(f"Start, {RANKS} ranks to all joined: beside fresh interpreters"),
-        rounds,
-        {
-            "nbddp.run": run_nbddp,
-            "torch.multiprocessing.spawn": lambda: mp.spawn(all_reduce_by_hand, (free_port(),), nprocs=RANKS),
-        },
+def _growth(whole: Table, counts: Sequence[int]) -> Table:
+    """What each rank more costs, from one number of ranks to the next: equal figures are a straight line."""
+    steps = [(few, many) for few, many in itertools.pairwise(counts)]
+    table = Table(
+        "Cell's end, for each rank more", [f"{few} to {many}" for few, many in steps], corner="ranks", ratios=False
     )
-
-
-def memory() -> Table:
-    """Private memory of a rank that has trained one step, by /proc/self/smaps_rollup."""
-    table = Table("Private memory of one rank of 4", unit="MB", scale=1e-6)
-    for value in nbddp.run(private_bytes, nprocs=RANKS, device="cpu", show=False).values:
-        table.add("nbddp.run", value)
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
-    mp.spawn(_put_private_bytes, (queue,), nprocs=RANKS)
-    for _ in range(RANKS):
-        table.add("torch.multiprocessing.spawn", queue.get())
+    for name in whole.values:
+        for few, many in steps:
+            before, after = whole.median(name, few), whole.median(name, many)
+            if before is not None and after is not None:
+                table.add(name, (after - before) / (many - few), f"{few} to {many}")
     return table
-
-
-def private_bytes() -> float:
-    model = torch.nn.Linear(10, 10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(1, 10)).sum().backward()
-    optimizer.step()
-    with open("/proc/self/smaps_rollup") as file:
-        kilobytes = [int(line.split()[1]) for line in file if line.startswith("Private_")]
-    return 1024.0 * sum(kilobytes)
-
-
-def _put_private_bytes(rank: int, queue: mp.SimpleQueue) -> None:
-    queue.put(private_bytes())

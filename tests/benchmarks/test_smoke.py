@@ -1,0 +1,171 @@
+"""The benchmarks run to their end and fill their tables; how fast anything is, no test says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks import data, ends, gpu, log, memory, start, timeline, training
+from tests.benchmarks.kernel import ROOT
+from tests.benchmarks.measure import LeftOut, Table, in_turn
+from tests.benchmarks.peers import CANDIDATES, DEBUG_LAUNCHER, NBDDP, NBDDP_SILENT, installed, missing
+from tests.benchmarks.settings import Settings
+
+SHORT = Settings(rounds=1, ranks=[2], nbytes=[1 << 20], steps=0.001, peers=[NBDDP_SILENT])
+
+
+def filled(tables: list[Table], rows: set[str] | None = None, *, differences: bool = False) -> None:
+    """Every row has a number in every column, a positive one if it is no difference; and all rows are there."""
+    assert tables
+    for table in tables:
+        assert table.failures == {}, table.title
+        if rows is not None:
+            assert set(table.values) == rows, table.title
+        for name, columns in table.values.items():
+            assert set(columns) == set(map(str, table.columns)), (table.title, name)
+            assert differences or all(value > 0 for values in columns.values() for value in values), (
+                table.title,
+                name,
+                columns,
+            )
+        assert all(f"| {name} |" in table.markdown() for name in table.values)
+
+
+NAMES = {NBDDP_SILENT.name}
+
+
+def test_a_first_run_is_timed_in_a_new_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "THINK_S", 0.1)
+    tables = start.cold(SHORT)
+    filled(tables, NAMES)
+    for table in tables:
+        for name in NAMES:
+            assert table.values[name]["first all-reduce"][0] < table.values[name]["cell's end"][0]
+
+
+def test_warm_runs_are_timed_by_number_of_ranks() -> None:
+    peers = installed([NBDDP_SILENT, DEBUG_LAUNCHER])  # that takes no seconds
+    names = {peer.name for peer in peers}
+    first, whole, work, growth = start.warm(replace(SHORT, ranks=[1, 2], peers=peers))
+    filled([first, whole, work], names)
+    assert set(growth.values) == names  # a difference may be negative
+    assert list(growth.columns) == ["1 to 2"]
+
+
+def test_the_timeline_has_both_sides_in_order() -> None:
+    (table,) = timeline.measure(SHORT)
+    rows = list(table.values)
+    assert any(row.startswith("kernel: ") for row in rows)
+    assert rows[-1] == "cell is over"
+    assert table.values["rank: make the group"]["how many"] == [0.002]
+    begins = [table.median(row, "first begins") for row in rows]
+    assert begins == sorted(begins)  # type: ignore[type-var]
+    assert table.median("kernel: pack", "last ends") <= table.median("rank: is there", "first begins")  # type: ignore[operator]
+
+
+def test_memory_is_seen_of_every_rank() -> None:
+    private, share, whole = memory.measure(replace(SHORT, peers=[NBDDP_SILENT]))
+    filled([private, share, whole], {NBDDP_SILENT.name})
+    assert len(private.values[NBDDP_SILENT.name]["2"]) == 2
+    assert private.median(NBDDP_SILENT.name, 2) > 1 << 20  # type: ignore[operator]
+    assert whole.median(NBDDP_SILENT.name, 2) > 2 * private.median(NBDDP_SILENT.name, 2)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "numpy array", "pandas frame"])
+def test_data_goes_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "INTO", [(kind, 2, (1,))])
+    cost, peak = data.into(SHORT)
+    copy = next(iter(cost.values))
+    assert copy.endswith(("clone()", "copy()"))
+    filled([cost], {copy, *NAMES}, differences=True)
+    assert cost.values[copy]["1 MiB"][0] > 0
+    assert set(peak.values) == NAMES
+
+
+def test_a_result_comes_back() -> None:
+    tables = data.back(SHORT)
+    assert [next(iter(table.values)) for table in tables] == ["tensor.clone()", "array.copy()"]
+    filled(tables, differences=True)
+
+
+def test_what_does_not_fit_into_memory_is_left_out_and_says_so() -> None:
+    with pytest.raises(LeftOut, match="may need"):
+        data._check_memory(NBDDP, 1 << 45, 4)
+
+
+def test_each_way_to_log_is_timed() -> None:
+    (table,) = log.measure(SHORT)
+    filled([table])
+    assert "nbddp.log, floats" in table.values
+    assert len(table.values) + len(table.notes) == 4
+
+
+def test_training_is_timed_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "WAYS", training.WAYS[1:])  # torchrun takes its seconds
+    monkeypatch.setattr(training, "STEPS", {"gpt": 5})
+    filled(training.measure(replace(SHORT, ranks=[1], steps=1.0)), {peer.name for peer, _ in training.WAYS})
+
+
+@pytest.mark.parametrize("part", [ends.failure, ends.stop, ends.death], ids=lambda part: part.__name__)
+def test_an_end_is_timed(part: object) -> None:
+    filled(part(SHORT), NAMES)  # type: ignore[operator]
+
+
+def test_a_start_over_is_timed() -> None:
+    filled(ends.restart(SHORT), {NBDDP_SILENT.name})
+
+
+@pytest.mark.gpu
+def test_a_device_is_measured() -> None:
+    tables = gpu.measure(replace(SHORT, rounds=2))
+    assert len(tables) == 4
+    waits = tables[2]
+    assert waits.median("nbddp.log(loss=loss)") == waits.median("no logging")
+    assert waits.median("loss.item()") >= 200  # type: ignore[operator]
+
+
+def test_a_candidate_that_fails_is_a_row_with_the_reason() -> None:
+    def fail() -> None:
+        raise OSError("no such peer")
+
+    table = in_turn(Table("some"), 2, {"works": lambda: 0.5, "fails": fail})
+    assert table.values["works"][""] == [0.5, 0.5]
+    assert "| fails | failed: OSError: no such peer |" in table.markdown()
+
+
+def test_peers_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.benchmarks.peers.version_of", lambda name: "" if name == "ipyparallel" else "1")
+    assert missing() == "Not installed, and so left out: ipyparallel"
+    assert "ipyparallel, engines kept" not in [peer.name for peer in installed(CANDIDATES)]
+
+
+def test_a_part_that_breaks_costs_no_other_part_its_tables(tmp_path: Path) -> None:
+    program = """
+import sys
+from tests.benchmarks import __main__ as program
+from tests.benchmarks.measure import Table
+
+def works(settings):
+    table = Table("a table")
+    table.add("a row", 0.25)
+    settings.show(table)
+
+def breaks(settings):
+    raise RuntimeError("it broke")
+
+program.PARTS = {"works": works, "breaks": breaks, "again": works}
+sys.exit(program.main())
+"""
+    markdown, figures = tmp_path / "tables.md", tmp_path / "tables.json"
+    command = [sys.executable, "-c", program, "--json", str(figures), "--markdown", str(markdown)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stdout.count("| a row | 250 | 250 | 250 | 1.000 |") == 2
+    assert "failed: RuntimeError: it broke" in done.stdout
+    assert markdown.read_text().strip() == done.stdout.strip()
+    assert [table["values"] for table in json.loads(figures.read_text())["tables"]] == [{"a row": {"": [0.25]}}] * 2
