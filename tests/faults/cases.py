@@ -296,7 +296,9 @@ def _with_the_server(case: Case, run: dict[str, Any], outcome: dict[str, Any]) -
 
 
 def _worker_died(case: Case, run: dict[str, Any], outcome: dict[str, Any]) -> bool:
-    about = "DataLoader worker" in outcome["text"]
+    # It dies before a batch's shared memory was fetched from it: then that says so.
+    unfetched = outcome["cause"] in ("ConnectionResetError", "ConnectionRefusedError", "EOFError", "FileNotFoundError")
+    about = "DataLoader worker" in outcome["text"] or unfetched
     return _names(case, run, outcome) and outcome["error"] == "RankError" and about
 
 
