@@ -277,7 +277,12 @@ class Crew:
             worker.disown()
 
     def start(
-        self, jobs: Sequence[wire.Job], outputs: Sequence[RankOutput], payload_fd: int, inherited: Sequence[Any]
+        self,
+        jobs: Sequence[wire.Job],
+        outputs: Sequence[RankOutput],
+        payload_fd: int,
+        store_fd: int | None,
+        inherited: Sequence[Any],
     ) -> None:
         """Start one process per job.
 
@@ -286,14 +291,16 @@ class Crew:
         """
         for job, output in zip(jobs, outputs):
             try:
-                worker = self._start_one(job, output, payload_fd, inherited)
+                worker = self._start_one(job, output, (payload_fd, store_fd), inherited)
             except (OSError, EOFError) as error:
                 why = str(error) or "the fork server ended"
                 raise LaunchError(f"rank {job.rank} could not be started: {why}") from error
             self.workers.append(worker)
             worker.send(job)
 
-    def _start_one(self, job: wire.Job, output: RankOutput, payload_fd: int, inherited: Sequence[Any]) -> Worker:
+    def _start_one(
+        self, job: wire.Job, output: RankOutput, shared: tuple[int, int | None], inherited: Sequence[Any]
+    ) -> Worker:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
 
             def keep(fd: int, stack: contextlib.ExitStack) -> int:
@@ -309,14 +316,14 @@ class Crew:
             channel, far_channel = multiprocessing.Pipe()
             ours.callback(channel.close)
             theirs.callback(far_channel.close)
-            ends = entry.Ends(
-                *(_Inherited(fd) for fd in (metrics_w, output.fileno(), stacks_fd, payload_fd, result_fd))  # type: ignore[arg-type]
-            )
+            payload_fd, store_fd = shared
+            fds = (metrics_w, output.fileno(), stacks_fd, payload_fd, result_fd, store_fd)
+            ends = entry.Ends(*(fd if fd is None else _Inherited(fd) for fd in fds))  # type: ignore[arg-type]
             target_args = (far_channel, ends, tuple(inherited))
             process = self._new_process(target=entry.main, args=target_args, name=f"{job.run_name}-{job.rank}")
             ours.pop_all()  # from here on the worker's
-        fds = {"metrics": metrics_r, "stacks": stacks_fd, "result": result_fd}
-        return Worker(job.rank, process, channel, output, fds)
+        own = {"metrics": metrics_r, "stacks": stacks_fd, "result": result_fd}
+        return Worker(job.rank, process, channel, output, own)
 
     def _new_process(self, **what: Any) -> Any:
         process: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +16,15 @@ PREFIX = "nbddp"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks meet: ``env://`` in user code finds the same store, without our prefix."""
+    """Where the ranks meet.
 
+    Attributes:
+        file: an fd of the ready-made group's store, a file without a name; None where a rank cannot open it anew.
+        port: of the store for a group of the function's own (``env://``), and for all where there is no file.
+        prefix: of the ready-made group's keys.
+    """
+
+    file: int | None
     port: int
     prefix: str = PREFIX
 
@@ -31,10 +39,12 @@ class Rendezvous:
 
 @contextlib.contextmanager
 def open_rendezvous(world_size: int) -> Iterator[Rendezvous]:
-    """Host the run's ``TCPStore`` in this process, on loopback only.
+    """Host the run's stores in this process: a file, and a ``TCPStore`` on loopback only.
 
     The kernel binds port 0 and hands the listening socket over, so no port is guessed and none is
-    ever in use; a plain ``TCPStore`` would listen on all interfaces.
+    ever in use; a plain ``TCPStore`` would listen on all interfaces. The ready-made group does without it:
+    torch's clients and server ask the system for the name of 127.0.0.1, over IPv6, which no hosts file tells, and so
+    wait for a DNS server: 5 s for each lost answer (torch 2.13).
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind((HOST, 0))
@@ -44,7 +54,10 @@ def open_rendezvous(world_size: int) -> Iterator[Rendezvous]:
             HOST, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno()
         )
         listener.detach()  # the store closes it
+    file = os.memfd_create("nbddp-store") if os.path.isdir("/proc/self/fd") and hasattr(os, "memfd_create") else None
     try:
-        yield Rendezvous(port)
+        yield Rendezvous(file, port)
     finally:
+        if file is not None:
+            os.close(file)
         del store

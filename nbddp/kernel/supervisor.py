@@ -228,7 +228,7 @@ class Supervisor:
             with self._lock:
                 self._crew = crew
             jobs = self._jobs(rendezvous, temp_dir)
-            crew.start(jobs, self.outputs, self._block.fileno(), self._packed.inherited)
+            crew.start(jobs, self.outputs, self._block.fileno(), rendezvous.file, self._packed.inherited)
             self._follow(crew)
 
     def _let_go(self) -> None:

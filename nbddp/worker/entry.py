@@ -33,6 +33,7 @@ class Ends:
     stacks: int
     payload: int
     result: int
+    store: int | None
 
 
 def main(channel: Connection, ends: Ends, inherited: Sequence[Any]) -> None:
@@ -105,7 +106,7 @@ def _set_up(job: wire.Job, ends: Ends) -> Any:
     metrics.enter(ends.metrics)
     output.answer_stacks(ends.stacks)
     sys.breakpointhook = _no_terminal
-    _set_up_torch(job)
+    _set_up_torch(job, ends.store)
     return notebook
 
 
@@ -132,7 +133,7 @@ def _forget_missing_folders(paths: list[str]) -> None:
             del sys.path_importer_cache[path]
 
 
-def _set_up_torch(job: wire.Job) -> None:
+def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     if torch.cuda._is_in_bad_fork():
         raise RuntimeError(BAD_FORK)
     torch.set_num_threads(job.threads)
@@ -154,6 +155,7 @@ def _set_up_torch(job: wire.Job) -> None:
             world_size=job.world_size,
             device=context.device(),
             address=("127.0.0.1", job.store_port),
+            file=store_file,
             prefix=job.store_prefix,
             timeout_s=job.pg_timeout_s,
         )

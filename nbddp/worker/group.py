@@ -11,7 +11,7 @@ from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from nbddp.worker import loopback
 
@@ -31,6 +31,7 @@ def open_group(
     world_size: int,
     device: torch.device,
     address: tuple[str, int],
+    file: int | None,
     prefix: str,
     timeout_s: float | None,
 ) -> None:
@@ -39,10 +40,8 @@ def open_group(
     Its keys have a prefix, so that the store's plain keys stay free for a group of the user's own.
     """
     global _ready_made
-    host, port = address
     timeout = datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None
-    # The kernel's store is there before any rank: nobody waits for anybody else to connect.
-    store = TCPStore(host, port, world_size, is_master=False, wait_for_workers=False)
+    store = _kernels_store(address, file, world_size)
     if timeout is not None:
         store.set_timeout(timeout)
     options: dict[str, Any] = {}
@@ -57,6 +56,14 @@ def open_group(
         **options,
     )
     _ready_made = dist.group.WORLD
+
+
+def _kernels_store(address: tuple[str, int], file: int | None, world_size: int) -> Store:
+    if file is not None:
+        # Opened anew by each rank, so that the store's lock tells them apart; nobody else can open it.
+        return FileStore(f"/proc/self/fd/{file}", world_size)
+    # It is there before any rank: nobody waits for anybody else to connect.
+    return TCPStore(*address, world_size, is_master=False, wait_for_workers=False)
 
 
 def let_users_make_their_own() -> None:
