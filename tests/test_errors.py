@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 import nbddp
-from nbddp.kernel import forkserver
+from nbddp.kernel import forkserver, runner
 from tests.support import Cells, Notebook, marked_pids, run, start, wait_until
 
 IN_THE_CELL_S = 0.5
@@ -662,3 +663,29 @@ def test_an_echo_is_told_for_its_cause(cell: Cells) -> None:
     with pytest.raises(nbddp.RankError) as raised:
         run(names.train, nprocs=3)
     assert (raised.value.rank, type(raised.value.cause).__name__) == (1, "Slow")
+
+
+def test_a_cleaned_temporary_folder_ends_every_later_run(cell: Cells) -> None:
+    """Systems remove what is old from /tmp, and a notebook may be open for weeks."""
+    one = cell("def one(): return 1").one
+    for _ in range(2):
+        shutil.rmtree(get_temp_dir())
+        assert run(one).values == [1, 1]
+    shutil.rmtree(get_temp_dir())
+    assert run(one, start_method="spawn").values == [1, 1]
+    assert run(one).values == [1, 1]
+
+
+@pytest.mark.parametrize("what", ["_thread.start_new_thread", "threading.Thread.start"])
+def test_a_system_without_threads_hangs_the_notebook(cell: Cells, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    one = cell("def one(): return 1").one
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(what, refuse)
+    with pytest.raises(nbddp.LaunchError, match="can't start new thread"):
+        run(one)
+    assert not runner._live
+    monkeypatch.undo()
+    assert run(one).values == [1, 1]

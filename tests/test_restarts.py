@@ -140,3 +140,22 @@ def test_a_resumed_run_repeats_or_loses_steps(cell: Cells, in_folder: Path) -> N
     assert values.tolist() == [step + 1.0 for step in range(12)]
     assert [restart.step for restart in finished.history.restarts] == [5, 10]
     assert "RankDied: rank 1 of 2 was killed by SIGKILL" in finished.history.restarts[0].reason
+
+
+def test_a_timeout_after_a_restart_knows_of_none(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time
+        def train():
+            if nbddp.restart_count() == 0:
+                print("epoch 0: working", end="", flush=True)
+                raise ValueError("once")
+            time.sleep(1000)
+    """)
+    with pytest.raises(nbddp.RunTimeout, match="That was after 1 restart; the first failure was RankError") as raised:
+        run(names.train, max_restarts=2, timeout=2)
+    assert raised.value.restarts == 1
+    last = nbddp.last_run()
+    assert last is not None
+    lines = last.logs(0).splitlines()
+    assert lines[0] == "epoch 0: working"
+    assert lines[1].startswith("[restarted 1 of 2 after RankError: rank ")

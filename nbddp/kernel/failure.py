@@ -52,10 +52,11 @@ def _failed_at(worker: Worker) -> float:
 
 
 def is_timeout(worker: Worker) -> bool:
-    """Did it give up waiting for the other ranks? NCCL's watchdog then aborts the process."""
+    """Did it perhaps give up waiting for the other ranks? NCCL's watchdog then aborts the process."""
     if isinstance(worker.report, wire.Failed):
         return worker.report.phase == "call" and _TIMED_OUT.search(worker.report.summary) is not None
-    return worker.report is None and worker.exitcode == -signal.SIGABRT
+    aborted = worker.report is None and worker.exitcode == -signal.SIGABRT
+    return aborted and "watchdog" in worker.output.last_lines(_LAST_LINES).lower()
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ class Naming:
             error = worker.report.summary.partition("\n")[0][:200]
             return stacks.Where(worker.rank, "failed", frames, step, error)
         if worker.report is not None:
-            return stacks.Where(worker.rank, "finished", step=step)
+            state = "finished" if isinstance(worker.report, wire.Finished) else "left"
+            return stacks.Where(worker.rank, state, step=step)
         if not worker.alive:
             return stacks.Where(worker.rank, "ended", step=step)
         if not worker.called:

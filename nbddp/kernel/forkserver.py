@@ -36,11 +36,8 @@ class _Server:
 
     def reap(self) -> None:
         """Leave no zombie of a server that was given up."""
-        for server in list(self._given_up):
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(server, os.WNOHANG)[0] == 0:
-                    continue
-            self._given_up.remove(server)
+        with self._lock:
+            self._given_up = [server for server in self._given_up if not _is_reaped(server)]
 
     def get(self) -> Any:
         with self._lock:
@@ -53,33 +50,53 @@ class _Server:
     def connect(self, fds: list[int]) -> tuple[int, int]:
         """A new process: the fds of its exit code and of its input."""
         _check_for_room()
-        if self._owner == os.getpid() and not _is_private(util.get_temp_dir()):
-            self._give_up()
+        self.private_folder()
         warm()
+        server = self.get()
         try:
-            return self.get().connect_to_new_process(fds)  # type: ignore[no-any-return]
+            return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
         except (FileNotFoundError, ConnectionRefusedError):
-            self._give_up()
+            self._give_up(server)
             warm()
             return self.get().connect_to_new_process(fds)  # type: ignore[no-any-return]
 
-    def _give_up(self) -> None:
-        """Leave a server whose socket is gone: systems clean their temporary folder of what is old."""
+    def private_folder(self) -> str:
+        """multiprocessing's folder for sockets, there and ours alone: systems clean /tmp of what is old."""
+        folder = util.get_temp_dir()
+        if _is_private(folder):
+            return folder
+        if self._owner == os.getpid():
+            self._give_up(self._server)  # its socket is gone, or no longer its own
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(folder, mode=0o700)
+        if not _is_private(folder):
+            process.current_process()._config["tempdir"] = None  # type: ignore[attr-defined]  # a new one is made
+        return util.get_temp_dir()
+
+    def _give_up(self, server: Any) -> None:
+        """Leave a server that cannot be reached any more."""
         with self._lock:
-            alive_fd, self._server._forkserver_alive_fd = self._server._forkserver_alive_fd, None
+            if server is not self._server:
+                return  # another thread has
+            alive_fd, server._forkserver_alive_fd = server._forkserver_alive_fd, None
             if alive_fd is not None:
                 os.close(alive_fd)  # which ends it, once its last rank is gone
-            _unlink_socket(self._server._forkserver_address)
-            if self._server._forkserver_pid is not None:
-                self._given_up.append(self._server._forkserver_pid)
-            self._owner = 0
-            os.makedirs(util.get_temp_dir(), mode=0o700, exist_ok=True)
-            if not _is_private(util.get_temp_dir()):
-                process.current_process()._config["tempdir"] = None  # type: ignore[attr-defined]  # a new one is made
+            _unlink_socket(server._forkserver_address)
+            if server._forkserver_pid is not None:
+                self._given_up.append(server._forkserver_pid)
+            self._owner, self._server = 0, None
 
     def pid(self) -> int | None:
         """The running server's pid, or None before the first start."""
-        return self._server._forkserver_pid if self._owner == os.getpid() else None
+        server = self._server
+        return server._forkserver_pid if server is not None and self._owner == os.getpid() else None
+
+
+def _is_reaped(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return True
 
 
 def _is_private(folder: str) -> bool:
@@ -139,7 +156,7 @@ def pid() -> int | None:
 def folder_of_a_run() -> Iterator[str]:
     """Beside the server's socket, where the ranks' multiprocessing leaves sockets when it is killed."""
     # The server removes it when the kernel is killed. Short: a socket's path has 108 bytes.
-    folder = tempfile.mkdtemp(prefix=RUN_PREFIX, dir=util.get_temp_dir())
+    folder = tempfile.mkdtemp(prefix=RUN_PREFIX, dir=_server.private_folder())
     try:
         yield folder
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import fcntl
 import os
 import tempfile
@@ -45,8 +46,11 @@ class RankOutput:
         return self._fd
 
     def note(self, line: str) -> None:
-        """A line of our own among the rank's."""
-        os.write(self.fileno(), f"[{line}]\n".encode())
+        """A line of our own among the rank's; lost, as theirs, where the disk is full."""
+        size = os.fstat(self.fileno()).st_size
+        unfinished = size > 0 and os.pread(self.fileno(), 1, size - 1) != b"\n"
+        with contextlib.suppress(OSError):
+            os.write(self.fileno(), f"{chr(10) * unfinished}[{line}]\n".encode())
 
     def take(self) -> str:
         """What came since the last call, at most 64 KiB at a time; ``""`` when there is nothing new."""

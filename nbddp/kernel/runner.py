@@ -310,7 +310,8 @@ class Run:
         if not self._blocking and view.live and not self._followed:
             # No cell waits for this run, so the panel needs a thread; it ends with the run.
             self._followed = True
-            start_thread(self._watch, name=f"nbddp-panel-{self.name}")
+            # Refused: the panel stays as it is, and the run goes on.
+            start_thread(self._watch, f"nbddp-panel-{self.name}", lambda _: None)
 
     def _watch(self) -> None:
         """Until the end; of a blocking run on the caller's thread: only there do all front ends show updates."""

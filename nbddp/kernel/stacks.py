@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import linecache
 import os
 import re
+import site
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,12 +19,33 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+(?P<name> \[.*\])? \(most recent call first\):")
 # Where every worker's main thread begins: nothing in it is the reader's.
 _PLUMBING = re.compile(r"multiprocessing[/\\](spawn|process|forkserver|popen_\w+)\.py$|^<frozen|^<string>$")
-# A cell's own file may lie in any temporary folder; an installed package lies in one of these.
-_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_CELL = re.compile(r"[/\\]ipykernel_\d+[/\\]|^<ipython-input|^<stdin>|^<string>")
+# What is installed or generated is not the reader's; a cell's own file may lie in any temporary folder.
+_TORCH = importlib.util.find_spec("torch")
+_INSTALLED = (
+    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    site.getusersitepackages() + os.sep,
+    *([os.path.dirname(_TORCH.origin) + os.sep] if _TORCH is not None and _TORCH.origin else []),
+)
+_GENERATED = re.compile(r"^<|[/\\]torchinductor_")
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
-_NO_COLLECTIVES = ("wrapper", "new_group", "destroy_process_group")  # functions there that are on the way only
+# fmt: off
+_NAMES = frozenset((
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast",
+    "broadcast_object_list", "gather", "gather_object", "init_process_group", "monitored_barrier", "new_group",
+    "recv", "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "scatter_object_list", "send", "send_object_list", "split_group",
+))
+# fmt: on
 _BACKWARD = (os.path.join("torch", "autograd", "graph.py"), "_engine_run_backward")
 _DDP = os.path.join("torch", "nn", "parallel", "distributed.py")
+_DDP_PARTS = {
+    "__init__": "DDP's constructor",
+    "_pre_forward": "DDP's forward",
+    "_post_forward": "DDP's forward",
+    "_sync_buffers": "DDP's forward",
+}
 
 
 class Frame(NamedTuple):
@@ -38,8 +61,8 @@ class Where:
     """Where one rank is.
 
     Attributes:
-        state: "called" (in the function), "setup", "unpack", "finished", "failed", "ended" or "silent" (it gives
-            no answer).
+        state: "called" (in the function), "setup", "unpack", "finished", "failed", "left" (by sys.exit), "ended" or
+            "silent" (it gives no answer).
         frames: outermost first, none of ours; empty unless called or failed.
         step: the highest that it has logged, -1 before the first.
         error: of a failed one, on one line.
@@ -53,29 +76,41 @@ class Where:
 
     @property
     def collective(self) -> str:
-        """What it waits in for the other ranks, as the reader calls it: "all_reduce", "backward"; "" if it does not."""
+        """torch's collective in which it waits for the other ranks: "all_reduce"; "" if it does not."""
         for file, _, function in self.frames:
-            if file.endswith(_COLLECTIVES) and not function.startswith("_") and function not in _NO_COLLECTIVES:
+            if file.endswith(_COLLECTIVES) and function in _NAMES:
                 return function
-            if file.endswith(_BACKWARD[0]) and function == _BACKWARD[1]:
-                return "backward"
-            if file.endswith(_DDP) and function in ("_pre_forward", "_sync_buffers", "_post_forward"):
-                return "DDP's forward"
         return ""
+
+    @property
+    def exchange(self) -> str:
+        """What it is in that DDP exchanges gradients or buffers in; "" for none. Whether it waits cannot be seen."""
+        for file, _, function in self.frames:
+            if file.endswith(_DDP) and function in _DDP_PARTS:
+                return _DDP_PARTS[function]
+        if self.frames and self.frames[-1].function == _BACKWARD[1] and self.frames[-1].file.endswith(_BACKWARD[0]):
+            return "backward"
+        return ""
+
+    @property
+    def meeting(self) -> str:
+        """What it may wait in for the others, in one word or two."""
+        return self.collective or self.exchange
 
     @property
     def place(self) -> str:
         """The reader's innermost line: "train, line 14"; with the file's name when it is no cell."""
         if not self.frames:
             return ""
-        theirs = [frame for frame in self.frames if not frame.file.startswith(_INSTALLED)]
-        file, line, function = theirs[-1] if theirs else self.frames[-1]
-        name = "" if _is_cell(file) else os.path.basename(file)
+        file, line, function = next(filter(_is_theirs, reversed(self.frames)), self.frames[-1])
+        name = "" if _CELL.search(file) else os.path.basename(file)
         return ", ".join(part for part in (function.replace("<module>", ""), name, f"line {line}") if part)
 
 
-def _is_cell(file: str) -> bool:
-    return file.startswith("<") or "ipykernel_" in file
+def _is_theirs(frame: Frame) -> bool:
+    if _CELL.search(frame.file):
+        return True
+    return not (frame.file.startswith(_INSTALLED) or _GENERATED.search(frame.file))
 
 
 # ---------------------------------------------------------------------------- reading
@@ -93,13 +128,13 @@ def main_thread(dump: str) -> tuple[Frame, ...]:
     for frames in reversed(threads):
         if any(_PLUMBING.search(frame.file) for frame in frames):
             return tuple(f for f in reversed(frames) if not _PLUMBING.search(f.file) and not is_our_file(f.file))
-    return tuple(reversed(threads[-1])) if threads else ()
+    return tuple(reversed(threads[-1])) if len(threads) == 1 else ()  # of very many threads the main one is left out
 
 
 def is_whole(dump: str) -> bool:
     """Has the rank written all of it? It ends where its process began, or is cut by faulthandler."""
     last = dump.rstrip("\n").rpartition("\n")[2]
-    return dump.endswith("\n") and (last.startswith('  File "<string>"') or last == "  ...")
+    return dump.endswith("\n") and (last.startswith('  File "<string>"') or last.strip() == "...")
 
 
 def of_traceback(tb: TracebackType | None) -> tuple[Frame, ...]:
@@ -116,68 +151,73 @@ def of_traceback(tb: TracebackType | None) -> tuple[Frame, ...]:
 # ---------------------------------------------------------------------------- telling
 
 
-def report(wheres: Sequence[Where]) -> str:
+def report(wheres: Sequence[Where], still: bool = False) -> str:
     """The line that sums up, then each stack, most recent call last; ranks at the same place share one."""
-    return "\n\n".join([summary(wheres), *(_stack(same) for same in _grouped(wheres, lambda w: (w.state, w.frames)))])
+    stacks = [_stack(same) for same in _grouped(wheres, lambda w: (w.state, w.frames))]
+    return "\n\n".join([summary(wheres, still), *stacks])
 
 
-def summary(wheres: Sequence[Where]) -> str:
-    """``rank 1 has finished after step 120; ranks 0, 2 and 3 wait in all_reduce after step 120 (train, line 14)``."""
+def summary(wheres: Sequence[Where], still: bool = False) -> str:
+    """``rank 1 has finished after step 120; ranks 0, 2 and 3 wait in all_reduce after step 120 (train, line 14)``.
+
+    ``still``: nothing moves any more, so that who waits in vain waits for a reason, which is told if it is likely.
+    """
     groups = _grouped(wheres, lambda w: (_does(w, 2), w.step, w.place))
     parts = [f"{_names(same, len(wheres))} {_does(same[0], len(same))}{_details(same[0])}" for same in groups]
-    return "; ".join(parts) + _cause(wheres)
+    return "; ".join(parts) + (_cause(wheres) if still else "")
 
 
 def _does(where: Where, count: int) -> str:
-    one = count == 1
+    has, is_, waits = ("has", "is", "waits") if count == 1 else ("have", "are", "wait")
     if where.state == "called":
         if where.collective:
-            return f"{'waits' if one else 'wait'} in {where.collective}"
-        return "is" if one else "are"
-    if where.state == "failed" and where.collective:
-        return f"gave up in {where.collective}"
-    has, is_ = ("has", "is") if one else ("have", "are")
+            return f"{waits} in {where.collective}"
+        return f"{is_} in {where.exchange}" if where.exchange else is_
+    if where.state == "failed" and where.meeting:
+        return f"gave up in {where.meeting}"
     return {
         "finished": f"{has} finished",
         "failed": f"{has} failed ({where.error})",
+        "left": f"{has} left by sys.exit",
         "ended": f"{has} ended",
-        "setup": f"{is_} setting {'itself' if one else 'themselves'} up",
-        "unpack": f"{'unpacks' if one else 'unpack'} the function and its data",
-        "silent": f"{'gives' if one else 'give'} no answer",
+        "setup": f"{is_} setting {'itself' if count == 1 else 'themselves'} up",
+        "unpack": f"{'unpacks' if count == 1 else 'unpack'} the function and its data",
+        "silent": f"{'gives' if count == 1 else 'give'} no answer",
     }[where.state]
 
 
 def _details(where: Where) -> str:
     step = f" after step {where.step:,}" if where.step >= 0 else ""
-    if where.state == "called" and not where.collective:
+    if where.state == "called" and not where.meeting:
         return f" in {where.place or 'the function'}{step}"
     return step + (f" ({where.place})" if where.place else "")
 
 
 def _cause(wheres: Sequence[Where]) -> str:
-    """The likely one, where ranks wait for others that are not coming."""
-    waiting = [w for w in wheres if w.collective]
-    beyond = [w for w in wheres if w.state in ("finished", "failed") and not w.collective] + [
-        w for w in waiting if (w.collective, w.place) != (waiting[0].collective, waiting[0].place)
-    ]
-    if not waiting or not beyond or len(waiting) + len(beyond) < len(wheres):
-        return ""
-    if len({w.step for w in wheres if w.step >= 0}) > 1:
+    """The likely one, where some wait for others that are not coming."""
+    finished = [w for w in wheres if w.state == "finished"]
+    waiting = [w for w in wheres if w.meeting]
+    if not waiting or len(finished) + len(waiting) < len(wheres):
+        return ""  # one is late, or gone: that is said already
+    steps = {w.step for w in wheres if w.step >= 0}
+    if finished and (len(steps) > 1 or any(w.exchange for w in waiting)):
         return (
-            ". The ranks have taken different numbers of steps: most likely they have uneven numbers of batches "
-            "(nbddp.loader evens them out; DistributedSampler, drop_last=True or torch's Join do it by hand)"
+            f". Most likely {_names(finished, 0)} had fewer batches than the others: an uneven number of batches per "
+            "rank (nbddp.loader evens it out; DistributedSampler, drop_last=True or torch's Join do it by hand)"
         )
-    return ". Every rank has to call the same collectives in the same order; uneven numbers of batches break that"
+    if finished or len({(w.meeting, w.place) for w in waiting}) > 1:
+        return ". Every rank has to call the same collectives in the same order; uneven numbers of batches break that"
+    return ""
 
 
 def _stack(same: Sequence[Where]) -> str:
-    first = same[0]
-    who = _names(same, 0)
+    first, who = same[0], _names(same, 0)
+    does = _does(first, len(same))
     if not first.frames:
-        return f"{who}: {_does(first, len(same))}"
-    what = _does(first, len(same)) + (" here" if first.state == "called" and not first.collective else "")
-    lines = [f"{who}: {what} (most recent call last)"]
+        return f"{who} {does}"
+    lines = [f"{who} {does}{'' if first.meeting or first.state != 'called' else ' here'} (most recent call last)"]
     for file, line, function in first.frames:
+        linecache.checkcache(file)  # a module may have been edited since
         lines.append(f'  File "{file}", line {line}, in {function}')
         if source := linecache.getline(file, line).strip():
             lines.append(f"    {source}")

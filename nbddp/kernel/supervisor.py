@@ -32,6 +32,8 @@ _PEERS_GRACE_S = 0.2  # for the other ranks' finally blocks when one has failed
 _FAILURE_WINDOW_S = 0.1  # how much later than its consequence a failure may be heard of
 _ECHO_WINDOW_S = 1.0
 _STACKS_S = 1.0  # for the ranks' answers
+_STILL_S = 2.0  # without a sign of life
+_LOOK_AGAIN_S = 0.2
 _SOON_S = 0.1  # the same, while somebody waits for the run's end
 _MUCH_BYTES = 128 << 10  # of metrics at once: the rank logs faster than we look
 
@@ -65,7 +67,6 @@ class Supervisor:
         self._block = block
         self._history = history
         self._lock = threading.Lock()  # over what another thread may ask of the crew while its fds are open
-        self._feeding = threading.Lock()
         self._crew: Crew | None = None
         self._rank_states: list[str] = []
         self._pids: list[int] = []
@@ -75,6 +76,7 @@ class Supervisor:
         self._start_method = plan.start_method
         self._naming = failure.Naming(plan.name, plan.nprocs, packed.by_value, oom.kills())
         self._stillness = _Stillness(plan.stall_after_s)
+        self._first: NbddpError | None = None  # of a run that has been restarted
         self._was_here = ""  # where the ranks were when the run was stopped
         self._thread: threading.Thread | None = None
         self._tickets = [self]  # for the one thread that may live this run
@@ -83,7 +85,13 @@ class Supervisor:
 
     def start(self) -> None:
         """Begin; a second time without effect. After an interrupt nobody knows whether the first time counted."""
-        start_thread(self._live, name=f"nbddp-{self._plan.name}")
+        start_thread(self._live, f"nbddp-{self._plan.name}", self._cannot_start)
+
+    def _cannot_start(self, error: RuntimeError) -> None:
+        if self._tickets:
+            self._tickets.clear()
+            self._conclude("failed", LaunchError(f"{self._plan.name} could not be started: {error}"))
+            self._end()
 
     def request_stop(self, grace_s: float) -> None:
         """Begin to end the run; a second request can only shorten the grace."""
@@ -111,8 +119,8 @@ class Supervisor:
     def stacks(self) -> str:
         """Where each rank is, as text."""
         with self._lock:
-            if self._crew is not None:
-                return stacks.report(self._where(self._crew, _STACKS_S))
+            if self._crew is not None and self._crew.workers:
+                return stacks.report(*self._settled(self._crew))
         text = f"{self._plan.name} is {self.state}: no rank is running"
         return f"{text}; when it was stopped: {self._was_here}" if self._was_here else text
 
@@ -150,6 +158,8 @@ class Supervisor:
         try:
             self._attempts()
         except NbddpError as error:
+            if self._first is not None and error is not self._first:
+                error.after_restarts(self.restarts, self._first)
             self._conclude("failed", error)
         except (OSError, DistError) as error:
             self._conclude("failed", self._refused(error))
@@ -158,16 +168,19 @@ class Supervisor:
             assert self.error is not None
             self.error.__cause__ = error
         finally:
-            self._block.close()
-            self._packed.inherited.clear()
-            self._history.settle()
-            self.ended = time.monotonic()
-            with self._lock:
-                self._over = True
-                callbacks, self._callbacks = self._callbacks, []
-            self.done.open()
-            for callback in callbacks:
-                callback()
+            self._end()
+
+    def _end(self) -> None:
+        self._block.close()
+        self._packed.inherited.clear()
+        self._history.settle()
+        self.ended = time.monotonic()
+        with self._lock:
+            self._over = True
+            callbacks, self._callbacks = self._callbacks, []
+        self.done.open()
+        for callback in callbacks:
+            callback()
 
     def _refused(self, error: Exception) -> NbddpError:
         """The system has no more to give."""
@@ -182,39 +195,37 @@ class Supervisor:
         self.state = state
 
     def _attempts(self) -> None:
-        if self._stop_grace_s is not None:
-            self._conclude("stopped")
-            return
         with contextlib.ExitStack() as stack:
             for _ in range(self._plan.nprocs):
                 self.outputs.append(RankOutput(open_output()))
                 stack.callback(self.outputs[-1].close)
-            self._attempt_until_it_counts()
+            while self.state == "starting":
+                self._attempt_if_wanted()
 
-    def _attempt_until_it_counts(self) -> None:
-        first: NbddpError | None = None
-        while True:
-            try:
-                self._attempt()
-                return
-            except failure.BadFork:
-                forkserver.mark_unfit()
-                self._start_method = "spawn"
-            except (RankError, RankDied, LaunchError) as error:  # the others would fail again
-                if self._stop_grace_s is not None or self.restarts == self._plan.max_restarts:
-                    if first is not None:
-                        error.after_restarts(self.restarts, first)
-                    raise
-                first = first or error
-                self._begin_again(error)
+    def _attempt_if_wanted(self) -> None:
+        """One attempt; afterwards the state is ``starting`` if there is to be another."""
+        if self._stop_grace_s is not None:
+            return self._conclude("stopped")
+        try:
+            return self._attempt()
+        except failure.BadFork:
+            forkserver.mark_unfit()
+            self._start_method = "spawn"
+        except (RankError, RankDied, LaunchError) as error:  # the others would fail again
+            if self._stop_grace_s is not None or self.restarts == self._plan.max_restarts:
+                raise
+            self._first = self._first or error
+            self._prepare_restart(in_a_line(error).partition("; most often")[0])
+        return None
 
-    def _begin_again(self, error: NbddpError) -> None:
+    def _prepare_restart(self, reason: str) -> None:
+        self.restart_reason = reason
         self.restarts += 1
-        self.restart_reason = in_a_line(error)
-        self.state = "starting"
-        self._history.restart(self.restart_reason)
+        self.state, self.hang = "starting", ""
+        self._pids, self._rank_states = [], []  # the dead ranks' pids may be strangers' soon
+        self._history.restart(reason)
         for output in self.outputs:
-            output.note(f"restarted {self.restarts} of {self._plan.max_restarts} after {self.restart_reason}")
+            output.note(f"restarted {self.restarts} of {self._plan.max_restarts} after {reason}")
 
     def _attempt(self) -> None:
         """Start all ranks and follow them to their end. Raises what the first failure is."""
@@ -287,13 +298,23 @@ class Supervisor:
     def _look_for_a_hang(self, crew: Crew) -> None:
         """Nothing has been logged, printed or said for long: tell where the ranks are."""
         if self._stillness.has_lasted(crew.signs_of_life()):
-            self.hang = stacks.report(self._where(crew, _STACKS_S))
+            where = stacks.report(*self._settled(crew))
+            self.hang = f"Nothing has been logged or printed for {self._stillness.seconds:.0f} s: {where}"
         elif not self._stillness.told:
             self.hang = ""
 
+    def _settled(self, crew: Crew) -> tuple[list[Where], bool]:
+        """Where the ranks are, and whether they stand still there: only then can somebody be at fault."""
+        found = self._where(crew, _STACKS_S)
+        if self._stillness.seconds < _STILL_S:
+            return found, False
+        time.sleep(_LOOK_AGAIN_S)
+        return found, found == self._where(crew, _STACKS_S)
+
     def _where(self, crew: Crew, timeout_s: float) -> list[Where]:
         dumps = crew.stacks(timeout_s)
-        self._feed(crew)  # their steps as of now
+        if threading.current_thread() is self._thread:  # another may be interrupted between reading and feeding
+            self._feed(crew)
         steps = [rank.step for rank in self._history.ranks]
         return [self._naming.where_of(w, dumps.get(w.rank, ""), steps[w.rank]) for w in crew.workers]
 
@@ -307,10 +328,9 @@ class Supervisor:
                 pass
 
     def _feed_from(self, worker: Worker) -> int:
-        with self._feeding:  # what is read first is fed first
-            data = worker.read_metrics()
-            if data:
-                self._history.feed(worker.rank, data)
+        data = worker.read_metrics()
+        if data:
+            self._history.feed(worker.rank, data)
         return len(data)
 
     def _succeed(self, crew: Crew) -> None:
@@ -319,7 +339,7 @@ class Supervisor:
         # What is left are exit handlers and threads: a stop or the end of the time need not wait for them.
         leave_by = min(time.monotonic() + LEAVE_GRACE_S, self._deadline)
         self._watch_until(crew, leave_by, or_when=lambda _: self._stop_grace_s is not None)
-        self.values = values
+        self.values, self.hang = values, ""
         self._conclude("finished")
 
     def _result_of(self, worker: Worker) -> Any:
@@ -340,10 +360,17 @@ class Supervisor:
         # Broken connections alone: the rank that broke them is still on its way to saying why.
         self._watch_until(crew, began + _ECHO_WINDOW_S, or_when=lambda crew: not _only_echoes(crew))
         first = failure.first_of(crew.workers)
-        where = stacks.summary(self._where(crew, _SOON_S)) if failure.is_timeout(first) else ""
-        error = self._naming.error_of(first, where)
+        error = self._naming.error_of(first, self._who_was_missing(crew, first))
         self._wind_down(crew, lambda: _PEERS_GRACE_S)
         raise error
+
+    def _who_was_missing(self, crew: Crew, first: Worker) -> str:
+        """Of a collective that timed out: where all ranks were, in a line."""
+        if not failure.is_timeout(first):
+            return ""
+        wheres = self._where(crew, _SOON_S)
+        meeting = first.report is None or wheres[first.rank].meeting
+        return stacks.summary(wheres, still=True) if meeting else ""
 
     def _stop(self, crew: Crew) -> None:
         if self._stop_grace_s and crew.workers:
@@ -352,7 +379,7 @@ class Supervisor:
         self._conclude("stopped")
 
     def _time_out(self, crew: Crew) -> None:
-        where = stacks.report(self._where(crew, _STACKS_S))
+        where = stacks.report(*self._settled(crew)) if crew.workers else "no rank had been started"
         self._wind_down(crew, lambda: _PEERS_GRACE_S)
         raise RunTimeout(
             f"{self._plan.name} was still {self.state} after its timeout of {self._plan.timeout_s} s and was "
@@ -381,7 +408,13 @@ class _Stillness:
         self.told = False
         self._after_s = after_s
         self._signs: object = None
-        self._since = self._due = 0.0
+        self._since = time.monotonic()
+        self._due = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Since something moved last."""
+        return time.monotonic() - self._since
 
     def has_lasted(self, signs: object) -> bool:
         """Is it time to tell? ``signs`` differ from the last ones when something has moved."""

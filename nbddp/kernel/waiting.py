@@ -39,7 +39,17 @@ class Latch:
         return self.is_open
 
 
-def start_thread(target: Callable[[], None], name: str) -> None:
-    """Start a daemon thread, without waiting until it says that it has."""
+def start_thread(target: Callable[[], None], name: str, refused: Callable[[RuntimeError], None]) -> None:
+    """Start a daemon thread, without waiting until it says that it has; ``refused`` if the system has none to give."""
     thread = threading.Thread(target=target, name=name, daemon=True)
-    _thread.start_new_thread(thread.start, ())  # there, no interrupt can come in the middle
+
+    def start() -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            refused(error)
+
+    try:
+        _thread.start_new_thread(start, ())  # there, no interrupt can come in the middle
+    except RuntimeError as error:
+        refused(error)

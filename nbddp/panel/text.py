@@ -89,11 +89,13 @@ class TextView:
     def _say_restart(self, status: Status) -> None:
         if status.restarts > self._restarts:
             self._restarts, self._epoch = status.restarts, 0
-            self._echo.line(f"{status.name}: {restart_text(status)}")
+            if not status.blocking:  # else rank 0's output, which is shown here, has the line
+                self._echo.line(f"{status.name}: {restart_text(status)}")
 
     def _say_hang(self, status: Status) -> None:
         if status.hang and not self._hangs:
-            for line in hang_lines(status, _HANG_CHARS):
+            first, *rest = hang_lines(status, _HANG_CHARS)
+            for line in (f"{status.name}: {first}", *rest):
                 self._echo.line(line)
         self._hangs = bool(status.hang)
 

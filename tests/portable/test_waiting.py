@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import pytest
 
-from nbddp.kernel.waiting import Latch, start_thread
+from nbddp.kernel import waiting
+from nbddp.kernel.waiting import Latch
 
 TRIALS = 1000
 NUMBER = signal.SIGUSR2
@@ -20,6 +21,10 @@ NUMBER = signal.SIGUSR2
 
 class Interrupted(BaseException):
     """As KeyboardInterrupt, which pytest keeps for itself."""
+
+
+def start_thread(target: Callable[[], object], name: str) -> None:
+    waiting.start_thread(lambda: target() and None, name, refused=pytest.fail)  # type: ignore[arg-type]
 
 
 # Another process: a thread sends while it holds the GIL, and so never in the middle of what the main thread does.
