@@ -23,7 +23,7 @@ in_ci = os.environ.get("CI") == "true"
 if not in_ci:
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-from lab import Lab, browser, chromium
+from lab import CHROMIUM_FLAGS, Lab, browser, chromium
 from playwright.sync_api import Browser, Page, expect
 
 ARTEFACTS = Path(__file__).parents[1] / "artefacts"
@@ -340,6 +340,27 @@ def test_a_reload_loses_nothing(notebook: Notebook) -> None:
     panel = notebook.output(1).locator(".nbddp")  # the page that could put a picture here is gone
     expect(panel.locator(".nbddp-chip")).to_have_text("Stopped", timeout=10_000)
     expect(panel.locator("canvas")).to_have_count(2)
+
+
+def test_a_browser_that_is_killed_ends_no_run(_started: Lab, _browser: Browser, tmp_path: Path) -> None:
+    """A laptop's battery, while a cell is busy: the run goes on to its end, and the kernel to its next."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    doomed = _browser.browser_type.launch(executable_path=chromium(), args=CHROMIUM_FLAGS)
+    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    notebook = Notebook(_started, doomed.new_page())
+    told = tmp_path / "told"
+    tell = f"open({str(told)!r}, 'w').write(f'{{run.state}} {{run.value}} {{nbddp.run(nbddp.rank, nprocs=2).values}}')"
+    notebook.open(f"run = nbddp.run(train, (1, 300), nprocs=2, device='cpu')\n{tell}")
+    notebook.run(1)
+    expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_until(lambda: told.exists() and told.read_text())
+    assert told.read_text() == "finished 300 [0, 1]"
+    _started.end_kernels()
+    with contextlib.suppress(Exception):  # its driver has lost it already
+        doomed.close()
 
 
 def test_the_saved_notebook_shows_the_picture_without_a_kernel(notebook: Notebook, page: Page) -> None:
