@@ -59,7 +59,7 @@ LONG = "run = nbddp.run(train, (1, 100_000), nprocs=2, device='cpu')"
 
 
 @pytest.fixture(scope="session")
-def _browser() -> Iterator[Browser]:
+def shared_browser() -> Iterator[Browser]:
     with browser() as started:
         yield started
 
@@ -78,7 +78,7 @@ def labs() -> Iterator[Callable[..., Lab]]:
 
 
 @pytest.fixture(scope="session")
-def _started(labs: Callable[..., Lab]) -> Lab:
+def shared_lab(labs: Callable[..., Lab]) -> Lab:
     return labs()  # before the first test looks at which processes there are
 
 
@@ -118,15 +118,15 @@ class Notebook:
 
 
 @pytest.fixture
-def page(_browser: Browser) -> Iterator[Page]:
-    made = _browser.new_page(viewport={"width": 1100, "height": 900})
+def page(shared_browser: Browser) -> Iterator[Page]:
+    made = shared_browser.new_page(viewport={"width": 1100, "height": 900})
     yield made
     made.close()
 
 
 @pytest.fixture
-def notebook(_started: Lab, page: Page) -> Iterator[Notebook]:
-    yield from _notebook(_started, page)
+def notebook(shared_lab: Lab, page: Page) -> Iterator[Notebook]:
+    yield from _notebook(shared_lab, page)
 
 
 def _notebook(lab: Lab, page: Page) -> Iterator[Notebook]:
@@ -342,12 +342,12 @@ def test_a_reload_loses_nothing(notebook: Notebook) -> None:
     expect(panel.locator("canvas")).to_have_count(2)
 
 
-def test_a_browser_that_is_killed_ends_no_run(_started: Lab, _browser: Browser, tmp_path: Path) -> None:
+def test_a_browser_that_is_killed_ends_no_run(shared_lab: Lab, shared_browser: Browser, tmp_path: Path) -> None:
     """A laptop's battery, while a cell is busy: the run goes on to its end, and the kernel to its next."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    doomed = _browser.browser_type.launch(executable_path=chromium(), args=CHROMIUM_FLAGS)
+    doomed = shared_browser.browser_type.launch(executable_path=chromium(), args=CHROMIUM_FLAGS)
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    notebook = Notebook(_started, doomed.new_page())
+    notebook = Notebook(shared_lab, doomed.new_page())
     told = tmp_path / "told"
     tell = f"open({str(told)!r}, 'w').write(f'{{run.state}} {{run.value}} {{nbddp.run(nbddp.rank, nprocs=2).values}}')"
     notebook.open(f"run = nbddp.run(train, (1, 300), nprocs=2, device='cpu')\n{tell}")
@@ -358,7 +358,7 @@ def test_a_browser_that_is_killed_ends_no_run(_started: Lab, _browser: Browser, 
             process.kill()
     wait_until(lambda: told.exists() and told.read_text())
     assert told.read_text() == "finished 300 [0, 1]"
-    _started.end_kernels()
+    shared_lab.end_kernels()
     with contextlib.suppress(Exception):  # its driver has lost it already
         doomed.close()
 

@@ -113,9 +113,7 @@ def _judge(seen: _Seen, seconds: float) -> list[str]:
     slope = float(np.polyfit(times[warm], sizes[warm], 1)[0])
     history = HELD_BYTES * seen.points / seconds
     _tell(seen, seconds)
-    print(
-        f"USS grows by {slope:,.0f} B/s; the history's {HELD_BYTES} bytes per point of {NPROCS} ranks: {history:,.0f} B/s"
-    )
+    print(f"USS grows by {slope:,.0f} B/s; the history by {history:,.0f}: {HELD_BYTES} bytes per point, {NPROCS} ranks")
     wrong = []
     if seen.state != "finished" or seen.points != int(seconds * STEPS_PER_S) * NAMES:
         wrong.append(f"the run is {seen.state}, with {seen.points} points")
