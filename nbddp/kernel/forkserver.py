@@ -49,7 +49,8 @@ class _Server:
 
     def connect(self, fds: list[int]) -> tuple[int, int]:
         """A new process: the fds of its exit code and of its input."""
-        _check_for_room()
+        # A server that is asked and then gets no fds ends, and its ranks are lost.
+        check_for_room(_FDS_OF_A_START)
         self.private_folder()
         warm()
         server = self.get()
@@ -169,10 +170,10 @@ def _unlink_socket(address: str | None) -> None:
             os.unlink(address)
 
 
-def _check_for_room() -> None:
-    """Raise OSError before the server is asked: one that is asked and then gets no fds ends, and its ranks are lost."""
+def check_for_room(fds: int) -> None:
+    """Raise OSError if this process cannot open so many files more."""
     with contextlib.ExitStack() as stack:
-        for _ in range(_FDS_OF_A_START):
+        for _ in range(fds):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 

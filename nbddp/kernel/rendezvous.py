@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import socket
 from collections.abc import Iterator
@@ -10,8 +11,12 @@ from dataclasses import dataclass
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from nbddp.kernel.forkserver import check_for_room
+
 HOST = "127.0.0.1"
 PREFIX = "nbddp"
+_FDS_OF_A_STORE = 16
+_OPEN_S = datetime.timedelta(seconds=10)  # of this process's own client; the ranks have theirs
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,19 @@ def open_rendezvous(world_size: int) -> Iterator[Rendezvous]:
     torch's clients and server ask the system for the name of 127.0.0.1, over IPv6, which no hosts file tells, and so
     wait for a DNS server: 5 s for each lost answer (torch 2.13).
     """
+    check_for_room(_FDS_OF_A_STORE + world_size)  # without, the store's own client would try for minutes
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind((HOST, 0))
         listener.listen(max(128, 2 * world_size))
         port = listener.getsockname()[1]
         store = TCPStore(
-            HOST, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno()
+            HOST,
+            port,
+            world_size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+            timeout=_OPEN_S,
         )
         listener.detach()  # the store closes it
     file = os.memfd_create("nbddp-store") if os.path.isdir("/proc/self/fd") and hasattr(os, "memfd_create") else None
