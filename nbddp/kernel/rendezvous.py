@@ -6,12 +6,14 @@ import contextlib
 import datetime
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from nbddp.kernel.forkserver import check_for_room
+from nbddp.kernel.waiting import start_thread
 
 HOST = "127.0.0.1"
 PREFIX = "nbddp"
@@ -47,29 +49,61 @@ def open_rendezvous(world_size: int) -> Iterator[Rendezvous]:
     """Host the run's stores in this process: a file, and a ``TCPStore`` on loopback only.
 
     The kernel binds port 0 and hands the listening socket over, so no port is guessed and none is
-    ever in use; a plain ``TCPStore`` would listen on all interfaces. The ready-made group does without it:
+    ever in use; a plain ``TCPStore`` would listen on all interfaces. The groups do without it where they can:
     torch's clients and server ask the system for the name of 127.0.0.1, over IPv6, which no hosts file tells, and so
     wait for a DNS server: 5 s for each lost answer (torch 2.13).
     """
     check_for_room(_FDS_OF_A_STORE + world_size)  # without, the store's own client would try for minutes
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind((HOST, 0))
-        listener.listen(max(128, 2 * world_size))
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            HOST,
-            port,
-            world_size,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.fileno(),
-            timeout=_OPEN_S,
-        )
-        listener.detach()  # the store closes it
+    store = _Store(world_size)
     file = os.memfd_create("nbddp-store") if os.path.isdir("/proc/self/fd") and hasattr(os, "memfd_create") else None
     try:
-        yield Rendezvous(file, port)
+        yield Rendezvous(file, store.port)
     finally:
         if file is not None:
             os.close(file)
-        del store
+        store.close()
+
+
+class _Store:
+    """A ``TCPStore`` that opens on a thread of its own: its constructor is a client, too, which may wait as told above.
+
+    Ranks may connect at once: the socket listens.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._lock = threading.Lock()
+        self._closed = False
+        self._store: TCPStore | None = None
+        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._listener.bind((HOST, 0))
+            self._listener.listen(max(128, 2 * world_size))
+            self.port: int = self._listener.getsockname()[1]
+        except OSError:
+            self._listener.close()
+            raise
+        start_thread(self._open, "nbddp-store", lambda _: self._open())
+
+    def _open(self) -> None:
+        try:
+            store = TCPStore(
+                HOST,
+                self.port,
+                self._world_size,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=self._listener.fileno(),
+                timeout=_OPEN_S,
+            )
+        except DistError:
+            self._listener.close()  # who would use it is refused, and says so
+            return
+        self._listener.detach()  # the store closes it
+        with self._lock:
+            self._store = None if self._closed else store
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._store = None

@@ -147,7 +147,7 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
-    group.remember_address("127.0.0.1", job.store_port)
+    group.remember_stores("127.0.0.1", job.store_port, store_file)
     if job.backend is not None:
         group.open_group(
             backend=job.backend,

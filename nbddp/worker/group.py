@@ -58,10 +58,29 @@ def open_group(
     _ready_made = dist.group.WORLD
 
 
+def _in_our_file(asked: dict[str, Any]) -> dict[str, Any]:
+    """What ``init_process_group`` needs to meet there; nothing where there is no file, or no rank is known."""
+    global _groups
+    places = {name: asked.get(name, -1) for name in ("rank", "world_size")}
+    places = {name: int(os.environ.get(name.upper(), -1)) if place == -1 else place for name, place in places.items()}
+    if _file is None or -1 in places.values():
+        return {}
+    _groups += 1
+    # A prefix of its own: a second group finds none of the first one's keys.
+    store = PrefixStore(f"group {_groups}", _file_store(_file, places["world_size"]))
+    if asked.get("timeout") is not None:
+        store.set_timeout(asked["timeout"])
+    return {**places, "store": store}
+
+
+def _file_store(file: int, world_size: int) -> FileStore:
+    # Opened anew by each rank, so that the store's lock tells them apart; nobody else can open it.
+    return FileStore(f"/proc/self/fd/{file}", world_size)
+
+
 def _kernels_store(address: tuple[str, int], file: int | None, world_size: int) -> Store:
     if file is not None:
-        # Opened anew by each rank, so that the store's lock tells them apart; nobody else can open it.
-        return FileStore(f"/proc/self/fd/{file}", world_size)
+        return _file_store(file, world_size)
     # It is there before any rank: nobody waits for anybody else to connect.
     return TCPStore(*address, world_size, is_master=False, wait_for_workers=False)
 
@@ -82,7 +101,10 @@ def let_users_make_their_own() -> None:
             _kept_alive.append(_ready_made)
             dist.destroy_process_group()
         _ready_made = None
-        if not _asks_for_our_store(init_method, kwargs.get("store", args[3] if len(args) > 3 else None)):
+        if _asks_for_our_store(init_method, kwargs.get("store", args[3] if len(args) > 3 else None)):
+            if not args and (found := _in_our_file(kwargs)):
+                init_method, kwargs = None, kwargs | found
+        else:
             # Else torch's handlers wait for ever for a store that they believe an agent hosts.
             os.environ.pop(AGENT_STORE, None)
         original(backend, init_method, *args, **kwargs)
@@ -119,13 +141,15 @@ def close_group() -> None:
         dist.destroy_process_group()
 
 
-def remember_address(host: str, port: int) -> None:
-    """The kernel's store, to tell its url from others."""
-    global _our_address
-    _our_address = (host, str(port))
+def remember_stores(host: str, port: int, file: int | None) -> None:
+    """The kernel's: the address, to tell its url from others, and the file that serves the same."""
+    global _our_address, _file
+    _our_address, _file = (host, str(port)), file
 
 
 _our_address: tuple[str, str] | None = None
+_file: int | None = None
+_groups = 0  # of the function's own, in the file
 
 
 def _asks_for_our_store(init_method: str | None, store: Any) -> bool:
