@@ -301,18 +301,20 @@ def test_a_restart_is_marked_in_every_picture() -> None:
     assert Picture(history).svg.count("stroke-dasharray") == 1
 
 
-def test_lines_of_text_tell_of_a_restart_and_of_the_end_with_their_number() -> None:
+@pytest.mark.parametrize("blocking", [False, True])
+def test_lines_of_text_tell_of_a_restart_and_of_the_end_with_their_number(blocking: bool) -> None:
     stream, history = io.StringIO(), History()
     view = TextView(stream, clock=iter(range(0, 1000, 10)).__next__)
     now = status("running")
     view.update(status("starting"), history)
     view.update(now, history)
-    now = dataclasses.replace(now, restarts=1, max_restarts=3, restart_reason=REASON)
+    now = dataclasses.replace(now, restarts=1, max_restarts=3, restart_reason=REASON, blocking=blocking)
     for state in ("starting", "running", "running", "finished"):
         view.update(dataclasses.replace(now, state=state), history)
+    # Of a blocking run, rank 0's output is shown, and has the line already.
+    restarted = "" if blocking else f"train: restarted 1 of 3 after {REASON}\n"
     assert stream.getvalue() == (
-        f"train: 1 process · gloo\ntrain: restarted 1 of 3 after {REASON}\n"
-        "train: finished after 0:38 · 1 process · gloo · 1 restart\n"
+        f"train: 1 process · gloo\n{restarted}train: finished after 0:38 · 1 process · gloo · 1 restart\n"
     )
 
 
@@ -326,7 +328,7 @@ def test_a_run_that_stands_still_says_where_in_text_once() -> None:
     view.update(status("running"), history)
     for hang in (HANG, HANG + " more", "", HANG):
         view.update(status("running", hang=hang), history)
-    assert stream.getvalue() == 2 * (HANG.expandtabs() + "\n")
+    assert stream.getvalue() == 2 * f"train: {HANG.expandtabs()}\n"
 
 
 def test_a_run_that_stands_still_is_told_to_the_page_once_and_to_a_late_one() -> None:
