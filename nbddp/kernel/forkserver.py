@@ -21,7 +21,7 @@ from multiprocessing.context import set_spawning_popen
 from typing import Any
 
 RUN_PREFIX = "r-"  # see nbddp.worker.preload
-_FDS_OF_A_START = 8  # a socket, two pipes, a duplicate, and one or two to spare
+_FDS_OF_A_START = 24  # a socket, two pipes, a duplicate; and the store may be opening beside it
 PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
 
 

@@ -50,7 +50,7 @@ def in_kernel() -> None:
     forkserver.PRELOAD.append("tests.benchmarks.trace")
     if forkserver.pid() is not None:  # importing nbddp has started one, without this
         os.unlink(forkserver._server.get()._forkserver_address)
-        forkserver._server._give_up()
+        forkserver._server._give_up(forkserver._server._server)
     timed(runner, "make_plan", "kernel: check the arguments")
     timed(runner, "_pack", "kernel: pack")
     timed(runner.Run, "_open_view", "kernel: open the panel")
