@@ -157,7 +157,8 @@ class Suite:
 
 def _without_torchs(said: str) -> str:
     """torch's store warns of clients that went away, from C++, and only an environment variable could stop it."""
-    return re.sub(r"^\[W.*\] \[c10d\].*\n", "", said, flags=re.M)
+    theirs = r"\[[WE].*\] \[c10d\].*|Exception raised from .*|frame #.*|<omitting python frames>|"
+    return re.sub(rf"^({theirs})\n", "", said, flags=re.M)
 
 
 def _lost_by_python(case: Case, said: str) -> bool:
