@@ -261,6 +261,7 @@ class Driver:
             except Exception as error:
                 reply = {"failed": f"{type(error).__name__}: {error}"}
             self._control.sendall(json.dumps(reply).encode() + b"\n")
+        os._exit(1)  # whoever drives this process is gone, whatever hangs here
 
     def _going(self, index: int) -> nbddp.Run | None:
         if index < len(self._runs) and self._runs[index] is not None:
