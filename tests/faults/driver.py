@@ -133,16 +133,16 @@ class Driver:
     # ------------------------------------------------------------------ a case
 
     def _do_case(self, case: dict[str, Any]) -> dict[str, Any]:
-        self._say({"began": time.monotonic()})
-        return self._execute(case)
+        return self._execute(case, lambda: self._say({"began": time.monotonic()}))
 
-    def _execute(self, case: dict[str, Any]) -> dict[str, Any]:
+    def _execute(self, case: dict[str, Any], tell: Callable[[], None] = lambda: None) -> dict[str, Any]:
         runner.STOP_GRACE_S = case.get("grace_s", 5.0)
         self._runs = [None] * len(case["runs"])
         outcomes: list[dict[str, Any]] = [{} for _ in case["runs"]]
         at_line = _InterruptAtLine(case.get("at_line", 0))
 
         def work() -> None:
+            tell()  # from here on this is a cell: an interrupt counts
             with at_line.armed():
                 self._run_all(case["runs"], outcomes)
 
