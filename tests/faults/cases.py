@@ -169,6 +169,8 @@ def draw(seed: str, only: str = "", kernels: set[str] | None = None) -> Case:
             run["seconds"] = ENDLESS_S if run is runs[case.target] or "interrupt" in fault else 0.2
     if "RLIMIT_AS in the function" in fault:
         runs[0]["limit"] = rng.choice([1, 50, 300, 1000]) * 1_000_000
+    if label == "uneven" and endless:  # not the one that has reported: it may die
+        case.rank = (runs[0]["token"] + 1) % runs[0]["nprocs"]
     if kind.ends and "interrupt" in fault and case.grace_s == 0.0:
         case.grace_s = 0.2  # an interrupt's grace; a stop may have none
     return case

@@ -133,16 +133,16 @@ class Driver:
     # ------------------------------------------------------------------ a case
 
     def _do_case(self, case: dict[str, Any]) -> dict[str, Any]:
-        self._say({"began": time.monotonic()})
-        return self._execute(case)
+        return self._execute(case, lambda: self._say({"began": time.monotonic()}))
 
-    def _execute(self, case: dict[str, Any]) -> dict[str, Any]:
+    def _execute(self, case: dict[str, Any], tell: Callable[[], None] = lambda: None) -> dict[str, Any]:
         runner.STOP_GRACE_S = case.get("grace_s", 5.0)
         self._runs = [None] * len(case["runs"])
         outcomes: list[dict[str, Any]] = [{} for _ in case["runs"]]
         at_line = _InterruptAtLine(case.get("at_line", 0))
 
         def work() -> None:
+            tell()  # from here on this is a cell: an interrupt counts
             with at_line.armed():
                 self._run_all(case["runs"], outcomes)
 
@@ -261,6 +261,7 @@ class Driver:
             except Exception as error:
                 reply = {"failed": f"{type(error).__name__}: {error}"}
             self._control.sendall(json.dumps(reply).encode() + b"\n")
+        os._exit(1)  # whoever drives this process is gone, whatever hangs here
 
     def _going(self, index: int) -> nbddp.Run | None:
         if index < len(self._runs) and self._runs[index] is not None:

@@ -36,6 +36,7 @@ runner.STOP_GRACE_S = {_GRACE_S}
 
 def _changed():
     found = _before.changed()
+    found.pop("shared_memory", None)  # the whole machine's; the drivers have a /dev/shm of their own
     # ipykernel keeps an eventfd for each thread that touched stdout, and looks for dead ones every 10 s.
     more = Counter(map(_kind, open_fds().values())) - Counter(map(_kind, _before.fds.values()))
     found.pop("fds", None)
