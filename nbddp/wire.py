@@ -37,7 +37,7 @@ class Job:
     environ: dict[str, str]
     sys_path: list[str]
     cwd: str
-    temp_dir: str  # for multiprocessing's sockets in this rank and its children; goes with the run
+    temp_dir: str  # for multiprocessing's sockets in this rank and its children, goes with the run; "": its own
     argv: list[str]
     payload_nbytes: int
     pass_rank: bool  # torch.multiprocessing.spawn's calling convention: fn(rank, *args)

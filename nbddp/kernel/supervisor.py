@@ -231,7 +231,9 @@ class Supervisor:
         """Start all ranks and follow them to their end. Raises what the first failure is."""
         with contextlib.ExitStack() as stack:
             rendezvous = stack.enter_context(open_rendezvous(self._plan.nprocs))
-            temp_dir = stack.enter_context(forkserver.folder_of_a_run())
+            # By spawn there may be no server, which alone could remove it after a SIGKILL of the kernel.
+            by_server = self._start_method == "forkserver"
+            temp_dir = stack.enter_context(forkserver.folder_of_a_run()) if by_server else ""
             crew = Crew(self._start_method)
             stack.callback(self._let_go)
             stack.callback(self._feed_all, crew)  # what the ranks wrote before they ended

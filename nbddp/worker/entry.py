@@ -96,8 +96,9 @@ def _forget_the_fork_server() -> None:
 def _set_up(job: wire.Job, ends: Ends) -> Any:
     _set_environ(job.environ)
     os.chdir(job.cwd)
-    # DataLoader workers open a socket there per batch, and leave it when they are killed.
-    multiprocessing.current_process()._config["tempdir"] = job.temp_dir  # type: ignore[attr-defined]
+    if job.temp_dir:
+        # DataLoader workers open a socket there per batch, and leave it when they are killed.
+        multiprocessing.current_process()._config["tempdir"] = job.temp_dir  # type: ignore[attr-defined]
     sys.path[:] = job.sys_path
     sys.argv = list(job.argv)
     _forget_missing_folders(job.sys_path)
