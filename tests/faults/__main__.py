@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import random
+import signal
 import sys
 import time
 
@@ -60,4 +62,5 @@ def _options() -> argparse.Namespace:
 if __name__ == "__main__":
     name, _, value = support.MARK.partition("=")
     os.environ[name] = value
+    faulthandler.register(signal.SIGUSR1)  # where is the suite itself?
     sys.exit(main())

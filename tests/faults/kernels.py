@@ -178,7 +178,7 @@ class DriverKernel:
 
     def sockets(self) -> list[str]:
         """Of multiprocessing, in its temporary folder."""
-        return sorted(path.name for path in self.seen("tmp").glob("pymp-*/**/listener-*"))
+        return sorted(name for name in _files(self.seen("tmp")) if os.path.basename(name).startswith("listener-"))
 
     # ------------------------------------------------------------------ the end
 
@@ -189,8 +189,7 @@ class DriverKernel:
 
     def left(self) -> list[str]:
         """What is left of a kernel that is gone."""
-        files = [str(path.relative_to(self.folder)) for path in (self.folder / "tmp").rglob("*")]
-        files = [name for name in files if "torchinductor" not in name]  # torch's cache, of all processes
+        files = [name for name in _files(self.folder / "tmp") if "torchinductor" not in name]  # of all processes
         return [*self.strangers(), *files]
 
     def close(self) -> None:
@@ -206,6 +205,15 @@ class DriverKernel:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._cgroup is not None:
             _remove_cgroup(self._cgroup)
+
+
+def _files(folder: Path) -> list[str]:
+    """All files and folders below it, while others remove them."""
+    return [
+        os.path.relpath(os.path.join(where, name), folder)
+        for where, folders, files in os.walk(folder)
+        for name in (*folders, *files)
+    ]
 
 
 @cache

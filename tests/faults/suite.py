@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -108,6 +109,8 @@ class Suite:
             self._look_around(kernel, verdict)
         except Hangs as error:
             verdict.wrong.append(f"hangs: {error}")
+        except Exception:  # of the suite itself: the other cases shall be done
+            verdict.wrong.append(f"the suite failed: {traceback.format_exc()}")
         finally:
             if case.fault != "kernel SIGKILL":
                 with contextlib.suppress(OSError, ProcessLookupError):
