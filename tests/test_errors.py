@@ -8,6 +8,7 @@ import pickle
 import resource
 import shutil
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -596,6 +597,16 @@ def _kill_the_fork_server() -> None:
     assert server is not None
     os.kill(server, signal.SIGKILL)
     wait_until(lambda: not psutil.pid_exists(server) or psutil.Process(server).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_start_that_breaks_off_ends_the_fork_server(cell: Cells) -> None:
+    names = cell("def nothing(): pass")
+    run(names.nothing)
+    pid = forkserver.pid()
+    with socket.socket(socket.AF_UNIX) as client:  # as a kernel does that has no file left for the new process
+        client.connect(forkserver._server.get()._forkserver_address)
+    run(names.nothing)
+    assert forkserver.pid() == pid
 
 
 def test_ranks_are_lost_with_their_fork_server(cell: Cells, in_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -60,6 +61,20 @@ def test_a_rank_killed_while_it_writes_leaves_a_torn_file(in_folder: Path, cell:
         found = nbddp.load_snapshot("s.pt")
         assert found is not None
         assert found["big"].unique().tolist() == [found["i"]]
+
+
+def test_parts_of_killed_writers_pile_up(in_folder: Path) -> None:
+    old, fresh, held, foreign = (
+        Path(f".{name}.partial") for name in ("s.pt.killed", "s.pt.fresh", "s.pt.held", "t.pt.other")
+    )
+    for path in (old, fresh, held, foreign):
+        path.write_bytes(b"part")
+    for path in (old, held, foreign):
+        os.utime(path, (time.time() - 120,) * 2)
+    with held.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        nbddp.save_snapshot("s.pt", epoch=1)
+    assert {path.name for path in Path().iterdir()} == {"s.pt", fresh.name, held.name, foreign.name}
 
 
 def test_a_failed_save_loses_the_old_one_or_leaves_a_part(in_folder: Path) -> None:

@@ -21,7 +21,8 @@ from multiprocessing.context import set_spawning_popen
 from typing import Any
 
 RUN_PREFIX = "r-"  # see nbddp.worker.preload
-_FDS_OF_A_START = 24  # a socket, two pipes, a duplicate; and the store may be opening beside it
+_FDS_OF_A_START = 8  # a socket, two pipes, a duplicate
+_OPENING_S = 0.2
 PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
 
 
@@ -49,17 +50,19 @@ class _Server:
 
     def connect(self, fds: list[int]) -> tuple[int, int]:
         """A new process: the fds of its exit code and of its input."""
-        # A server that is asked and then gets no fds ends, and its ranks are lost.
-        check_for_room(_FDS_OF_A_START)
         self.private_folder()
         warm()
         server = self.get()
         try:
-            return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
+            return self._ask(server, fds)
         except (FileNotFoundError, ConnectionRefusedError):
             self._give_up(server)
             warm()
-            return self.get().connect_to_new_process(fds)  # type: ignore[no-any-return]
+            return self._ask(self.get(), fds)
+
+    def _ask(self, server: Any, fds: list[int]) -> tuple[int, int]:
+        with room_for(_FDS_OF_A_START):
+            return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
 
     def private_folder(self) -> str:
         """multiprocessing's folder for sockets, there and ours alone: systems clean /tmp of what is old."""
@@ -170,11 +173,24 @@ def _unlink_socket(address: str | None) -> None:
             os.unlink(address)
 
 
-def check_for_room(fds: int) -> None:
-    """Raise OSError if this process cannot open so many files more."""
-    with contextlib.ExitStack() as stack:
-        for _ in range(fds):
-            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+_opening = threading.Lock()
+
+
+@contextlib.contextmanager
+def room_for(fds: int) -> Iterator[None]:
+    """Have so many files to open, or raise OSError; one of our threads at a time, so that none takes another's.
+
+    Who opens may wait for something else, too (a store for a DNS server): nobody waits long for that.
+    """
+    alone = _opening.acquire(timeout=_OPENING_S)
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(fds):
+                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        yield
+    finally:
+        if alone:
+            _opening.release()
 
 
 def _close_fds(*fds: int) -> None:

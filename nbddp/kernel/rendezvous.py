@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from nbddp.kernel.forkserver import check_for_room
+from nbddp.kernel.forkserver import room_for
 from nbddp.kernel.waiting import start_thread
 
 HOST = "127.0.0.1"
@@ -53,8 +53,8 @@ def open_rendezvous(world_size: int) -> Iterator[Rendezvous]:
     torch's clients and server ask the system for the name of 127.0.0.1, over IPv6, which no hosts file tells, and so
     wait for a DNS server: 5 s for each lost answer (torch 2.13).
     """
-    check_for_room(_FDS_OF_A_STORE + world_size)  # without, the store's own client would try for minutes
-    store = _Store(world_size)
+    with room_for(_FDS_OF_A_STORE + world_size):
+        store = _Store(world_size)
     file = os.memfd_create("nbddp-store") if os.path.isdir("/proc/self/fd") and hasattr(os, "memfd_create") else None
     try:
         yield Rendezvous(file, store.port)
@@ -87,21 +87,25 @@ class _Store:
 
     def _open(self) -> None:
         try:
-            store = TCPStore(
-                HOST,
-                self.port,
-                self._world_size,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=self._listener.fileno(),
-                timeout=_OPEN_S,
-            )
-        except DistError:
+            with room_for(_FDS_OF_A_STORE):  # without, its client would try for minutes
+                store = self._new_store()
+        except (DistError, OSError):
             self._listener.close()  # who would use it is refused, and says so
             return
         self._listener.detach()  # the store closes it
         with self._lock:
             self._store = None if self._closed else store
+
+    def _new_store(self) -> TCPStore:
+        return TCPStore(
+            HOST,
+            self.port,
+            self._world_size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._listener.fileno(),
+            timeout=_OPEN_S,
+        )
 
     def close(self) -> None:
         with self._lock:

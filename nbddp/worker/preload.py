@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import functools
 import gc
 import glob
 import os
 import shutil
 import time
-from multiprocessing import forkserver
+from multiprocessing import forkserver, reduction
+from socket import socket
 
 import torch._dynamo  # noqa: F401 - 1 s at the first torch.optim.Optimizer otherwise, in every rank of every run
 
@@ -46,6 +49,23 @@ def _remove_runs(folder: str) -> bool:
     return not glob.glob(os.path.join(glob.escape(folder), "r-*"))
 
 
+def _outlive_a_kernel_out_of_files() -> None:
+    """A client that connects and then has no fd left to send would end the server, and all runs with it."""
+    original, server = reduction.recvfds, os.getpid()
+
+    @functools.wraps(original)
+    def recvfds(sock: socket, size: int) -> list[int]:
+        try:
+            return original(sock, size)
+        except EOFError as error:
+            if os.getpid() != server:
+                raise
+            raise ConnectionAbortedError(errno.ECONNABORTED, "nothing was sent") from error  # which it passes over
+
+    reduction.recvfds = recvfds
+
+
+_outlive_a_kernel_out_of_files()
 atexit.register(_remove_files_of_a_dead_kernel)
 # Ranks share these pages for as long as the collector does not touch them.
 gc.collect()

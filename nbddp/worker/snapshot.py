@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +20,8 @@ from nbddp.worker import context, metrics
 
 _MARK = "nbddp snapshot"
 _STEP = "last step"  # that log() counted
+_PARTIAL = ".partial"
+_OLD_S = 60.0
 
 
 def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
@@ -31,9 +35,11 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
     if not context.is_primary():
         return
     target = Path(os.path.realpath(path))
-    fd, partial = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
+    _remove_old_partials(target)
+    fd, partial = tempfile.mkstemp(prefix=f".{target.name}.", suffix=_PARTIAL, dir=target.parent)
     try:
         with os.fdopen(fd, "wb") as file:
+            _lock(fd)
             content = {_MARK: 1, "state": {name: _plain(value) for name, value in state.items()}}
             torch.save({**content, _STEP: metrics.last_step()}, file)
             file.flush()
@@ -78,6 +84,29 @@ def load_snapshot(
         metrics.resume_after(step)
     state: dict[str, Any] = content["state"]
     return state
+
+
+def _remove_old_partials(target: Path) -> None:
+    """What ranks left that were killed while they wrote: nobody holds its lock any more."""
+    for path in target.parent.iterdir():
+        if path.name.startswith(f".{target.name}.") and path.name.endswith(_PARTIAL):
+            with contextlib.suppress(OSError):  # another run's, or it has been removed meanwhile
+                _remove_if_nobodys(path)
+
+
+def _remove_if_nobodys(path: Path) -> None:
+    with path.open("rb") as file:
+        if time.time() - os.fstat(file.fileno()).st_mtime > _OLD_S and _lock(file.fileno()):
+            path.unlink()
+
+
+def _lock(fd: int) -> bool:
+    """Until the file is closed, or its process ends."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody has it, or the file system has no locks
+        return False
+    return True
 
 
 class _Unreadable(Exception):
