@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from nbddp.errors import LaunchError, NbddpError, PayloadError, RankDied, RankError, RunTimeout
+    from nbddp.errors import HostLost, LaunchError, NbddpError, PayloadError, RankDied, RankError, RunTimeout
     from nbddp.kernel.history import History
+    from nbddp.kernel.hosts import Cluster, cluster
     from nbddp.kernel.magic import load_ipython_extension
     from nbddp.kernel.runner import Run, last_run, run
     from nbddp.kernel.script import run_script
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from nbddp.worker.snapshot import load_snapshot, save_snapshot
 
 _HOMES = {
-    "nbddp.errors": ("LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "RunTimeout"),
+    "nbddp.errors": ("HostLost", "LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "RunTimeout"),
     "nbddp.kernel.history": ("History",),
+    "nbddp.kernel.hosts": ("Cluster", "cluster"),
     "nbddp.kernel.magic": ("load_ipython_extension",),
     "nbddp.kernel.runner": ("Run", "last_run", "run"),
     "nbddp.kernel.script": ("run_script",),

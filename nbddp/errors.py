@@ -5,6 +5,7 @@
     ├── PayloadError    something that does not pickle, by the name the user gave it
     ├── RankError       the user's code raised on a rank
     ├── RankDied        a rank ended without a result and without a Python exception
+    ├── HostLost        nothing more is heard of one of several hosts
     └── RunTimeout      the run's wall time is over
 
 A kernel interrupt is ``KeyboardInterrupt`` and none of these, so that "Run All" stops.
@@ -74,22 +75,27 @@ class RankError(NbddpError):
         world_size: how many ranks the run had.
         cause: the original exception, also as ``__cause__``; its traceback holds the user's frames.
         where: of a collective that timed out, where all ranks were, in a line; "" otherwise.
+        host: of a run on several, the rank's; None otherwise.
     """
 
-    def __init__(self, rank: int, world_size: int, cause: BaseException, *, where: str = "") -> None:
+    def __init__(
+        self, rank: int, world_size: int, cause: BaseException, *, where: str = "", host: str | None = None
+    ) -> None:
         what = "".join(traceback.format_exception_only(type(cause), cause)).strip()
-        super().__init__("\n".join([f"rank {rank} of {world_size} failed: {what}", *_told_where(where)]))
+        self._who = _rank_of(rank, world_size, host)
+        super().__init__("\n".join([f"{self._who} failed: {what}", *_told_where(where)]))
         self.rank = rank
         self.world_size = world_size
         self.cause = cause
         self.where = where
+        self.host = host
         self.__cause__ = cause
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank, self.world_size, self.cause), {**self.__dict__, "args": self.args}
 
     def _render_traceback_(self) -> list[str]:
-        header = f"rank {self.rank} of {self.world_size} failed"
+        header = f"{self._who} failed"
         shown = _render(type(self.cause), self.cause, self.cause.__traceback__, tb_offset=0)
         return [header, *shown, *_told_where(self.where), *self._told_of_restarts()]
 
@@ -102,13 +108,22 @@ class RankDied(NbddpError):
         exitcode: as ``multiprocessing.Process.exitcode``: negative for a signal.
         signal_name: ``"SIGKILL"`` and the like, or None.
         where: of a rank that NCCL aborted when a collective timed out, where all ranks were; "" otherwise.
+        host: of a run on several, the rank's; None otherwise.
     """
 
     def __init__(
-        self, rank: int, world_size: int, exitcode: int, *, why: str = "", last_lines: str = "", where: str = ""
+        self,
+        rank: int,
+        world_size: int,
+        exitcode: int,
+        *,
+        why: str = "",
+        last_lines: str = "",
+        where: str = "",
+        host: str | None = None,
     ) -> None:
         self.signal_name = _signal_name(exitcode)
-        text = f"rank {rank} of {world_size} {why or _likely_cause(rank, exitcode, self.signal_name)}"
+        text = f"{_rank_of(rank, world_size, host)} {why or _likely_cause(rank, exitcode, self.signal_name)}"
         if last_lines:
             text += f"\nits last lines of output:\n{last_lines}"
         super().__init__("\n".join([text, *_told_where(where)]))
@@ -116,9 +131,29 @@ class RankDied(NbddpError):
         self.world_size = world_size
         self.exitcode = exitcode
         self.where = where
+        self.host = host
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank, self.world_size, self.exitcode), {**self.__dict__, "args": self.args}
+
+
+class HostLost(NbddpError):
+    """Nothing more is heard of a host: its connection ended, or it was silent for the heartbeat's time.
+
+    Its ranks end by themselves: they are killed there as soon as they have no connection to the notebook.
+
+    Attributes:
+        host: by the name that the user gave.
+        why: what is known.
+    """
+
+    def __init__(self, host: str, why: str) -> None:
+        super().__init__(f"{host} was lost: {why}")
+        self.host = host
+        self.why = why
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.host, self.why), {**self.__dict__, "args": self.args}
 
 
 class RunTimeout(NbddpError):
@@ -145,6 +180,10 @@ def _render(etype: type[BaseException], error: BaseException, tb: TracebackType 
         return "".join(traceback.format_exception(etype, error, tb)).splitlines()
     lines: list[str] = shell.InteractiveTB.structured_traceback(etype, error, tb, tb_offset=tb_offset)
     return lines
+
+
+def _rank_of(rank: int, world_size: int, host: str | None) -> str:
+    return f"rank {rank} of {world_size}" + (f" on {host}" if host is not None else "")
 
 
 def _told_where(where: str) -> list[str]:

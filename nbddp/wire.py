@@ -28,6 +28,7 @@ class Job:
     local_world_size: int
     device: str  # "cpu", "cuda", ...; the index is local_rank
     backend: str | None  # None: no process group of ours
+    store_host: str
     store_port: int
     store_prefix: str
     pg_timeout_s: float | None

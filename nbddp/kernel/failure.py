@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbddp import wire
-from nbddp.errors import LaunchError, NbddpError, PayloadError, RankDied, RankError
+from nbddp.errors import HostLost, LaunchError, NbddpError, PayloadError, RankDied, RankError
 from nbddp.kernel import oom, stacks
-from nbddp.kernel.launcher import Worker
+from nbddp.kernel.crew import AnyWorker
 from nbddp.worker.entry import BAD_FORK
 
 _LAST_LINES = 10
@@ -25,17 +25,17 @@ class BadFork(Exception):
     """The fork server has a CUDA context, which no fork can use."""
 
 
-def has_failed(worker: Worker) -> bool:
+def has_failed(worker: AnyWorker) -> bool:
     """Has it raised, left, or ended without a word?"""
     return isinstance(worker.report, (wire.Failed, wire.Exited)) or (worker.report is None and not worker.alive)
 
 
-def is_echo(worker: Worker) -> bool:
+def is_echo(worker: AnyWorker) -> bool:
     """Does its error tell of another rank's end?"""
     return isinstance(worker.report, wire.Failed) and _ECHO.search(worker.report.summary) is not None
 
 
-def first_of(workers: Sequence[Worker]) -> Worker:
+def first_of(workers: Sequence[AnyWorker]) -> AnyWorker:
     """Of those that have failed, the first in time: the others' follow from it. Raises BadFork if it was that."""
     # An echo may be stamped first: gloo closes its connections before the failure they break for is raised.
     first = min(filter(has_failed, workers), key=lambda worker: (is_echo(worker), _failed_at(worker)))
@@ -44,14 +44,14 @@ def first_of(workers: Sequence[Worker]) -> Worker:
     return first
 
 
-def _failed_at(worker: Worker) -> float:
+def _failed_at(worker: AnyWorker) -> float:
     # A rank that died could not say when; its peers' broken connections follow from it within milliseconds.
     if worker.report is None:
         return (worker.exited_at or 0.0) - _DEATH_SEEN_S
     return worker.report.at
 
 
-def is_timeout(worker: Worker) -> bool:
+def is_timeout(worker: AnyWorker) -> bool:
     """Did it perhaps give up waiting for the other ranks? NCCL's watchdog then aborts the process."""
     if isinstance(worker.report, wire.Failed):
         return worker.report.phase == "call" and _TIMED_OUT.search(worker.report.summary) is not None
@@ -74,7 +74,7 @@ class Naming:
     known: Sequence[Any]
     oom_kills: int
 
-    def cause_of(self, worker: Worker) -> BaseException | None:
+    def cause_of(self, worker: AnyWorker) -> BaseException | None:
         """The exception that it raised, as far as it can be had here; None from one that did not say."""
         if not isinstance(worker.report, wire.Failed):
             return None
@@ -84,21 +84,24 @@ class Naming:
             return RuntimeError(worker.report.summary)
         return cause
 
-    def error_of(self, worker: Worker, where: str = "") -> NbddpError:
+    def error_of(self, worker: AnyWorker, where: str = "") -> NbddpError:
         """What the cell raises for this failure; ``where`` says where all ranks were."""
-        report, rank, ranks = worker.report, worker.rank, self.ranks
+        report, rank, ranks, host = worker.report, worker.rank, self.ranks, worker.host
         if isinstance(report, wire.Exited):
             text = f" ({report.text})" if report.text else ""
-            return RankDied(rank, ranks, report.code, why=f"called sys.exit({report.code}){text}")
+            return RankDied(rank, ranks, report.code, why=f"called sys.exit({report.code}){text}", host=host)
         if isinstance(report, wire.Failed):
             return self._raised(worker, report, where)
+        if worker.lost:
+            assert host is not None
+            return HostLost(host, worker.lost)
         assert worker.exitcode is not None
         why = _why(worker) or self._out_of_memory(worker)
         lines = worker.output.last_lines(_LAST_LINES)
-        died = RankDied(rank, ranks, worker.exitcode, why=why, last_lines=lines, where=where)
+        died = RankDied(rank, ranks, worker.exitcode, why=why, last_lines=lines, where=where, host=host)
         return died if worker.ready else LaunchError(f"before it was ready, {died}")
 
-    def _out_of_memory(self, worker: Worker) -> str:
+    def _out_of_memory(self, worker: AnyWorker) -> str:
         if worker.exitcode != -signal.SIGKILL or oom.kills() == self.oom_kills:
             return ""
         return (
@@ -106,12 +109,13 @@ class Naming:
             "Try a smaller batch, fewer ranks or fewer DataLoader workers"
         )
 
-    def _raised(self, worker: Worker, report: wire.Failed, where: str) -> NbddpError:
+    def _raised(self, worker: AnyWorker, report: wire.Failed, where: str) -> NbddpError:
         cause = self.cause_of(worker)
         assert cause is not None
         error: NbddpError
         if report.phase == "setup":
-            error = LaunchError(f"rank {worker.rank} could not set itself up: {report.summary}")
+            on_host = f" on {worker.host}" if worker.host is not None else ""
+            error = LaunchError(f"rank {worker.rank}{on_host} could not set itself up: {report.summary}")
         elif report.phase == "unpack":
             error = PayloadError(
                 f"rank {worker.rank} could not unpack {self.name} and its data: {report.summary}. "
@@ -120,11 +124,11 @@ class Naming:
         elif report.phase == "pack" and isinstance(cause, PayloadError):
             return cause
         else:
-            return RankError(worker.rank, self.ranks, cause, where=where)
+            return RankError(worker.rank, self.ranks, cause, where=where, host=worker.host)
         error.__cause__ = cause
         return error
 
-    def where_of(self, worker: Worker, dump: str, step: int) -> stacks.Where:
+    def where_of(self, worker: AnyWorker, dump: str, step: int) -> stacks.Where:
         """Where this rank is, by what it has said and by faulthandler's dump, "" for none."""
         if isinstance(worker.report, wire.Failed):
             cause = self.cause_of(worker)
@@ -143,7 +147,7 @@ class Naming:
         return stacks.Where(worker.rank, "called", stacks.main_thread(dump), step)
 
 
-def _why(worker: Worker) -> str:
+def _why(worker: AnyWorker) -> str:
     """What the exit code alone does not tell; "" when it tells enough."""
     if worker.orphaned:
         return "ended; how is not known, because something outside nbddp had ended the fork server that it came from"

@@ -63,6 +63,9 @@ class Worker:
         orphaned: its fork server is gone, which would have told its exit code; the rank goes on.
     """
 
+    host: str | None = None
+    lost = ""
+
     def __init__(self, rank: int, process: Any, channel: Connection, output: RankOutput, fds: dict[str, int]) -> None:
         self.rank = rank
         self.output = output
@@ -88,6 +91,11 @@ class Worker:
     def pid(self) -> int:
         """Its process id, which is also its session's and process group's."""
         return int(self._process.pid)
+
+    @property
+    def result_fd(self) -> int:
+        """Of the block that it leaves its result in."""
+        return self._fds["result"]
 
     @property
     def alive(self) -> bool:

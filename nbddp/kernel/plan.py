@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ class Plan:
         contract: do the ranks get torchrun's environment variables?
         environ, sys_path, cwd: the kernel's own at this moment.
         notice: a default that the user should hear of, or "".
+        env: what the user adds to the environment.
+        shares: how many ranks each host has, in the order of the ranks; () on this machine alone.
+        min_hosts: with so many left, a run that may restart goes on.
         receive: makes the run's values of what the ranks returned, on the run's thread.
     """
 
@@ -55,6 +58,10 @@ class Plan:
     environ: dict[str, str]
     sys_path: list[str]
     cwd: str
+    gpus: tuple[int, ...] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    shares: tuple[tuple[str, int], ...] = ()
+    min_hosts: int = 0
     notice: str = ""
     receive: Callable[[list[Any]], list[Any]] = list
 
@@ -62,21 +69,41 @@ class Plan:
         """The whole environment of one rank."""
         if not self.contract:
             return self.environ
+        place = Place(rank, rank, self.nprocs, self.nprocs)
+        run_id = f"nbddp-{os.getpid()}-{rendezvous.port}"
         return {
             **self.environ,
             **rendezvous.environ(),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.nprocs),
-            "LOCAL_WORLD_SIZE": str(self.nprocs),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
+            **place.environ(run_id, restart_count=restart_count, max_restarts=self.max_restarts),
+        }
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's among the others."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int = 0
+    group_world_size: int = 1
+
+    def environ(self, run_id: str, *, restart_count: int, max_restarts: int) -> dict[str, str]:
+        """torchrun's environment contract, but for the store's address."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.group_rank),
+            "GROUP_WORLD_SIZE": str(self.group_world_size),
             "ROLE_NAME": "default",
-            "ROLE_RANK": str(rank),
-            "ROLE_WORLD_SIZE": str(self.nprocs),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
             "TORCHELASTIC_RESTART_COUNT": str(restart_count),
-            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
-            "TORCHELASTIC_RUN_ID": f"nbddp-{os.getpid()}-{rendezvous.port}",
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            "TORCHELASTIC_RUN_ID": run_id,
         }
 
 
@@ -85,7 +112,7 @@ def make_plan(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    nprocs: int | None = None,
+    nprocs: int | Mapping[str, int] | None = None,
     device: str | torch.device | None = None,
     gpus: Sequence[int] | None = None,
     backend: str | None = None,
@@ -102,23 +129,35 @@ def make_plan(
     argv: Sequence[str] = (),
     contract: bool = True,
     pass_rank: bool = False,
+    hosts: Mapping[str, Mapping[str, int]] | None = None,
+    min_hosts: int | None = None,
 ) -> Plan:
     """Check and decide. The arguments are those of :func:`nbddp.run`.
+
+    Args:
+        hosts: how many devices of which type each host has; None: this machine alone.
 
     Raises:
         LaunchError: an argument that cannot work, with what to do instead.
     """
-    name = name or _name_of(fn)
-    _check_function(fn, (0, *args) if pass_rank else args, kwargs, name)
-    _check_numbers(nprocs=nprocs, max_restarts=max_restarts, seed=seed)
+    name = check_call(fn, (0, *args) if pass_rank else args, kwargs, name)
+    _check_numbers(max_restarts=max_restarts, seed=seed)
+    for share in nprocs.values() if isinstance(nprocs, Mapping) and hosts is not None else (nprocs,):
+        _check_numbers(nprocs=share)
     _check_numbers(timeout=timeout, pg_timeout=pg_timeout, stall_after=stall_after)
     _check_containers(gpus, env, contract)
-    device_type, count = _choose_device(device, gpus)
-    ranks = _choose_nprocs(nprocs, device_type, count, gpus)
+    shares: dict[str, int] = {}
+    if hosts is None:
+        assert not isinstance(nprocs, Mapping)
+        device_type, count = _choose_device(device, gpus)
+        ranks = _choose_nprocs(nprocs, device_type, count, gpus)
+    else:
+        device_type, shares = choose_shares(hosts, nprocs, device, gpus)
+        ranks = sum(shares.values())
     notice = ""
     if device is None and gpus is None and device_type == "cpu" and nprocs is None:
         notice = f"no GPU: {ranks} processes on CPU" + (" with gloo" if init and backend in (None, "gloo") else "")
-    threads = _threads(ranks, {**os.environ, **(env or {})})
+    threads = threads_of(ranks, {**os.environ, **(env or {})})
     return Plan(
         name=name,
         nprocs=ranks,
@@ -135,14 +174,25 @@ def make_plan(
         stall_after_s=stall_after,
         start_method=_choose_start_method(start_method),
         argv=[name, *argv],
-        environ=_environ(device_type, gpus, deterministic, threads if contract else None, env),
+        environ=environment(device_type, gpus, deterministic, threads if contract else None, env),
         sys_path=[path or os.getcwd() for path in sys.path],
         cwd=os.getcwd(),
+        gpus=tuple(gpus) if gpus is not None else None,
+        env=dict(env or {}),
+        shares=tuple(shares.items()),
+        min_hosts=_choose_min_hosts(min_hosts, len(shares)),
         notice=notice,
     )
 
 
 # ---------------------------------------------------------------------------- the function
+
+
+def check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str | None) -> str:
+    """The run's name. Raises LaunchError if this is no function, or cannot be called so."""
+    name = name or _name_of(fn)
+    _check_function(fn, args, kwargs, name)
+    return name
 
 
 def _name_of(fn: Any) -> str:
@@ -268,6 +318,72 @@ def _check_gpus(gpus: Sequence[int], device_type: str, count: int) -> None:
         raise LaunchError(f"gpus={list(gpus)} names a GPU twice: one process per GPU")
 
 
+def choose_shares(
+    hosts: Mapping[str, Mapping[str, int]],
+    nprocs: int | Mapping[str, int] | None,
+    device: str | torch.device | None,
+    gpus: Sequence[int] | None,
+) -> tuple[str, dict[str, int]]:
+    """The device type, and how many ranks each host has.
+
+    Args:
+        hosts: how many devices of which type each has.
+
+    Raises:
+        LaunchError: names the host.
+    """
+    device_type = _type_on_all(hosts, device)
+    if isinstance(nprocs, Mapping):
+        _check_mapping(nprocs, hosts)
+    shares = {}
+    for host, devices in hosts.items():
+        asked = nprocs[host] if isinstance(nprocs, Mapping) else nprocs
+        try:
+            shares[host] = _choose_nprocs(asked, device_type, devices.get(device_type, 0), gpus)
+        except LaunchError as error:
+            raise LaunchError(f"{host}: {error}") from None
+    if nprocs is None and len(set(shares.values())) > 1:
+        counts = ", ".join(f"{host} has {count}" for host, count in shares.items())
+        example = "{" + ", ".join(f"{host!r}: {count}" for host, count in shares.items()) + "}"
+        raise LaunchError(f"the hosts have different numbers of {device_type} devices: {counts}. Say nprocs={example}")
+    return device_type, shares
+
+
+def _choose_min_hosts(min_hosts: int | None, hosts: int) -> int:
+    if min_hosts is None:
+        return hosts
+    if isinstance(min_hosts, bool) or not isinstance(min_hosts, int) or not 1 <= min_hosts <= hosts:
+        raise LaunchError(
+            f"min_hosts is a whole number from 1 to the number of hosts, {hosts}, not {_short(min_hosts)}"
+        )
+    return min_hosts
+
+
+def _type_on_all(hosts: Mapping[str, Mapping[str, int]], device: str | torch.device | None) -> str:
+    if device is None:
+        found = {next(iter(devices), "cpu") for devices in hosts.values()}
+        if len(found) > 1:
+            told = ", ".join(f"{host} has {next(iter(devices), 'none')}" for host, devices in hosts.items())
+            raise LaunchError(f"not every host has the same kind of device: {told}. Say device='cpu', or leave one out")
+        return found.pop()
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise LaunchError(f"device={device!r} is no torch device: {str(error).splitlines()[0]}") from None
+    for host, devices in hosts.items():
+        if wanted.type != "cpu" and not devices.get(wanted.type):
+            raise LaunchError(
+                f"device={wanted.type!r}, but torch sees none on {host}. Use device='cpu', or leave it out"
+            )
+    return wanted.type
+
+
+def _check_mapping(nprocs: Mapping[str, int], hosts: Mapping[str, Any]) -> None:
+    for host in hosts.keys() ^ nprocs.keys():
+        problem = "does not say how many ranks it has" if host in hosts else "names it, which is none of the hosts"
+        raise LaunchError(f"{host}: nprocs={dict(nprocs)} {problem}")
+
+
 def _choose_backend(backend: str | None, device_type: str) -> str:
     if backend is None:
         backend = dist.Backend.default_device_backend_map.get(device_type, "gloo")
@@ -302,7 +418,7 @@ def _choose_start_method(start_method: str | None) -> str:
     return start_method
 
 
-def _threads(nprocs: int, environ: Mapping[str, str]) -> int:
+def threads_of(nprocs: int, environ: Mapping[str, str]) -> int:
     """Intra-op threads of one rank: the user's OMP_NUM_THREADS, else this process's cores divided."""
     asked = str(environ.get("OMP_NUM_THREADS", ""))
     if asked.isdigit() and int(asked) > 0:
@@ -311,18 +427,24 @@ def _threads(nprocs: int, environ: Mapping[str, str]) -> int:
     return max(1, cores // nprocs)
 
 
-def _environ(
+def environment(
     device_type: str,
     gpus: Sequence[int] | None,
     deterministic: bool,
     threads: int | None,
     env: Mapping[str, str] | None,
+    interface: str | None = None,
 ) -> dict[str, str]:
-    """The kernel's environment and what a run adds to it; ``threads`` None: as little as can be."""
+    """This process's environment and what a run adds to it.
+
+    Args:
+        threads: of one rank; None: as little as can be.
+        interface: for the ranks' connections; None: loopback.
+    """
     environ = dict(os.environ)
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    interface = interface or next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     if threads is not None:
         environ.setdefault("OMP_NUM_THREADS", str(threads))
     if device_type == "cpu" and threads is not None:

@@ -15,10 +15,13 @@ import torch
 
 from nbddp import culprit, errors, payload
 from nbddp.errors import LaunchError, NbddpError
-from nbddp.kernel.gauges import Gauges
+from nbddp.kernel.crew import Site
+from nbddp.kernel.far import Far
 from nbddp.kernel.history import History
+from nbddp.kernel.hosts import Cluster, log_in
+from nbddp.kernel.local import Local
 from nbddp.kernel.output import labelled
-from nbddp.kernel.plan import STALL_AFTER_S, Plan, make_plan
+from nbddp.kernel.plan import STALL_AFTER_S, Plan, check_call, make_plan
 from nbddp.kernel.supervisor import Supervisor
 from nbddp.kernel.waiting import start_thread
 from nbddp.panel.live import view_for
@@ -39,7 +42,7 @@ def run(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    nprocs: int | None = None,
+    nprocs: int | Mapping[str, int] | None = None,
     device: str | torch.device | None = None,
     gpus: Sequence[int] | None = None,
     backend: str | None = None,
@@ -55,6 +58,8 @@ def run(
     show: bool | None = None,
     name: str | None = None,
     start_method: str | None = None,
+    hosts: Sequence[str] | str | Cluster | None = None,
+    min_hosts: int | None = None,
 ) -> Run:
     """Run ``fn(*args, **kwargs)`` on every rank: one fresh process per GPU, or on the CPU.
 
@@ -64,7 +69,8 @@ def run(
 
     Args:
         fn: called on every rank with the same arguments.
-        nprocs: number of ranks. Default: all visible GPUs, else 2 on the CPU.
+        nprocs: number of ranks; of each host, if there are several, or a mapping from host to number.
+            Default: all visible GPUs, else 2 on the CPU.
         device: ``"cuda"``, ``"cpu"`` or another accelerator of torch. Default: GPUs if there are any.
         gpus: which GPUs, by number; one rank each.
         backend: of the process group. Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
@@ -81,6 +87,9 @@ def run(
         show: False: show nothing while it runs.
         name: default: the function's.
         start_method: ``"forkserver"`` (default where there is one) or ``"spawn"``.
+        hosts: run on these, as your ``ssh`` knows them, in the order of the ranks (``"localhost"``: this machine);
+            ``"slurm"``: on the nodes of this allocation; or an open :func:`nbddp.cluster`.
+        min_hosts: when a host is lost and ``max_restarts`` allows it, go on with so many. Default: all.
 
     Returns:
         The run, finished unless ``wait=False``; its ``value`` is what rank 0 returned.
@@ -90,43 +99,58 @@ def run(
         PayloadError: something does not travel; names the variable.
         RankError: the function raised on a rank; its exception is the ``cause``.
         RankDied: a rank ended by a signal or by ``os._exit``. RunTimeout: ``timeout`` is over.
+        HostLost: nothing more is heard of a host.
         KeyboardInterrupt: the cell was interrupted; the ranks are gone.
     """
     kwargs = dict(kwargs or {}) if isinstance(kwargs, Mapping) or not kwargs else kwargs
-    plan = make_plan(
-        fn,
-        args,
-        kwargs,
-        nprocs=nprocs,
-        device=device,
-        gpus=gpus,
-        backend=backend,
-        init=init,
-        seed=seed,
-        deterministic=deterministic,
-        env=env,
-        timeout=timeout,
-        pg_timeout=pg_timeout,
-        max_restarts=max_restarts,
-        stall_after=stall_after,
-        name=name,
-        start_method=start_method,
-    )
-    return launch(plan, fn, tuple(args), kwargs, wait=wait, show=show)
+    check_call(fn, args, kwargs, name)
+    with contextlib.ExitStack() as login:
+        cluster = log_in(hosts, login)
+        plan = make_plan(
+            fn,
+            args,
+            kwargs,
+            nprocs=nprocs,
+            device=device,
+            gpus=gpus,
+            backend=backend,
+            init=init,
+            seed=seed,
+            deterministic=deterministic,
+            env=env,
+            timeout=timeout,
+            pg_timeout=pg_timeout,
+            max_restarts=max_restarts,
+            stall_after=stall_after,
+            name=name,
+            start_method=start_method,
+            hosts=cluster.devices() if cluster is not None else None,
+            min_hosts=min_hosts,
+        )
+        site: Site = Far(plan, cluster, login.pop_all()) if cluster is not None else Local(plan)
+    return launch(plan, fn, tuple(args), kwargs, wait=wait, show=show, site=site)
 
 
 def launch(
-    plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool, show: bool | None
+    plan: Plan,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    wait: bool,
+    show: bool | None,
+    site: Site | None = None,
 ) -> Run:
-    """Pack, start, and unless told otherwise watch until the end."""
-    packed, block = _pack(plan, fn, args, kwargs)
-    if len(packed.inherited) > _MOST_BY_FORK_SERVER:
-        plan = dataclasses.replace(plan, start_method="spawn")
-    try:
-        started = Run(plan, packed, block, blocking=wait)
-    except BaseException:  # an interrupt: nobody owns the block yet
-        block.close()
-        raise
+    """Pack, start, and unless told otherwise watch until the end; ``site``: this machine, by default."""
+    site = site if site is not None else Local(plan)
+    with contextlib.ExitStack() as unless_begun:
+        unless_begun.callback(site.close)
+        packed, block = _pack(plan, fn, args, kwargs)
+        unless_begun.callback(block.close)  # an interrupt: nobody owns the block yet
+        if len(packed.inherited) > _MOST_BY_FORK_SERVER:
+            plan = dataclasses.replace(plan, start_method="spawn")
+        started = Run(plan, packed, block, site, blocking=wait)
+        unless_begun.pop_all()
     try:
         started._begin(wait=wait, show=show)
     finally:
@@ -161,7 +185,7 @@ def _pack(
             raise LaunchError(f"the system has no memory block for {plan.name}: {error}") from error
         block = unless_packed.enter_context(open(fd, "r+b", buffering=0))
         try:
-            packed = payload.pack((fn, args, kwargs), block.fileno())
+            packed = payload.pack((fn, args, kwargs), block.fileno(), inheriting=not plan.shares)
         except Exception as error:  # whatever a user's __reduce__ raises
             named = {plan.name: fn, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
             raise culprit.explain(named, error, what=f"cannot send {plan.name} to the ranks") from None
@@ -178,16 +202,18 @@ class Run:
         history: the metrics so far.
     """
 
-    def __init__(self, plan: Plan, packed: payload.Packed, block: BinaryIO, *, blocking: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, packed: payload.Packed, block: BinaryIO, site: Site, *, blocking: bool = False
+    ) -> None:
         self.name = plan.name
         self.nprocs = plan.nprocs
         self.history = History(plan.nprocs)
         self._plan = plan
-        self._supervisor = Supervisor(plan, packed, block, self.history)
+        self._supervisor = Supervisor(plan, packed, block, self.history, site)
         self._blocking = blocking
         self._views: list[View] = []
         self._followed = False
-        self._gauges = Gauges(plan.device, plan.environ)
+        self._site = site
         self._supervisor.when_done(lambda: _live.discard(self))
 
     # ------------------------------------------------------------------ what came of it
@@ -372,23 +398,28 @@ class Run:
 
     def _rank_statuses(self, failed_rank: int | None) -> tuple[RankStatus, ...]:
         if not self._supervisor.done.is_open:  # a pid may be a stranger's afterwards
-            self._gauges.read(self._supervisor.pids())
+            self._site.gauges.read(self._supervisor.pids())
         states = self._supervisor.rank_states()
         return tuple(self._rank_status(rank, states, failed_rank) for rank in range(self.nprocs))
 
     def _rank_status(self, rank: int, states: list[str], failed_rank: int | None) -> RankStatus:
         state = states[rank] if rank < len(states) else "starting"
+        if 0 < len(self._site.layout) <= rank:
+            state = "ended"  # its host is lost, and the others go on
         if rank == failed_rank:
             state = "failed"
         elif state == "ended" or (state != "finished" and self.state not in ("starting", "running")):
             state = "stopped"
-        used, total = self._gauges.gpus.get(rank, (None, None))
-        device = self._plan.device if self._plan.device == "cpu" else f"{self._plan.device}:{rank}"
-        return RankStatus(rank, device, state, self._gauges.processes.get(rank), used, total)
+        gauges, layout = self._site.gauges, self._site.layout
+        used, total = gauges.gpus.get(rank, (None, None))
+        host, local_rank = layout[rank] if rank < len(layout) else ("", rank)
+        device = self._plan.device if self._plan.device == "cpu" else f"{self._plan.device}:{local_rank}"
+        return RankStatus(rank, device, state, gauges.processes.get(rank), used, total, host)
 
     def _summary(self) -> str:
         processes = f"{self.nprocs} process{'es' * (self.nprocs != 1)}"
-        return f"{processes} · {self._plan.backend or self._plan.device}"
+        hosts = f" · {len(self._plan.shares)} hosts" if len(self._plan.shares) > 1 else ""
+        return f"{processes} · {self._plan.backend or self._plan.device}{hosts}"
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -7,6 +7,7 @@ Python raises KeyboardInterrupt in the main thread alone, and there it becomes a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -15,13 +16,13 @@ from typing import Any, BinaryIO
 from torch.distributed import DistError
 
 from nbddp import wire
-from nbddp.errors import LaunchError, NbddpError, PayloadError, RankDied, RankError, RunTimeout, in_a_line
+from nbddp.errors import HostLost, LaunchError, NbddpError, PayloadError, RankDied, RankError, RunTimeout, in_a_line
 from nbddp.kernel import failure, forkserver, oom, stacks
+from nbddp.kernel.crew import AnyCrew, AnyWorker, Site
 from nbddp.kernel.history import History
-from nbddp.kernel.launcher import LEAVE_GRACE_S, Crew, Worker
+from nbddp.kernel.launcher import LEAVE_GRACE_S
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.kernel.plan import Plan
-from nbddp.kernel.rendezvous import Rendezvous, open_rendezvous
 from nbddp.kernel.stacks import Where
 from nbddp.kernel.waiting import Latch, start_thread
 from nbddp.payload import Packed
@@ -50,7 +51,7 @@ class Supervisor:
         hang: where the ranks are when nothing has moved for ``stall_after`` seconds; else "".
     """
 
-    def __init__(self, plan: Plan, packed: Packed, block: BinaryIO, history: History) -> None:
+    def __init__(self, plan: Plan, packed: Packed, block: BinaryIO, history: History, site: Site) -> None:
         self.state = "starting"
         self.error: BaseException | None = None
         self.values: list[Any] | None = None
@@ -62,12 +63,13 @@ class Supervisor:
         self.restart_reason = ""
         self.hang = ""
         self._plan = plan
+        self._site = site
         self._deadline = self.began + (plan.timeout_s or float("inf"))
         self._packed = packed
         self._block = block
         self._history = history
         self._lock = threading.Lock()  # over what another thread may ask of the crew while its fds are open
-        self._crew: Crew | None = None
+        self._crew: AnyCrew | None = None
         self._rank_states: list[str] = []
         self._pids: list[int] = []
         self._stop_grace_s: float | None = None
@@ -171,6 +173,7 @@ class Supervisor:
             self._end()
 
     def _end(self) -> None:
+        self._site.close()
         self._block.close()
         self._packed.inherited.clear()
         self._history.settle()
@@ -211,8 +214,10 @@ class Supervisor:
         except failure.BadFork:
             forkserver.mark_unfit()
             self._start_method = "spawn"
-        except (RankError, RankDied, LaunchError) as error:  # the others would fail again
+        except (RankError, RankDied, HostLost, LaunchError) as error:  # the others would fail again
             if self._stop_grace_s is not None or self.restarts == self._plan.max_restarts:
+                raise
+            if not self._site.may_go_on():
                 raise
             self._first = self._first or error
             self._prepare_restart(in_a_line(error).partition("; most often")[0])
@@ -230,18 +235,14 @@ class Supervisor:
     def _attempt(self) -> None:
         """Start all ranks and follow them to their end. Raises what the first failure is."""
         with contextlib.ExitStack() as stack:
-            rendezvous = stack.enter_context(open_rendezvous(self._plan.nprocs))
-            # By spawn there may be no server, which alone could remove it after a SIGKILL of the kernel.
-            by_server = self._start_method == "forkserver"
-            temp_dir = stack.enter_context(forkserver.folder_of_a_run()) if by_server else ""
-            crew = Crew(self._start_method)
+            crew = self._site.new_crew(self._start_method)
             stack.callback(self._let_go)
             stack.callback(self._feed_all, crew)  # what the ranks wrote before they ended
             stack.enter_context(crew)
             with self._lock:
                 self._crew = crew
-            jobs = self._jobs(rendezvous, temp_dir)
-            crew.start(jobs, self.outputs, self._block.fileno(), rendezvous.file, self._packed.inherited)
+            crew.launch(self._packed, self._block.fileno(), self.outputs, self.restarts)
+            self._naming = dataclasses.replace(self._naming, ranks=len(crew.workers))
             self._follow(crew)
 
     def _let_go(self) -> None:
@@ -251,36 +252,7 @@ class Supervisor:
             self._crew.close()
             self._crew = None
 
-    def _jobs(self, rendezvous: Rendezvous, temp_dir: str) -> list[wire.Job]:
-        plan = self._plan
-        return [
-            wire.Job(
-                run_name=plan.name,
-                rank=rank,
-                local_rank=rank,
-                world_size=plan.nprocs,
-                local_world_size=plan.nprocs,
-                device=plan.device,
-                backend=plan.backend,
-                store_port=rendezvous.port,
-                store_prefix=rendezvous.prefix,
-                pg_timeout_s=plan.pg_timeout_s,
-                seed=plan.seed,
-                deterministic=plan.deterministic,
-                threads=plan.threads,
-                environ=plan.rank_environ(rank, rendezvous, self.restarts),
-                sys_path=plan.sys_path,
-                cwd=plan.cwd,
-                temp_dir=temp_dir,
-                argv=plan.argv,
-                payload_nbytes=self._packed.nbytes,
-                pass_rank=plan.pass_rank,
-                restart_count=self.restarts,
-            )
-            for rank in range(plan.nprocs)
-        ]
-
-    def _follow(self, crew: Crew) -> None:
+    def _follow(self, crew: AnyCrew) -> None:
         more = False
         while True:
             crew.watch(0.0 if more else max(0.0, min(_TICK_S, self._deadline - time.monotonic())))
@@ -297,7 +269,7 @@ class Supervisor:
                 self._time_out(crew)
             self._look_for_a_hang(crew)
 
-    def _look_for_a_hang(self, crew: Crew) -> None:
+    def _look_for_a_hang(self, crew: AnyCrew) -> None:
         """Nothing has been logged, printed or said for long: tell where the ranks are."""
         if self._stillness.has_lasted(crew.signs_of_life()):
             where = stacks.report(*self._settled(crew))
@@ -305,7 +277,7 @@ class Supervisor:
         elif not self._stillness.told:
             self.hang = ""
 
-    def _settled(self, crew: Crew) -> tuple[list[Where], bool]:
+    def _settled(self, crew: AnyCrew) -> tuple[list[Where], bool]:
         """Where the ranks are, and whether they stand still there: only then can somebody be at fault."""
         found = self._where(crew, _STACKS_S)
         if self._stillness.seconds < _STILL_S:
@@ -313,29 +285,29 @@ class Supervisor:
         time.sleep(_LOOK_AGAIN_S)
         return found, found == self._where(crew, _STACKS_S)
 
-    def _where(self, crew: Crew, timeout_s: float) -> list[Where]:
+    def _where(self, crew: AnyCrew, timeout_s: float) -> list[Where]:
         dumps = crew.stacks(timeout_s)
         if threading.current_thread() is self._thread:  # another may be interrupted between reading and feeding
             self._feed(crew)
         steps = [rank.step for rank in self._history.ranks]
         return [self._naming.where_of(w, dumps.get(w.rank, ""), steps[w.rank]) for w in crew.workers]
 
-    def _feed(self, crew: Crew) -> bool:
+    def _feed(self, crew: AnyCrew) -> bool:
         """Take in what the ranks have logged, a part of it. Returns whether there may be more."""
         return max(map(self._feed_from, crew.workers), default=0) >= _MUCH_BYTES
 
-    def _feed_all(self, crew: Crew) -> None:
+    def _feed_all(self, crew: AnyCrew) -> None:
         for worker in crew.workers:
             while self._feed_from(worker):
                 pass
 
-    def _feed_from(self, worker: Worker) -> int:
+    def _feed_from(self, worker: AnyWorker) -> int:
         data = worker.read_metrics()
         if data:
             self._history.feed(worker.rank, data)
         return len(data)
 
-    def _succeed(self, crew: Crew) -> None:
+    def _succeed(self, crew: AnyCrew) -> None:
         values = self._plan.receive([self._result_of(worker) for worker in crew.workers])
         crew.dismiss_reported()
         # What is left are exit handlers and threads: a stop or the end of the time need not wait for them.
@@ -344,7 +316,7 @@ class Supervisor:
         self.values, self.hang = values, ""
         self._conclude("finished")
 
-    def _result_of(self, worker: Worker) -> Any:
+    def _result_of(self, worker: AnyWorker) -> Any:
         assert isinstance(worker.report, wire.Finished)
         try:
             return worker.unpack_result(worker.report.nbytes, self._packed.by_value)
@@ -355,7 +327,7 @@ class Supervisor:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _fail(self, crew: Crew) -> None:
+    def _fail(self, crew: AnyCrew) -> None:
         """Raise the failure that came first; the other ranks are stopped at once."""
         began = time.monotonic()
         self._watch_until(crew, began + _FAILURE_WINDOW_S, or_when=_all_have_ended)
@@ -366,7 +338,7 @@ class Supervisor:
         self._wind_down(crew, lambda: _PEERS_GRACE_S)
         raise error
 
-    def _who_was_missing(self, crew: Crew, first: Worker) -> str:
+    def _who_was_missing(self, crew: AnyCrew, first: AnyWorker) -> str:
         """Of a collective that timed out: where all ranks were, in a line."""
         if not failure.is_timeout(first):
             return ""
@@ -374,13 +346,13 @@ class Supervisor:
         meeting = first.report is None or wheres[first.rank].meeting
         return stacks.summary(wheres, still=True) if meeting else ""
 
-    def _stop(self, crew: Crew) -> None:
+    def _stop(self, crew: AnyCrew) -> None:
         if self._stop_grace_s and crew.workers:
             self._was_here = stacks.summary(self._where(crew, _SOON_S))
         self._wind_down(crew, lambda: self._stop_grace_s or 0.0)
         self._conclude("stopped")
 
-    def _time_out(self, crew: Crew) -> None:
+    def _time_out(self, crew: AnyCrew) -> None:
         where = stacks.report(*self._settled(crew)) if crew.workers else "no rank had been started"
         self._wind_down(crew, lambda: _PEERS_GRACE_S)
         raise RunTimeout(
@@ -388,7 +360,7 @@ class Supervisor:
             f"stopped. It was here: {where}"
         )
 
-    def _wind_down(self, crew: Crew, grace_s: Callable[[], float]) -> None:
+    def _wind_down(self, crew: AnyCrew, grace_s: Callable[[], float]) -> None:
         """KeyboardInterrupt in the ranks, and time for their ``finally``; the crew's end kills the rest."""
         began = time.monotonic()
         crew.interrupt()
@@ -397,7 +369,7 @@ class Supervisor:
             crew.watch(min(_TICK_S, left))
             self._feed(crew)
 
-    def _watch_until(self, crew: Crew, deadline: float, or_when: Callable[[Crew], bool] | None = None) -> None:
+    def _watch_until(self, crew: AnyCrew, deadline: float, or_when: Callable[[AnyCrew], bool] | None = None) -> None:
         while crew.alive and (left := deadline - time.monotonic()) > 0 and not (or_when and or_when(crew)):
             crew.watch(min(_TICK_S, left))
             self._feed(crew)
@@ -431,7 +403,7 @@ class _Stillness:
         return True
 
 
-def _state_of(worker: Worker) -> str:
+def _state_of(worker: AnyWorker) -> str:
     if worker.report is not None:
         return "finished" if isinstance(worker.report, wire.Finished) else "ended"
     if not worker.alive:
@@ -439,10 +411,10 @@ def _state_of(worker: Worker) -> str:
     return "running" if worker.called else "starting"
 
 
-def _only_echoes(crew: Crew) -> bool:
+def _only_echoes(crew: AnyCrew) -> bool:
     failed = list(filter(failure.has_failed, crew.workers))
     return all(map(failure.is_echo, failed)) and len(failed) < len(crew.workers)
 
 
-def _all_have_ended(crew: Crew) -> bool:
+def _all_have_ended(crew: AnyCrew) -> bool:
     return all(worker.report is not None or not worker.alive for worker in crew.workers)

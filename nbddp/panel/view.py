@@ -20,6 +20,7 @@ class RankStatus:
         memory_bytes: resident memory of its process, None while unknown.
         gpu_bytes: memory in use on its GPU, by whatever process; None without one.
         gpu_total: of that GPU.
+        host: of a run on several, where it is; "" otherwise.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class RankStatus:
     memory_bytes: int | None = None
     gpu_bytes: int | None = None
     gpu_total: int | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True)

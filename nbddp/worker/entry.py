@@ -148,14 +148,14 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
-    group.remember_stores("127.0.0.1", job.store_port, store_file)
+    group.remember_stores(job.store_host, job.store_port, store_file)
     if job.backend is not None:
         group.open_group(
             backend=job.backend,
             rank=job.rank,
             world_size=job.world_size,
             device=context.device(),
-            address=("127.0.0.1", job.store_port),
+            address=(job.store_host, job.store_port),
             file=store_file,
             prefix=job.store_prefix,
             timeout_s=job.pg_timeout_s,

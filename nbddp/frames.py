@@ -1,0 +1,154 @@
+"""Both ends of a pipe between two hosts. A frame is a head in JSON and a body of bytes; nothing here is a pickle.
+
+    [length of head][length of body][head][body]
+
+Whoever reads it may be on a machine that the writer logged in to, but what lies between are other people's
+programs: login shells that greet, ``ssh``, ``srun``. So the far end begins with a mark, and all before it is noise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from nbddp.kernel.waiting import Latch, start_thread
+
+MARK = b"\x00nbddp frames 1\n"
+CHUNK = 256 << 10  # of what is large: other frames go between
+_LENGTHS = struct.Struct(">II")
+_MOST_HEAD = 64 << 20
+_MOST_BODY = 16 << 20
+_MOST_NOISE = 1 << 20
+
+Head = dict[str, Any]
+
+
+class Garbled(Exception):
+    """What came over the pipe are no frames."""
+
+
+def encode(head: Head, body: bytes | memoryview = b"") -> bytes:
+    """One frame as bytes."""
+    text = json.dumps(head).encode()
+    return b"".join((_LENGTHS.pack(len(text), len(body)), text, body))
+
+
+class Parser:
+    """Bytes in, frames out, wherever they were cut."""
+
+    def __init__(self, *, after_mark: bool = False) -> None:
+        self.noise = b""  # what came before the mark
+        self._marked = not after_mark
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[tuple[Head, bytes]]:
+        """The frames that are complete with these bytes.
+
+        Raises:
+            Garbled: this is no frame, or there is no mark.
+        """
+        self._buffer += data
+        if not self._marked and not self._find_mark():
+            return
+        while len(self._buffer) >= _LENGTHS.size:
+            head, body = _LENGTHS.unpack_from(self._buffer)
+            if head > _MOST_HEAD or body > _MOST_BODY:
+                raise Garbled(f"a frame of {head:,} and {body:,} bytes")
+            whole = _LENGTHS.size + head + body
+            if len(self._buffer) < whole:
+                return
+            text, content = (
+                self._buffer[_LENGTHS.size : _LENGTHS.size + head],
+                bytes(self._buffer[whole - body : whole]),
+            )
+            del self._buffer[:whole]
+            yield _decoded(bytes(text)), content
+
+    def _find_mark(self) -> bool:
+        before, mark, after = self._buffer.partition(MARK)
+        if not mark:
+            if len(before) > _MOST_NOISE:
+                raise Garbled(f"{len(before):,} bytes without an answer from nbddp")
+            self.noise = bytes(before)
+            return False
+        self.noise, self._buffer, self._marked = bytes(before), bytearray(after), True
+        return True
+
+
+def _decoded(text: bytes) -> Head:
+    try:
+        head = json.loads(text)
+    except ValueError as error:
+        raise Garbled(str(error)) from error
+    if not isinstance(head, dict) or not isinstance(head.get("kind"), str):
+        raise Garbled(f"a head without a kind: {text[:100]!r}")
+    return head
+
+
+def of_block(fd: int, nbytes: int, **head: Any) -> Iterator[bytes]:
+    """A block's bytes as frames, read when they are sent; each head tells ``at``."""
+    for at in range(0, nbytes, CHUNK):
+        yield encode({**head, "at": at}, os.pread(fd, min(CHUNK, nbytes - at), at))
+
+
+class Sender:
+    """Sends frames on a thread of its own, so that nobody waits for a slow or broken pipe; a beat when it is idle.
+
+    Attributes:
+        backlog: bytes that wait.
+    """
+
+    def __init__(self, fd: int, beat_s: float, beat: Callable[[], Head], name: str) -> None:
+        self.backlog = 0
+        self._fd = fd
+        self._beat_s = beat_s
+        self._beat = beat
+        self._queue: queue.SimpleQueue[tuple[int, Iterable[bytes]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._over = Latch()
+        start_thread(self._run, name, lambda _: self._over.open())
+
+    def send(self, head: Head, body: bytes | memoryview = b"") -> None:
+        """Queue one frame."""
+        frame = encode(head, body)
+        with self._lock:
+            self.backlog += len(frame)
+        self._queue.put((len(frame), (frame,)))
+
+    def send_all(self, frames: Iterable[bytes]) -> None:
+        """Queue frames that are made when it is their turn."""
+        self._queue.put((0, frames))
+
+    def close(self, timeout_s: float) -> None:
+        """Send what waits, for at most so long, and end the thread."""
+        self._queue.put(None)
+        self._over.wait(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    item = self._queue.get(timeout=self._beat_s)
+                except queue.Empty:
+                    item = 0, (encode(self._beat()),)
+                if item is None:
+                    return
+                nbytes, frames = item
+                for frame in frames:
+                    self._write(frame)
+                with self._lock:
+                    self.backlog -= nbytes
+        except (OSError, ValueError):  # the pipe is gone: whoever reads the other one sees it, too
+            return
+        finally:
+            self._over.open()
+
+    def _write(self, frame: bytes) -> None:
+        view = memoryview(frame)
+        while view:
+            view = view[os.write(self._fd, view) :]

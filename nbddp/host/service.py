@@ -1,0 +1,103 @@
+"""Host side. The control pipe: a thread hears the kernel's orders, the main thread carries them out.
+
+When the pipe ends, or nothing has come for the heartbeat's time, there is no kernel any more: this process
+ends at once, and with it, by their dead-man's switch, every rank that it has started.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nbddp import frames, payload
+from nbddp.block import write_at
+from nbddp.frames import Head
+from nbddp.host.agent import run_agent
+from nbddp.host.facts import facts
+from nbddp.kernel import forkserver
+from nbddp.kernel.waiting import start_thread
+
+_FIRST_S = 120.0  # for the kernel's answer to our first frame: other hosts may be slow
+_READ_BYTES = 1 << 20
+_LAST_WORDS_S = 5.0
+
+
+class Pipe:
+    """Both directions of the control pipe.
+
+    Attributes:
+        orders: what the kernel has said and nobody has taken yet.
+        wake: called, on another thread, whenever there is a new order.
+        block: the fd of the payload, as far as it has come.
+    """
+
+    def __init__(self, orders: int, answers: int) -> None:
+        self.orders: queue.SimpleQueue[Head] = queue.SimpleQueue()
+        self.wake: Callable[[], None] = lambda: None
+        self.block = payload.open_block("payload")
+        self._fd = orders
+        self._silence_s = _FIRST_S
+        os.write(answers, frames.MARK)
+        self._sender = frames.Sender(answers, 1.0, _beat, "nbddp-answers")
+        self.send, self.send_all = self._sender.send, self._sender.send_all
+        start_thread(self._hear, "nbddp-orders", _cannot_start)
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait for the kernel to read them."""
+        return self._sender.backlog
+
+    def close(self) -> None:
+        """Send what waits."""
+        self._sender.close(_LAST_WORDS_S)
+
+    def _hear(self) -> None:
+        parser = frames.Parser()
+        while select.select([self._fd], [], [], self._silence_s)[0]:
+            data = os.read(self._fd, _READ_BYTES)
+            if not data:
+                break
+            try:
+                for head, body in parser.feed(data):
+                    self._take(head, body)
+            except frames.Garbled:
+                break
+        os._exit(1)
+
+    def _take(self, head: Head, body: bytes) -> None:
+        if head["kind"] == "welcome":
+            self._silence_s = float(head["heartbeat"])
+        elif head["kind"] == "payload":
+            if head["at"] == 0:
+                os.ftruncate(self.block, 0)
+            write_at(self.block, body, head["at"])
+        elif head["kind"] != "beat":
+            self.orders.put(head)
+            self.wake()
+
+
+def serve(orders: int, answers: int) -> None:
+    """Do what the kernel says until it says goodbye."""
+    if forkserver.available():
+        forkserver.warm()  # it imports torch while we look around
+    pipe = Pipe(orders, answers)
+    pipe.send(facts())
+    while True:
+        order = pipe.orders.get()
+        if order["kind"] == "run":
+            run_agent(order, pipe)
+        elif order["kind"] == "bye":
+            pipe.close()
+            return
+
+
+def _beat() -> Head:
+    return {"kind": "beat", "now": time.monotonic()}
+
+
+def _cannot_start(error: RuntimeError) -> Any:
+    raise error

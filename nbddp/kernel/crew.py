@@ -1,0 +1,127 @@
+"""Kernel side. Who starts the ranks, and where they are: what a run needs of them, whoever and wherever that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from nbddp import wire
+from nbddp.kernel.output import RankOutput
+from nbddp.payload import Packed
+
+
+class AnyGauges(Protocol):
+    """Memory of the ranks, by rank, where known: resident bytes; bytes in use on the GPU and in all."""
+
+    processes: dict[int, int]
+    gpus: dict[int, tuple[int, int]]
+
+    def read(self, pids: Sequence[int]) -> None:
+        """Look at these processes, one per rank."""
+
+
+class Site(Protocol):
+    """Where a run's ranks are started, attempt after attempt: ``local.Local`` or ``far.Far``.
+
+    Attributes:
+        gauges: of its ranks.
+        layout: host and local rank by rank, of the last attempt; empty on this machine alone.
+    """
+
+    layout: list[tuple[str, int]]
+
+    @property
+    def gauges(self) -> AnyGauges: ...
+
+    def new_crew(self, start_method: str) -> AnyCrew:
+        """For one attempt."""
+
+    def may_go_on(self) -> bool:
+        """Is enough left for another attempt?"""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class AnyWorker(Protocol):
+    """One rank, as the kernel sees it: ``launcher.Worker``, or ``far.FarWorker`` on another host.
+
+    Attributes:
+        rank: its number.
+        host: where it runs, by the name that the user gave; None on this machine alone.
+        output: what it prints.
+        ready: has it reported that device and group are up?
+        called: has it reported that the function begins?
+        report: its last word, or None.
+        exitcode: as ``multiprocessing.Process.exitcode``; None while it lives.
+        exited_at: monotonic time at which that was seen.
+        orphaned: its fork server is gone, which would have told its exit code.
+        lost: why nothing more can be heard of its host; "" otherwise.
+    """
+
+    rank: int
+    host: str | None
+    output: RankOutput
+    ready: bool
+    called: bool
+    report: wire.Finished | wire.Failed | wire.Exited | None
+    exitcode: int | None
+    exited_at: float | None
+    orphaned: bool
+    lost: str
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def read_metrics(self) -> bytes:
+        """The metric records that have come, a part of them."""
+
+    def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Any:
+        """The object that it left in its result block."""
+
+
+class AnyCrew(Protocol):
+    """All ranks of one attempt. Leaving it as a context: every rank and all its children are gone."""
+
+    @property
+    def workers(self) -> Sequence[AnyWorker]: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    def launch(self, packed: Packed, block: int, outputs: Sequence[RankOutput], restart_count: int) -> None:
+        """Start all ranks with what lies in ``block``."""
+
+    def watch(self, timeout_s: float) -> None:
+        """Wait for news, at most so long, and take it in."""
+
+    def wake(self) -> None:
+        """End a :meth:`watch` under way in another thread."""
+
+    def signs_of_life(self) -> object:
+        """Something that changes whenever a rank prints, logs, gets further, or ends."""
+
+    def dismiss_reported(self) -> None:
+        """Let the ranks leave that have reported."""
+
+    def interrupt(self) -> None:
+        """KeyboardInterrupt in every rank that is in the function; one still on its way there is killed."""
+
+    def stacks(self, timeout_s: float) -> dict[int, str]:
+        """faulthandler's dumps by rank, of those that answer in time."""
+
+    def close(self) -> None:
+        """Give up every fd."""
+
+    def disown(self) -> None:
+        """In a process forked from the kernel: hold nothing of the ranks open."""

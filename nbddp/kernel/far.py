@@ -1,0 +1,327 @@
+"""Kernel side. The ranks of one attempt on several hosts: as ``launcher.Crew``, but over the hosts' pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from nbddp import frames, payload, wire
+from nbddp.block import write_at
+from nbddp.errors import HostLost, LaunchError
+from nbddp.frames import Head
+from nbddp.kernel.addresses import Meeting, meeting_of
+from nbddp.kernel.hosts import Cluster, Host
+from nbddp.kernel.output import RankOutput
+from nbddp.kernel.plan import Plan
+from nbddp.payload import Packed
+
+_ENDED_S = 5.0  # for the hosts to say that everything there is gone
+_LOST_EXIT = 255
+_REPORTS: dict[str, Any] = {"Finished": wire.Finished, "Failed": wire.Failed, "Exited": wire.Exited}
+
+
+class FarWorker:
+    """One rank on another host; its attributes are those of ``crew.AnyWorker``."""
+
+    def __init__(self, rank: int, host: Host, output: RankOutput) -> None:
+        self.rank = rank
+        self.host: str | None = host.name
+        self.output = output
+        self.ready = False
+        self.called = False
+        self.report: wire.Finished | wire.Failed | wire.Exited | None = None
+        self.exitcode: int | None = None
+        self.exited_at: float | None = None
+        self.orphaned = False
+        self.out_of_memory = False
+        self.lost = ""
+        self.pid = 0  # there
+        self._lock = threading.Lock()
+        self._metrics = bytearray()
+        self._logged = 0
+        self._result = payload.open_block(f"result-{rank}")
+
+    @property
+    def alive(self) -> bool:
+        return self.exitcode is None
+
+    def signs_of_life(self) -> object:
+        """Something that changes whenever it prints, logs, gets further, or ends."""
+        printed = os.fstat(self.output.fileno()).st_size
+        return printed, self._logged, self.ready, self.called, self.report is None, self.alive
+
+    def read_metrics(self) -> bytes:
+        """The metric records that have come."""
+        with self._lock:
+            data = bytes(self._metrics)
+            self._metrics.clear()
+            return data
+
+    def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Any:
+        """The object that it left; its host is one that the user logged in to."""
+        return payload.unpack(self._result, nbytes, known=known).value
+
+    def take(self, head: Head, body: bytes, offset_s: float) -> None:
+        """News of it; ``offset_s``: from its host's clock to ours."""
+        kind = head["kind"]
+        if kind == "metrics":
+            with self._lock:
+                self._metrics += body
+            self._logged += len(body)
+        elif kind == "output":
+            self._print(body)
+        elif kind == "result":
+            write_at(self._result, body, head["at"])
+        elif kind == "state":
+            self.ready, self.called = head["ready"], head["called"]
+        elif kind == "report":
+            said = {name: value for name, value in head.items() if name not in ("kind", "type", "rank")}
+            self.report = _REPORTS[head["type"]](**{**said, "at": said["at"] + offset_s})
+        elif kind == "exit":
+            self.orphaned, self.out_of_memory = head["orphaned"], head["out_of_memory"]
+            self.exited_at, self.exitcode = head["at"] + offset_s, head["exitcode"]
+
+    def lose(self, why: str) -> None:
+        """Nothing more can be heard of it."""
+        if self.alive:
+            self.lost, self.exited_at, self.exitcode = why, time.monotonic(), _LOST_EXIT
+
+    def close(self) -> None:
+        """Close its file descriptors."""
+        os.close(self._result)
+
+    def _print(self, body: bytes) -> None:
+        with contextlib.suppress(OSError):  # the disk is full: lost, as the rank's own writes would be
+            while body:
+                body = body[os.write(self.output.fileno(), body) :]
+
+
+class FarGauges:
+    """Memory of the ranks, as their hosts tell it."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, int] = {}
+        self.gpus: dict[int, tuple[int, int]] = {}
+
+    def read(self, pids: Sequence[int]) -> None:
+        """It comes by itself."""
+
+    def take(self, head: Head) -> None:
+        """What one host has told."""
+        self.processes |= {int(rank): used for rank, used in head["processes"].items()}
+        self.gpus |= {int(rank): (used, total) for rank, (used, total) in head["gpus"].items()}
+
+
+class Far:
+    """The hosts of a cluster; see ``crew.Site``."""
+
+    def __init__(self, plan: Plan, cluster: Cluster, login: contextlib.ExitStack) -> None:
+        self.gauges = FarGauges()
+        self.layout: list[tuple[str, int]] = []
+        self._plan = plan
+        self._cluster = cluster
+        self._login = login  # ends with the run, if it was made for it
+
+    def new_crew(self, start_method: str) -> FarCrew:
+        """For one attempt, on the hosts that are there."""
+        return FarCrew(self._plan, self._cluster, self, start_method)
+
+    def may_go_on(self) -> bool:
+        """Are there enough hosts?"""
+        with contextlib.suppress(LaunchError, HostLost):
+            return bool(self._cluster.present(self._plan))
+        return False
+
+    def close(self) -> None:
+        """The hosts wait for another run, or are logged out."""
+        self._cluster.end_run()
+        self._login.close()
+
+
+class FarCrew:
+    """All ranks of one attempt, on the hosts of a cluster that are there."""
+
+    def __init__(self, plan: Plan, cluster: Cluster, site: Far, start_method: str) -> None:
+        self.workers: list[FarWorker] = []
+        self._plan = plan
+        self._cluster = cluster
+        self._site = site
+        self._start_method = start_method
+        self._hosts: list[Host] = []
+        self._by_rank: dict[int, FarWorker] = {}
+        self._ranks_of: dict[str, range] = {}
+        self._news = threading.Condition()
+        self._has_news = False
+        self._refused: LaunchError | None = None
+        self._ending = False
+        self._ended: set[str] = set()
+        self._dismissed = 0
+        self._dumps: dict[int, str] = {}
+        self._answered: set[str] = set()
+        self._ask = 0
+        self._number = cluster.next_round()
+
+    # ------------------------------------------------------------------ begin and end
+
+    def __enter__(self) -> FarCrew:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """End every rank on every host that is still heard of; one that does not answer is given up."""
+        self._ending = True
+        for host in self._hosts:
+            host.send({"kind": "end"})
+        deadline = time.monotonic() + _ENDED_S
+        while self._waiting_for() and (left := deadline - time.monotonic()) > 0:
+            self.watch(left)
+        for host in self._waiting_for():
+            host.give_up(f"it did not end its ranks within {_ENDED_S:.0f} s")
+        for host in self._hosts:
+            host.listener = None
+
+    def _waiting_for(self) -> list[Host]:
+        return [host for host in self._hosts if not host.lost and host.name not in self._ended]
+
+    def close(self) -> None:
+        """Give up every fd."""
+        for worker in self.workers:
+            worker.close()
+
+    def disown(self) -> None:
+        """In a process forked from the kernel: the pipes to the hosts see to themselves."""
+
+    def launch(self, packed: Packed, block: int, outputs: Sequence[RankOutput], restart_count: int) -> None:
+        """Send the payload where it is not yet, and let the round begin on every host that is there.
+
+        Raises:
+            LaunchError, HostLost: too few hosts are left.
+        """
+        self._hosts = self._cluster.present(self._plan)
+        meeting = meeting_of({host.name: host.facts for host in self._hosts})
+        first = 0
+        for host in self._hosts:
+            ranks = range(first, first + dict(self._plan.shares)[host.name])
+            first = ranks.stop
+            self._ranks_of[host.name] = ranks
+            self.workers += [FarWorker(rank, host, outputs[rank]) for rank in ranks]
+            self._site.layout = [*self._site.layout[: ranks.start], *((host.name, i) for i in range(len(ranks)))]
+        self._by_rank = {worker.rank: worker for worker in self.workers}
+        for group_rank, host in enumerate(self._hosts):
+            host.listener = self._hear
+            if host.is_new(packed):
+                host.send_all(frames.of_block(block, packed.nbytes, kind="payload"))
+                host.send(self._cluster.run_order(self._plan, packed, host))
+            host.send(self._round(group_rank, host, meeting, restart_count))
+
+    def _round(self, group_rank: int, host: Host, meeting: Meeting, restart_count: int) -> Head:
+        return {
+            "kind": "round",
+            "number": self._number,
+            "run_id": f"nbddp-{os.getpid()}-{self._number}",
+            "group_rank": group_rank,
+            "group_size": len(self._hosts),
+            "address": meeting.address[host.name],
+            "interface": meeting.interface[host.name],
+            "restart_count": restart_count,
+            "start_method": self._start_method,
+        }
+
+    # ------------------------------------------------------------------ news in, on the hosts' threads
+
+    def _hear(self, host: Host, head: Head, body: bytes) -> None:
+        kind = head["kind"]
+        if "rank" in head:
+            worker = self._by_rank.get(head["rank"])
+            if worker is not None and worker.rank in self._ranks_of[host.name]:
+                worker.take(head, body, host.offset_s)
+        elif kind == "store":
+            for other in self._hosts:
+                if other is not host:
+                    other.send(head)
+        elif kind == "started":
+            for rank, pid in head["pids"].items():
+                self._by_rank[int(rank)].pid = pid
+        elif kind == "cannot start":
+            self._refused = self._refused or LaunchError(f"{host.name} could not start its ranks: {head['why']}")
+        elif kind == "ended":
+            if head["round"] == self._number:
+                self._ended.add(host.name)
+        elif kind == "stacks":
+            if head["ask"] == self._ask:
+                self._dumps |= {int(rank): text for rank, text in head["dumps"].items()}
+                self._answered.add(host.name)
+        elif kind == "gauges":
+            self._site.gauges.take(head)
+        elif kind == "lost":
+            for rank in self._ranks_of[host.name]:
+                self._by_rank[rank].lose(host.lost)
+        self.wake()
+
+    # ------------------------------------------------------------------ what the run asks for
+
+    def watch(self, timeout_s: float) -> None:
+        """Wait for news, at most so long.
+
+        Raises:
+            LaunchError: a host could not start its ranks.
+        """
+        with self._news:
+            if not self._has_news:
+                self._news.wait(timeout_s)
+            self._has_news = False
+        self._cluster.look_for_silence()
+        if self._refused is not None and not self._ending:
+            raise self._refused
+
+    def wake(self) -> None:
+        """End a :meth:`watch` under way in another thread."""
+        with self._news:
+            self._has_news = True
+            self._news.notify_all()
+
+    def signs_of_life(self) -> object:
+        """Something that changes whenever a rank prints, logs, gets further, or ends."""
+        return [worker.signs_of_life() for worker in self.workers]
+
+    def dismiss_reported(self) -> None:
+        """Let the ranks leave that have reported."""
+        reported = sum(worker.report is not None for worker in self.workers)
+        if reported > self._dismissed:
+            self._dismissed = reported
+            self._tell({"kind": "leave"})
+
+    def interrupt(self) -> None:
+        """KeyboardInterrupt in every rank that is in the function; one still on its way there is killed."""
+        self._ending = True
+        self._tell({"kind": "interrupt"})
+
+    def stacks(self, timeout_s: float) -> dict[int, str]:
+        """faulthandler's dumps by rank, of those that answer in time."""
+        with self._news:
+            self._ask += 1
+            self._dumps, self._answered = {}, set()
+        self._tell({"kind": "stacks", "ask": self._ask, "within_s": timeout_s})
+        deadline = time.monotonic() + timeout_s + 2 * max((host.delay_s for host in self._hosts), default=0.0) + 0.1
+        with self._news:
+            while not self._all_answered() and (left := deadline - time.monotonic()) > 0:
+                self._news.wait(left)
+        return {rank: dump for rank, dump in self._dumps.items() if dump}
+
+    def _all_answered(self) -> bool:
+        return {host.name for host in self._hosts if not host.lost} <= self._answered
+
+    def _tell(self, head: Head) -> None:
+        for host in self._hosts:
+            host.send(head)
+
+    @property
+    def alive(self) -> bool:
+        return any(worker.alive for worker in self.workers)
+
+    @property
+    def ready(self) -> bool:
+        return all(worker.ready for worker in self.workers)

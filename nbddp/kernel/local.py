@@ -1,0 +1,95 @@
+"""Kernel side. The ranks of one attempt on this machine: what they meet at, their jobs, their processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from nbddp import wire
+from nbddp.kernel import forkserver
+from nbddp.kernel.gauges import Gauges
+from nbddp.kernel.launcher import Crew
+from nbddp.kernel.output import RankOutput
+from nbddp.kernel.plan import Plan
+from nbddp.kernel.rendezvous import HOST, Rendezvous, open_rendezvous
+from nbddp.payload import Packed
+
+
+class Local:
+    """This machine; see ``crew.Site``."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.gauges = Gauges(plan.device, plan.environ)
+        self.layout: list[tuple[str, int]] = []
+        self._plan = plan
+
+    def new_crew(self, start_method: str) -> LocalCrew:
+        """For one attempt."""
+        return LocalCrew(self._plan, start_method)
+
+    def may_go_on(self) -> bool:
+        """It is always there."""
+        return True
+
+    def close(self) -> None:
+        """Nothing is kept from attempt to attempt."""
+
+
+class LocalCrew(Crew):
+    """A crew, and what is there for as long as its processes are."""
+
+    def __init__(self, plan: Plan, start_method: str) -> None:
+        super().__init__(start_method)
+        self._plan = plan
+        self._around = contextlib.ExitStack()
+
+    def launch(self, packed: Packed, block: int, outputs: Sequence[RankOutput], restart_count: int) -> None:
+        """Start all ranks.
+
+        Args:
+            block: the fd that ``packed`` tells of.
+            restart_count: how often the run has started again before.
+
+        Raises:
+            LaunchError: no process could be started. OSError, DistError: nor what they meet at.
+        """
+        rendezvous = self._around.enter_context(open_rendezvous(self._plan.nprocs))
+        # By spawn there may be no server, which alone could remove it after a SIGKILL of the kernel.
+        by_server = self._start_method == "forkserver"
+        temp_dir = self._around.enter_context(forkserver.folder_of_a_run()) if by_server else ""
+        jobs = self._jobs(rendezvous, temp_dir, packed.nbytes, restart_count)
+        self.start(jobs, outputs, block, rendezvous.file, packed.inherited)
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._around:
+            super().__exit__(*exc_info)
+
+    def _jobs(self, rendezvous: Rendezvous, temp_dir: str, nbytes: int, restart_count: int) -> list[wire.Job]:
+        plan = self._plan
+        return [
+            wire.Job(
+                run_name=plan.name,
+                rank=rank,
+                local_rank=rank,
+                world_size=plan.nprocs,
+                local_world_size=plan.nprocs,
+                device=plan.device,
+                backend=plan.backend,
+                store_host=HOST,
+                store_port=rendezvous.port,
+                store_prefix=rendezvous.prefix,
+                pg_timeout_s=plan.pg_timeout_s,
+                seed=plan.seed,
+                deterministic=plan.deterministic,
+                threads=plan.threads,
+                environ=plan.rank_environ(rank, rendezvous, restart_count),
+                sys_path=plan.sys_path,
+                cwd=plan.cwd,
+                temp_dir=temp_dir,
+                argv=plan.argv,
+                payload_nbytes=nbytes,
+                pass_rank=plan.pass_rank,
+                restart_count=restart_count,
+            )
+            for rank in range(plan.nprocs)
+        ]
