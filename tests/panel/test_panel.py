@@ -669,7 +669,7 @@ def test_control_characters_in_names_reach_neither_svg_nor_terminal() -> None:
     now = [0.0]
     view = TextView(stream, clock=lambda: now[0])
     for state in ("starting", "running", "running", "finished"):
-        view.update(dataclasses.replace(named, state=state), history)
+        view.update(dataclasses.replace(named, state=state, blocking=False), history)
         now[0] += 10
     assert stream.getvalue().count("\n") == 5, "a restart, two lines of standing still, progress, the end"
     head = Feed(FakeRun(history, named)).snapshot()[0]
