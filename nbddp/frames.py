@@ -8,6 +8,8 @@ programs: login shells that greet, ``ssh``, ``srun``. So the far end begins with
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import queue
@@ -19,23 +21,28 @@ from typing import Any
 from nbddp.kernel.waiting import Latch, start_thread
 
 MARK = b"\x00nbddp frames 1\n"
-CHUNK = 256 << 10  # of what is large: other frames go between
+CHUNK = 1 << 20  # of what is large: other frames go between
 _LENGTHS = struct.Struct(">II")
 _MOST_HEAD = 64 << 20
 _MOST_BODY = 16 << 20
 _MOST_NOISE = 1 << 20
+_COPIED = 64 << 10  # one more copy is cheaper than one more write
+_PIPE_BYTES = 1 << 20
+_F_SETPIPE_SZ = 1031
 
 Head = dict[str, Any]
+Frame = tuple[bytes, ...]
 
 
 class Garbled(Exception):
     """What came over the pipe are no frames."""
 
 
-def encode(head: Head, body: bytes | memoryview = b"") -> bytes:
-    """One frame as bytes."""
+def encode(head: Head, body: bytes = b"") -> Frame:
+    """One frame, in pieces that are written one after the other."""
     text = json.dumps(head).encode()
-    return b"".join((_LENGTHS.pack(len(text), len(body)), text, body))
+    start = _LENGTHS.pack(len(text), len(body)) + text
+    return (start, body) if len(body) > _COPIED else (start + body,)
 
 
 class Parser:
@@ -62,12 +69,10 @@ class Parser:
             whole = _LENGTHS.size + head + body
             if len(self._buffer) < whole:
                 return
-            text, content = (
-                self._buffer[_LENGTHS.size : _LENGTHS.size + head],
-                bytes(self._buffer[whole - body : whole]),
-            )
+            with memoryview(self._buffer) as view:
+                text, content = bytes(view[_LENGTHS.size : whole - body]), bytes(view[whole - body : whole])
             del self._buffer[:whole]
-            yield _decoded(bytes(text)), content
+            yield _decoded(text), content
 
     def _find_mark(self) -> bool:
         before, mark, after = self._buffer.partition(MARK)
@@ -90,10 +95,16 @@ def _decoded(text: bytes) -> Head:
     return head
 
 
-def of_block(fd: int, nbytes: int, **head: Any) -> Iterator[bytes]:
+def of_block(fd: int, nbytes: int, **head: Any) -> Iterator[Frame]:
     """A block's bytes as frames, read when they are sent; each head tells ``at``."""
     for at in range(0, nbytes, CHUNK):
         yield encode({**head, "at": at}, os.pread(fd, min(CHUNK, nbytes - at), at))
+
+
+def widen(fd: int) -> None:
+    """Let a pipe hold more; where the user's limit is used up, the default size does."""
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 class Sender:
@@ -108,19 +119,20 @@ class Sender:
         self._fd = fd
         self._beat_s = beat_s
         self._beat = beat
-        self._queue: queue.SimpleQueue[tuple[int, Iterable[bytes]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Iterable[Frame]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._over = Latch()
         start_thread(self._run, name, lambda _: self._over.open())
 
-    def send(self, head: Head, body: bytes | memoryview = b"") -> None:
+    def send(self, head: Head, body: bytes = b"") -> None:
         """Queue one frame."""
         frame = encode(head, body)
+        nbytes = sum(map(len, frame))
         with self._lock:
-            self.backlog += len(frame)
-        self._queue.put((len(frame), (frame,)))
+            self.backlog += nbytes
+        self._queue.put((nbytes, (frame,)))
 
-    def send_all(self, frames: Iterable[bytes]) -> None:
+    def send_all(self, frames: Iterable[Frame]) -> None:
         """Queue frames that are made when it is their turn."""
         self._queue.put((0, frames))
 
@@ -148,7 +160,8 @@ class Sender:
         finally:
             self._over.open()
 
-    def _write(self, frame: bytes) -> None:
-        view = memoryview(frame)
-        while view:
-            view = view[os.write(self._fd, view) :]
+    def _write(self, frame: Frame) -> None:
+        for piece in frame:
+            view = memoryview(piece)
+            while view:
+                view = view[os.write(self._fd, view) :]

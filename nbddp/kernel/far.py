@@ -20,6 +20,7 @@ from nbddp.kernel.plan import Plan
 from nbddp.payload import Packed
 
 _ENDED_S = 5.0  # for the hosts to say that everything there is gone
+_ON_THE_WAY_S = 0.5
 _LOST_EXIT = 255
 _REPORTS: dict[str, Any] = {"Finished": wire.Finished, "Failed": wire.Failed, "Exited": wire.Exited}
 
@@ -212,6 +213,8 @@ class FarCrew:
         self._by_rank = {worker.rank: worker for worker in self.workers}
         for group_rank, host in enumerate(self._hosts):
             host.listener = self._hear
+            if host.lost:  # before it had one
+                self._hear(host, {"kind": "lost"}, b"")
             if host.is_new(packed):
                 host.send_all(frames.of_block(block, packed.nbytes, kind="payload"))
                 host.send(self._cluster.run_order(self._plan, packed, host))
@@ -305,7 +308,7 @@ class FarCrew:
             self._ask += 1
             self._dumps, self._answered = {}, set()
         self._tell({"kind": "stacks", "ask": self._ask, "within_s": timeout_s})
-        deadline = time.monotonic() + timeout_s + 2 * max((host.delay_s for host in self._hosts), default=0.0) + 0.1
+        deadline = time.monotonic() + timeout_s + _ON_THE_WAY_S
         with self._news:
             while not self._all_answered() and (left := deadline - time.monotonic()) > 0:
                 self._news.wait(left)

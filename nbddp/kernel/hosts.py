@@ -13,7 +13,9 @@ import atexit
 import contextlib
 import itertools
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +40,9 @@ HERE = "localhost"
 SLURM = "slurm"
 _HELLO_S = 120.0  # a first import of torch over a network file system takes a minute
 _BYE_S = 2.0
+_SETTLE_S = 0.2
+_LAST_WORDS_S = 0.5
+_FROM_TORCH = re.compile(r"\[[IWEF]\d+ ")  # its warnings, of the agents that look for each other
 _READ_BYTES = 1 << 20
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "{host}")
 _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist={host}")
@@ -80,6 +85,7 @@ class Host:
         self.listener: Callable[[Host, Head, bytes], None] | None = None
         self._heartbeat_s = heartbeat_s
         self._heard_at = time.monotonic()
+        self._suspected_at = float("inf")
         self._greeted = Latch()
         self._prepared: object = None
         self._stderr: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the login
@@ -98,15 +104,12 @@ class Host:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._out, self._in = self._process.stdin, self._process.stdout
+        for pipe in (self._out, self._in):
+            frames.widen(pipe.fileno())
         beat_s = heartbeat_s / 5
         self._sender = frames.Sender(self._out.fileno(), beat_s, lambda: {"kind": "beat"}, f"nbddp-to-{name}")
         self._heard_all = Latch()
         start_thread(self._read, f"nbddp-from-{name}", self._cannot_listen)
-
-    @property
-    def delay_s(self) -> float:
-        """How long an answer may take on the way, roughly."""
-        return self._heartbeat_s / 10
 
     def greet(self, deadline: float) -> None:
         """Wait for its first words, compare versions, and say welcome.
@@ -138,16 +141,25 @@ class Host:
         if not self.lost:
             self._sender.send(head)
 
-    def send_all(self, orders: Iterable[bytes]) -> None:
+    def send_all(self, orders: Iterable[frames.Frame]) -> None:
         """Queue frames that are made when it is their turn."""
         if not self.lost:
             self._sender.send_all(orders)
 
-    def look_for_silence(self) -> None:
-        """Give it up if nothing has come for the heartbeat's time."""
-        silent_s = time.monotonic() - self._heard_at
-        if not self.lost and silent_s > self._heartbeat_s:
+    def look_for_silence(self) -> bool:
+        """Give it up if nothing has come for the heartbeat's time. Returns whether it is under suspicion.
+
+        Two looks: if it was this process that stood still, what the host has said meanwhile is yet to be read.
+        """
+        now = time.monotonic()
+        silent_s = now - self._heard_at
+        if self.lost or silent_s < self._heartbeat_s - _SETTLE_S:
+            self._suspected_at = float("inf")
+        elif self._suspected_at > now:
+            self._suspected_at = now
+        elif now - self._suspected_at > _SETTLE_S:
             self.give_up(f"nothing was heard of it for {silent_s:.0f} s")
+        return not self.lost and self._suspected_at <= now
 
     def give_up(self, why: str) -> None:
         """It counts as lost from now on; its agent ends with its pipe."""
@@ -208,12 +220,19 @@ class Host:
                 self.listener(self, {"kind": "lost"}, b"")
 
     def _how(self) -> str:
-        said = self._said()
-        return f" ({said[-1]})" if said else ""
+        self._wait_for_its_end()
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f", killed by {signal.Signals(-code).name}"
+        said = [line for line in self._said() if not _FROM_TORCH.match(line)]
+        return f": {said[-1]}" if said else ""
+
+    def _wait_for_its_end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LAST_WORDS_S)
 
     def _last_words(self, noise: bytes) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
+        self._wait_for_its_end()
         said = self._said() or noise.decode("utf-8", "replace").strip().splitlines()
         text = "\n".join(said)
         last = said[-1].strip() if said else f"the login ended with exit code {self._process.returncode}"
@@ -297,7 +316,8 @@ class Cluster:
             HostLost: too few are.
             LaunchError: the cluster was closed.
         """
-        self.look_for_silence()
+        while self.look_for_silence():
+            time.sleep(_SETTLE_S)
         there = [host for host in self._all if not host.lost]
         if not self._all:
             raise LaunchError("the cluster is closed; make a new one: nbddp.cluster(hosts)")
@@ -306,10 +326,10 @@ class Cluster:
             raise HostLost(gone.name, f"{gone.lost}. {len(there)} of {len(self._all)} hosts are left")
         return there
 
-    def look_for_silence(self) -> None:
-        """Give up hosts that nothing has been heard of."""
-        for host in self._all:
-            host.look_for_silence()
+    def look_for_silence(self) -> bool:
+        """Give up hosts that nothing has been heard of. Returns whether one is under suspicion."""
+        suspected = [host.look_for_silence() for host in self._all]  # at each of them
+        return any(suspected)
 
     def run_order(self, plan: Plan, packed: Packed, host: Host) -> Head:
         """What a host must know of a run; it does not change from round to round."""

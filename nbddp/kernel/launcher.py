@@ -8,7 +8,6 @@ with Crew(...) as crew:      # leaving it: every rank and all its children are g
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import multiprocessing
 import operator
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from nbddp import payload, wire
+from nbddp import frames, payload, wire
 from nbddp.errors import LaunchError
 from nbddp.kernel import forkserver, stacks
 from nbddp.kernel.output import RankOutput, open_output
@@ -32,11 +31,9 @@ LEAVE_GRACE_S = 30.0  # for exit handlers, threads that still save and NCCL's te
 _GONE_S = 2.0  # after a SIGKILL; a process in an uninterruptible disk wait may take longer
 _REAPED_S = 0.1  # once its sentinel says that it is dead
 _NAP_S = 0.002
-_PIPE_BYTES = 1 << 20
 _READ_BYTES = 256 << 10
 _MOST_STACKS = 1 << 20
 _UNKNOWN_EXIT = 255  # multiprocessing's, when the fork server died before the process
-_F_SETPIPE_SZ = 1031
 
 
 class _Inherited:
@@ -317,7 +314,7 @@ class Crew:
 
             metrics_r, metrics_w = os.pipe()
             keep(metrics_r, ours), keep(metrics_w, theirs)
-            _widen(metrics_w)
+            frames.widen(metrics_w)
             os.set_blocking(metrics_r, False)
             stacks_fd = keep(open_output(), ours)
             result_fd = keep(payload.open_block(f"result-{job.rank}"), ours)
@@ -394,9 +391,3 @@ class Crew:
     @property
     def ready(self) -> bool:
         return all(worker.ready for worker in self.workers)
-
-
-def _widen(fd: int) -> None:
-    """A bigger pipe is a bonus: where the user's limit is used up, the default size does."""
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE_BYTES)

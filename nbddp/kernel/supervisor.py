@@ -173,7 +173,12 @@ class Supervisor:
             self._end()
 
     def _end(self) -> None:
-        self._site.close()
+        try:
+            self._site.close()
+        finally:
+            self._tell_of_the_end()
+
+    def _tell_of_the_end(self) -> None:
         self._block.close()
         self._packed.inherited.clear()
         self._history.settle()
