@@ -95,10 +95,30 @@ def _decoded(text: bytes) -> Head:
     return head
 
 
-def of_block(fd: int, nbytes: int, **head: Any) -> Iterator[Frame]:
-    """A block's bytes as frames, read when they are sent; each head tells ``at``."""
-    for at in range(0, nbytes, CHUNK):
-        yield encode({**head, "at": at}, os.pread(fd, min(CHUNK, nbytes - at), at))
+class BlockFrames:
+    """A block's bytes as frames, read when they are sent; each head tells ``at``.
+
+    Attributes:
+        wanted: False: what has not been sent yet need not be.
+        sent: have all been?
+    """
+
+    def __init__(self, fd: int, nbytes: int, **head: Any) -> None:
+        self.wanted = True
+        self.sent = False
+        self._fd = os.dup(fd)  # whoever owns the block may close it meanwhile
+        self._nbytes = nbytes
+        self._head = head
+
+    def __iter__(self) -> Iterator[Frame]:
+        for at in range(0, self._nbytes, CHUNK):
+            if not self.wanted:
+                return
+            yield encode({**self._head, "at": at}, os.pread(self._fd, min(CHUNK, self._nbytes - at), at))
+        self.sent = True
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
 
 def widen(fd: int) -> None:

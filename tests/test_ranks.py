@@ -253,6 +253,12 @@ def test_spawn_start_method_works_and_is_a_fresh_interpreter(cell: Cells) -> Non
     assert run(names.train, start_method="forkserver").values == [(0, 2, True), (1, 2, True)]
 
 
+def test_a_spawned_rank_prints_what_the_user_did_not(cell: Cells) -> None:
+    """torch's exit handlers, taken away, complained at the interpreter's end, a hundred lines for each rank."""
+    names = cell("import torch\ndef train(): torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)")
+    assert run(names.train, start_method="spawn").logs() == ""
+
+
 def test_each_rank_is_a_session_of_its_own(cell: Cells) -> None:
     """Jupyter interrupts the kernel's whole process group; only the kernel side decides about ranks."""
     names = cell("import os\ndef train(): return os.getsid(0), os.getpgrp(), os.getpid()")

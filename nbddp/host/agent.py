@@ -356,8 +356,8 @@ class Agent(SimpleElasticAgent):
     def _tell_report(self, worker: Worker, report: wire.Finished | wire.Failed | wire.Exited) -> None:
         head = {"kind": "report", "rank": worker.rank, "type": type(report).__name__, **vars(report)}
         if not isinstance(report, wire.Exited):
-            block = os.dup(worker.result_fd)
-            self._pipe.send_all(_then_close(block, report.nbytes, worker.rank))
+            block = frames.BlockFrames(worker.result_fd, report.nbytes, kind="result", rank=worker.rank)
+            self._pipe.send_all(block)
         self._pipe.send(head)
 
     def _tell_of_memory(self, crew: Crew) -> None:
@@ -378,10 +378,3 @@ class _Told:
         self.state = (False, False)
         self.report = False
         self.exit = False
-
-
-def _then_close(fd: int, nbytes: int, rank: int) -> Any:
-    try:
-        yield from frames.of_block(fd, nbytes, kind="result", rank=rank)
-    finally:
-        os.close(fd)

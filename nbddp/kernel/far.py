@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from nbddp import frames, payload, wire
+from nbddp import payload, wire
 from nbddp.block import write_at
 from nbddp.errors import HostLost, LaunchError
 from nbddp.frames import Head
@@ -126,6 +126,7 @@ class Far:
         self._plan = plan
         self._cluster = cluster
         self._login = login  # ends with the run, if it was made for it
+        cluster.reserve(plan.name)
 
     def new_crew(self, start_method: str) -> FarCrew:
         """For one attempt, on the hosts that are there."""
@@ -175,6 +176,7 @@ class FarCrew:
         """End every rank on every host that is still heard of; one that does not answer is given up."""
         self._ending = True
         for host in self._hosts:
+            host.drop_payload()
             host.send({"kind": "end"})
         deadline = time.monotonic() + _ENDED_S
         while self._waiting_for() and (left := deadline - time.monotonic()) > 0:
@@ -216,7 +218,7 @@ class FarCrew:
             if host.lost:  # before it had one
                 self._hear(host, {"kind": "lost"}, b"")
             if host.is_new(packed):
-                host.send_all(frames.of_block(block, packed.nbytes, kind="payload"))
+                host.send_payload(block, packed)
                 host.send(self._cluster.run_order(self._plan, packed, host))
             host.send(self._round(group_rank, host, meeting, restart_count))
 

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nbddp import frames
@@ -44,6 +44,7 @@ _SETTLE_S = 0.2
 _LAST_WORDS_S = 0.5
 _FROM_TORCH = re.compile(r"\[[IWEF]\d+ ")  # its warnings, of the agents that look for each other
 _READ_BYTES = 1 << 20
+_CLOSED = "the cluster is closed; make a new one: nbddp.cluster(hosts)"
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "{host}")
 _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist={host}")
 # Of ssh's and the shell's last words: what to do about them.
@@ -88,6 +89,7 @@ class Host:
         self._suspected_at = float("inf")
         self._greeted = Latch()
         self._prepared: object = None
+        self._payload: frames.BlockFrames | None = None
         self._stderr: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the login
         try:
             self._process = subprocess.Popen(
@@ -141,10 +143,18 @@ class Host:
         if not self.lost:
             self._sender.send(head)
 
-    def send_all(self, orders: Iterable[frames.Frame]) -> None:
-        """Queue frames that are made when it is their turn."""
+    def send_payload(self, block: int, packed: Packed) -> None:
+        """Queue it; it is read from the block when it is its turn."""
         if not self.lost:
-            self._sender.send_all(orders)
+            self._payload = frames.BlockFrames(block, packed.nbytes, kind="payload")
+            self._sender.send_all(self._payload)
+
+    def drop_payload(self) -> None:
+        """What of it has not been sent yet is not wanted any more."""
+        if self._payload is not None and not self._payload.sent:
+            self._payload.wanted = False
+            self._prepared = None
+        self._payload = None
 
     def look_for_silence(self) -> bool:
         """Give it up if nothing has come for the heartbeat's time. Returns whether it is under suspicion.
@@ -166,18 +176,17 @@ class Host:
         self._lose(why)
         self._process.kill()
 
-    def close(self) -> None:
-        """Say goodbye, and end the login."""
+    def close(self, deadline: float) -> None:
+        """End the login, of which it has been told goodbye; until the deadline it may do so itself."""
         if not self.lost:
-            self._sender.send({"kind": "bye"})
-        self._sender.close(_BYE_S)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if not self.lost:
-                self._process.wait(_BYE_S)
+            self._sender.close(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(max(0.0, deadline - time.monotonic()))
         self._lose("its login was ended")
-        self.disown()
         self._process.kill()
         self._process.wait()
+        self._sender.close(_BYE_S)  # its write fails now: only then may the number of its file be another's
+        self.disown()
         self._heard_all.wait(_BYE_S)
         self._in.close()
         self._stderr.close()
@@ -262,6 +271,7 @@ class Cluster:
     def __init__(self, hosts: Sequence[str], command_of: Callable[[str], Sequence[str]], heartbeat_s: float) -> None:
         self.hosts = list(hosts)
         _open.add(self)
+        self._run_name = ""
         self._rounds = itertools.count(1)
         self._all: list[Host] = []
         try:
@@ -285,8 +295,9 @@ class Cluster:
         """Log out everywhere."""
         for host in self._all:
             host.send({"kind": "bye"})
+        deadline = time.monotonic() + _BYE_S
         for host in self._all:
-            host.close()
+            host.close(deadline)
         self._all = []
 
     def __enter__(self) -> Cluster:
@@ -300,7 +311,9 @@ class Cluster:
         return f"<Cluster of {', '.join(there)}>" if there else "<Cluster, closed>"
 
     def devices(self) -> dict[str, Mapping[str, int]]:
-        """How many devices of which type each host has."""
+        """How many devices of which type each host has. Raises LaunchError if the cluster was closed."""
+        if not self._all:
+            raise LaunchError(_CLOSED)
         return {host.name: host.facts["devices"] for host in self._all}
 
     # ------------------------------------------------------------------ for the crew
@@ -320,7 +333,7 @@ class Cluster:
             time.sleep(_SETTLE_S)
         there = [host for host in self._all if not host.lost]
         if not self._all:
-            raise LaunchError("the cluster is closed; make a new one: nbddp.cluster(hosts)")
+            raise LaunchError(_CLOSED)
         if len(there) < plan.min_hosts:
             gone = next(host for host in self._all if host.lost)
             raise HostLost(gone.name, f"{gone.lost}. {len(there)} of {len(self._all)} hosts are left")
@@ -351,8 +364,17 @@ class Cluster:
             "payload_nbytes": packed.nbytes,
         }
 
+    def reserve(self, name: str) -> None:
+        """Take the cluster for a run of this name. Raises LaunchError if another has it."""
+        if self._run_name:
+            raise LaunchError(
+                f"these hosts are busy with {self._run_name}: wait for it, stop it, or log in once more for this run"
+            )
+        self._run_name = name
+
     def end_run(self) -> None:
         """No further round of this run: the hosts wait for the next run."""
+        self._run_name = ""
         for host in self._all:
             host.send({"kind": "over"})
 

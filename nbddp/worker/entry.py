@@ -83,7 +83,8 @@ def _forget_the_fork_server() -> None:
     """Be a process of our own: nothing here is shared with the server this one was forked from."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    atexit._clear()
+    if "nbddp.worker.preload" in sys.modules:
+        atexit._clear()  # the server's; those of a spawned rank are its own
     multiprocessing.set_start_method(None, force=True)  # the platform's own, not how we were started
     # Processes that the user's code starts are this rank's children, and so in its session; a child
     # of the server would be out of the switch's reach (the default method from Python 3.14 on).
