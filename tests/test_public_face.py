@@ -17,14 +17,15 @@ OURS = [path for path in sorted(PACKAGE.rglob("*.py")) if "node_modules" not in 
 PROMISED = {
     "History", "LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "Run", "RunTimeout",
     "barrier", "device", "gather", "is_primary", "last_run", "load_snapshot", "loader", "local_rank", "log",
-    "print", "progress", "rank", "reduce", "restart_count", "run", "run_script", "save_snapshot", "spawn", "world_size",
+    "Cluster", "HostLost", "cluster", "print", "progress", "rank", "reduce", "restart_count", "run", "run_script", "save_snapshot", "spawn", "world_size",
     "wrap",
 }  # fmt: skip
 
 SIGNATURES = {
     "run": "(fn, args=(), kwargs=None, *, nprocs=None, device=None, gpus=None, backend=None, init=True, seed=None, "
     "deterministic=False, env=None, timeout=None, pg_timeout=None, max_restarts=0, stall_after=60.0, wait=True, "
-    "show=None, name=None, start_method=None)",
+    "show=None, name=None, start_method=None, hosts=None, min_hosts=None)",
+    "cluster": "(hosts, *, launcher=None, python=None, heartbeat=15.0)",
     "spawn": "(fn, args=(), nprocs=1, join=True, daemon=False, start_method='spawn')",
     "log": "(values=None, /, *, step=None, reduce=None, weight=1, **metrics)",
     "progress": "(iterable, total=None, desc=None)",

@@ -413,7 +413,7 @@ def cluster(
         LaunchError: a host cannot be used; names it, and the remedy.
     """
     names = _slurm_nodes() if hosts == SLURM else hosts
-    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names) or not names:
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(n, str) and n for n in names):
         raise LaunchError(f"hosts is a list of names, e.g. hosts=['gpu1', 'gpu2'], or 'slurm', not {hosts!r}")
     twice = [name for name in names if list(names).count(name) > 1]
     if twice:
@@ -429,7 +429,10 @@ def cluster(
     return Cluster(names, lambda host: _command(host, template, python), float(heartbeat))
 
 
-def log_in(hosts: Sequence[str] | str | Cluster | None, until: contextlib.ExitStack) -> Cluster | None:
+Hosts = Sequence[str] | str | Cluster | None  # as ``run(hosts=...)`` takes them
+
+
+def log_in(hosts: Hosts, until: contextlib.ExitStack) -> Cluster | None:
     """The cluster that ``run(hosts=...)`` names; one that is made here ends with ``until``."""
     if hosts is None or isinstance(hosts, Cluster):
         return hosts

@@ -35,7 +35,8 @@ from IPython.core.magic_arguments import (  # noqa: TID253
 from nbddp.errors import LaunchError, NbddpError, PayloadError
 from nbddp.kernel import cell as cells
 from nbddp.kernel import forkserver, runner
-from nbddp.kernel.plan import CPU_NPROCS, accelerator, make_plan
+from nbddp.kernel.hosts import SLURM, Cluster
+from nbddp.kernel.plan import CPU_NPROCS, accelerator
 from nbddp.kernel.script import run_script
 from nbddp.worker import script
 
@@ -81,6 +82,10 @@ def _names(text: str) -> list[str]:
     return names
 
 
+def _hosts(text: str) -> list[str] | str:
+    return text if "," not in text else [name for name in text.split(",") if name]
+
+
 _RUN_OPTIONS = [
     argument("-n", "--nprocs", type=int, help="How many ranks. Default: all visible GPUs, else 2 on the CPU."),
     argument("--device", help="cuda, cpu or another accelerator of torch."),
@@ -91,6 +96,8 @@ _RUN_OPTIONS = [
     argument("--max-restarts", type=int, help="After a failure all ranks start again, at most so often."),
     argument("--stall-after", type=float, help="Tell where the ranks are after so many silent seconds (60)."),
     argument("--timeout", type=float, help="Wall time of the run in seconds. Default: no limit."),
+    argument("--hosts", type=_hosts, help="Run on these, e.g. gpu1,gpu2; slurm; or a variable with a Cluster."),
+    argument("--min-hosts", type=int, help="When a host is lost, a restart goes on with so many. Default: all."),
 ]
 _OUTPUT_OPTIONS = [
     argument("--background", action="store_const", const=True, help="Return at once; %%ddp status tells how it goes."),
@@ -179,11 +186,20 @@ class DdpMagics(Magics):
     def _launch(self, source: _Source, names: dict[str, Any], back: _Return, options: dict[str, Any]) -> Any:
         keep, background = options.pop("keep", []), options.pop("background", False)
         body = script.Cell(source.text, source.filename, tuple(back.names))
-        plan = make_plan(script.run_cell, (body,), names, name=source.name, **{**self._defaults, **options})
+        plan, site = runner.planned(script.run_cell, (body,), names, name=source.name, **self._whole(options))
         plan = dataclasses.replace(plan, receive=back.receive)
         with _Keeping(self._shell, keep):
-            run = runner.launch(plan, script.run_cell, (body,), names, wait=not background, show=None)
+            run = runner.launch(plan, site, script.run_cell, (body,), names, wait=not background, show=None)
         return run if background else run.value
+
+    def _whole(self, options: dict[str, Any]) -> dict[str, Any]:
+        """With the defaults, and with the Cluster or the list that ``--hosts`` names."""
+        whole = {**self._defaults, **options}
+        hosts = whole.get("hosts")
+        if isinstance(hosts, str) and hosts != SLURM:
+            known = self._shell.user_ns.get(hosts)
+            whole["hosts"] = known if isinstance(known, Cluster) else [hosts]
+        return whole
 
     # ------------------------------------------------------------------ %ddp
 
@@ -264,7 +280,7 @@ class DdpMagics(Magics):
         path, argv = options.pop("script"), options.pop("argv")
         keep, background = options.pop("keep", []), options.pop("background", False)
         with _Keeping(self._shell, keep):
-            return run_script(path, argv, wait=not background, **{**self._defaults, **options})
+            return run_script(path, argv, wait=not background, **self._whole(options))
 
 
 _COMMANDS = ("status", "stop", "logs", "stacks", "show", "devices", "run")

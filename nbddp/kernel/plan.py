@@ -148,6 +148,8 @@ def make_plan(
     _check_containers(gpus, env, contract)
     shares: dict[str, int] = {}
     if hosts is None:
+        if min_hosts is not None:
+            raise LaunchError(f"min_hosts={_short(min_hosts)} goes with hosts=[...]")
         assert not isinstance(nprocs, Mapping)
         device_type, count = _choose_device(device, gpus)
         ranks = _choose_nprocs(nprocs, device_type, count, gpus)

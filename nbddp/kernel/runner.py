@@ -18,7 +18,7 @@ from nbddp.errors import LaunchError, NbddpError
 from nbddp.kernel.crew import Site
 from nbddp.kernel.far import Far
 from nbddp.kernel.history import History
-from nbddp.kernel.hosts import Cluster, log_in
+from nbddp.kernel.hosts import Hosts, log_in
 from nbddp.kernel.local import Local
 from nbddp.kernel.output import labelled
 from nbddp.kernel.plan import STALL_AFTER_S, Plan, check_call, make_plan
@@ -58,7 +58,7 @@ def run(
     show: bool | None = None,
     name: str | None = None,
     start_method: str | None = None,
-    hosts: Sequence[str] | str | Cluster | None = None,
+    hosts: Hosts = None,
     min_hosts: int | None = None,
 ) -> Run:
     """Run ``fn(*args, **kwargs)`` on every rank: one fresh process per GPU, or on the CPU.
@@ -103,46 +103,64 @@ def run(
         KeyboardInterrupt: the cell was interrupted; the ranks are gone.
     """
     kwargs = dict(kwargs or {}) if isinstance(kwargs, Mapping) or not kwargs else kwargs
+    plan, site = planned(
+        fn,
+        args,
+        kwargs,
+        nprocs=nprocs,
+        device=device,
+        gpus=gpus,
+        backend=backend,
+        init=init,
+        seed=seed,
+        deterministic=deterministic,
+        env=env,
+        timeout=timeout,
+        pg_timeout=pg_timeout,
+        max_restarts=max_restarts,
+        stall_after=stall_after,
+        name=name,
+        start_method=start_method,
+        hosts=hosts,
+        min_hosts=min_hosts,
+    )
+    return launch(plan, site, fn, tuple(args), kwargs, wait=wait, show=show)
+
+
+def planned(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    hosts: Hosts = None,
+    name: str | None = None,
+    **options: Any,
+) -> tuple[Plan, Site]:
+    """What the run is to be, and where its ranks start; logs in to the hosts, if there are any.
+
+    The arguments are those of :func:`run`. Raises LaunchError.
+    """
     check_call(fn, args, kwargs, name)
     with contextlib.ExitStack() as login:
         cluster = log_in(hosts, login)
-        plan = make_plan(
-            fn,
-            args,
-            kwargs,
-            nprocs=nprocs,
-            device=device,
-            gpus=gpus,
-            backend=backend,
-            init=init,
-            seed=seed,
-            deterministic=deterministic,
-            env=env,
-            timeout=timeout,
-            pg_timeout=pg_timeout,
-            max_restarts=max_restarts,
-            stall_after=stall_after,
-            name=name,
-            start_method=start_method,
-            hosts=cluster.devices() if cluster is not None else None,
-            min_hosts=min_hosts,
-        )
-        site: Site = Far(plan, cluster, login.pop_all()) if cluster is not None else Local(plan)
-    return launch(plan, fn, tuple(args), kwargs, wait=wait, show=show, site=site)
+        if cluster is None:
+            plan = make_plan(fn, args, kwargs, name=name, **options)
+            return plan, Local(plan)
+        plan = make_plan(fn, args, kwargs, name=name, hosts=cluster.devices(), **options)
+        return plan, Far(plan, cluster, login.pop_all())
 
 
 def launch(
     plan: Plan,
+    site: Site,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     wait: bool,
     show: bool | None,
-    site: Site | None = None,
 ) -> Run:
-    """Pack, start, and unless told otherwise watch until the end; ``site``: this machine, by default."""
-    site = site if site is not None else Local(plan)
+    """Pack, start, and unless told otherwise watch until the end."""
     with contextlib.ExitStack() as unless_begun:
         unless_begun.callback(site.close)
         packed, block = _pack(plan, fn, args, kwargs)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from nbddp.errors import LaunchError
-from nbddp.kernel.plan import STALL_AFTER_S, make_plan
-from nbddp.kernel.runner import Run, launch
+from nbddp.kernel.hosts import Hosts
+from nbddp.kernel.plan import STALL_AFTER_S
+from nbddp.kernel.runner import Run, launch, planned
 from nbddp.worker import script
 
 Argument = str | os.PathLike[str] | int | float
@@ -20,7 +21,7 @@ def run_script(
     path: str | os.PathLike[str],
     argv: Sequence[Argument] | Callable[[int], Sequence[Argument]] = (),
     *,
-    nprocs: int | None = None,
+    nprocs: int | Mapping[str, int] | None = None,
     device: str | torch.device | None = None,
     gpus: Sequence[int] | None = None,
     backend: str | None = None,
@@ -36,6 +37,8 @@ def run_script(
     show: bool | None = None,
     name: str | None = None,
     start_method: str | None = None,
+    hosts: Hosts = None,
+    min_hosts: int | None = None,
 ) -> Run:
     """``torchrun --standalone --nproc_per_node=nprocs path argv``, without leaving the notebook.
 
@@ -47,6 +50,7 @@ def run_script(
         argv: the arguments after the script's name, or a function from the rank to them.
         init: False: no process group, as under torchrun; the script makes its own.
         name: default: the file's name.
+        hosts: each has the script, and what it imports, under the same path.
 
     The other arguments, and what is raised, are those of :func:`nbddp.run`; ``sys.exit(0)`` is success.
 
@@ -57,7 +61,7 @@ def run_script(
         LaunchError: also when there is no such file.
     """
     file = _existing(path)
-    plan = make_plan(
+    plan, site = planned(
         script.run_script,
         (None,),
         {},
@@ -75,9 +79,11 @@ def run_script(
         stall_after=stall_after,
         name=name or os.path.basename(file),
         start_method=start_method,
+        hosts=hosts,
+        min_hosts=min_hosts,
     )
     by_rank = tuple(_words(argv(rank) if callable(argv) else argv) for rank in range(plan.nprocs))
-    return launch(plan, script.run_script, (script.Script(file, by_rank),), {}, wait=wait, show=show)
+    return launch(plan, site, script.run_script, (script.Script(file, by_rank),), {}, wait=wait, show=show)
 
 
 def _existing(path: str | os.PathLike[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from nbddp.errors import LaunchError, RankDied, RankError
+from nbddp.kernel.local import Local
 from nbddp.kernel.plan import accelerator, make_plan
 from nbddp.kernel.runner import Run, last_run, launch
 
@@ -121,9 +122,9 @@ def spawn(
     device = None if found is not None and found[1] >= nprocs else "cpu"
     plan = make_plan(fn, args, {}, nprocs=nprocs, device=device, init=False, contract=False, pass_rank=True)
     if not join:
-        return SpawnContext(launch(plan, fn, tuple(args), {}, wait=False, show=False))
+        return SpawnContext(launch(plan, Local(plan), fn, tuple(args), {}, wait=False, show=False))
     try:
-        launch(plan, fn, tuple(args), {}, wait=True, show=None)
+        launch(plan, Local(plan), fn, tuple(args), {}, wait=True, show=None)
     except (RankError, RankDied) as error:
         run = last_run()
         assert run is not None
