@@ -15,7 +15,7 @@ import os
 import queue
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from nbddp.kernel.waiting import Latch, start_thread
@@ -96,26 +96,32 @@ def _decoded(text: bytes) -> Head:
 
 
 class BlockFrames:
-    """A block's bytes as frames, read when they are sent; each head tells ``at``.
+    """A block's bytes as frames, read when they are sent, and what is to follow them; each head tells ``at``."""
 
-    Attributes:
-        wanted: False: what has not been sent yet need not be.
-        sent: have all been?
-    """
-
-    def __init__(self, fd: int, nbytes: int, **head: Any) -> None:
-        self.wanted = True
-        self.sent = False
+    def __init__(self, fd: int, nbytes: int, *, then: Sequence[Head] = (), **head: Any) -> None:
+        self._wanted = True
+        self._sent = False
+        self._lock = threading.Lock()
+        self._then = then
         self._fd = os.dup(fd)  # whoever owns the block may close it meanwhile
         self._nbytes = nbytes
         self._head = head
 
     def __iter__(self) -> Iterator[Frame]:
         for at in range(0, self._nbytes, CHUNK):
-            if not self.wanted:
+            if not self._wanted:
                 return
             yield encode({**self._head, "at": at}, os.pread(self._fd, min(CHUNK, self._nbytes - at), at))
-        self.sent = True
+        with self._lock:
+            self._sent = self._wanted
+        if self._sent:
+            yield from map(encode, self._then)
+
+    def drop(self) -> bool:
+        """It is not wanted any more. Returns whether what was to follow will not be sent."""
+        with self._lock:
+            self._wanted = False
+            return not self._sent
 
     def __del__(self) -> None:
         os.close(self._fd)

@@ -17,8 +17,8 @@ OURS = [path for path in sorted(PACKAGE.rglob("*.py")) if "node_modules" not in 
 PROMISED = {
     "History", "LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "Run", "RunTimeout",
     "barrier", "device", "gather", "is_primary", "last_run", "load_snapshot", "loader", "local_rank", "log",
-    "Cluster", "HostLost", "cluster", "print", "progress", "rank", "reduce", "restart_count", "run", "run_script", "save_snapshot", "spawn", "world_size",
-    "wrap",
+    "print", "progress", "rank", "reduce", "restart_count", "run", "run_script", "save_snapshot", "spawn", "world_size",
+    "wrap", "Cluster", "HostLost", "cluster",
 }  # fmt: skip
 
 SIGNATURES = {

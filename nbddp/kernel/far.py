@@ -175,8 +175,8 @@ class FarCrew:
     def __exit__(self, *exc_info: object) -> None:
         """End every rank on every host that is still heard of; one that does not answer is given up."""
         self._ending = True
-        for host in self._hosts:
-            host.drop_payload()
+        self._drop_payload()
+        for host in self._waiting_for():
             host.send({"kind": "end"})
         deadline = time.monotonic() + _ENDED_S
         while self._waiting_for() and (left := deadline - time.monotonic()) > 0:
@@ -185,6 +185,14 @@ class FarCrew:
             host.give_up(f"it did not end its ranks within {_ENDED_S:.0f} s")
         for host in self._hosts:
             host.listener = None
+
+    def _drop_payload(self) -> None:
+        """Where it is still on its way, the round never begins."""
+        for host in self._hosts:
+            if host.drop_payload():
+                self._ended.add(host.name)
+                for rank in self._ranks_of[host.name]:
+                    self._by_rank[rank].lose("the run ended before it began there")
 
     def _waiting_for(self) -> list[Host]:
         return [host for host in self._hosts if not host.lost and host.name not in self._ended]
@@ -217,10 +225,11 @@ class FarCrew:
             host.listener = self._hear
             if host.lost:  # before it had one
                 self._hear(host, {"kind": "lost"}, b"")
-            if host.is_new(packed):
-                host.send_payload(block, packed)
-                host.send(self._cluster.run_order(self._plan, packed, host))
-            host.send(self._round(group_rank, host, meeting, restart_count))
+            begin = self._round(group_rank, host, meeting, restart_count)
+            if host.has(packed):
+                host.send(begin)
+            else:
+                host.send_payload(block, packed, [self._cluster.run_order(self._plan, packed, host), begin])
 
     def _round(self, group_rank: int, host: Host, meeting: Meeting, restart_count: int) -> Head:
         return {
@@ -302,6 +311,7 @@ class FarCrew:
     def interrupt(self) -> None:
         """KeyboardInterrupt in every rank that is in the function; one still on its way there is killed."""
         self._ending = True
+        self._drop_payload()
         self._tell({"kind": "interrupt"})
 
     def stacks(self, timeout_s: float) -> dict[int, str]:

@@ -133,28 +133,29 @@ class Host:
                 )
         self.send({"kind": "welcome", "heartbeat": self._heartbeat_s})
 
-    def is_new(self, packed: Packed) -> bool:
-        """Has it not had this payload yet? It counts as sent from now on."""
-        new, self._prepared = packed is not self._prepared, packed
-        return new
+    def has(self, packed: Packed) -> bool:
+        """Has it had this payload?"""
+        return packed is self._prepared
 
     def send(self, head: Head) -> None:
         """Queue an order; a host that is lost gets none."""
         if not self.lost:
             self._sender.send(head)
 
-    def send_payload(self, block: int, packed: Packed) -> None:
-        """Queue it; it is read from the block when it is its turn."""
+    def send_payload(self, block: int, packed: Packed, then: Sequence[Head]) -> None:
+        """Queue it, and the orders that need it; it is read from the block when it is its turn."""
+        self._prepared = packed
         if not self.lost:
-            self._payload = frames.BlockFrames(block, packed.nbytes, kind="payload")
+            self._payload = frames.BlockFrames(block, packed.nbytes, then=then, kind="payload")
             self._sender.send_all(self._payload)
 
-    def drop_payload(self) -> None:
-        """What of it has not been sent yet is not wanted any more."""
-        if self._payload is not None and not self._payload.sent:
-            self._payload.wanted = False
-            self._prepared = None
-        self._payload = None
+    def drop_payload(self) -> bool:
+        """What has not been sent yet is not wanted any more. Returns whether the orders after it were not."""
+        payload, self._payload = self._payload, None
+        if payload is None or not payload.drop():
+            return False
+        self._prepared = None
+        return True
 
     def look_for_silence(self) -> bool:
         """Give it up if nothing has come for the heartbeat's time. Returns whether it is under suspicion.
