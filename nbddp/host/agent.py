@@ -191,33 +191,39 @@ class Agent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._oom_kills = oom.kills()
-        with contextlib.ExitStack() as stack:
-            outputs = [RankOutput(open_output()) for _ in worker_group.workers]
-            for output in outputs:
-                stack.callback(output.close)
-            method = self._rounds.round["start_method"] if forkserver.available() else "spawn"
-            temp_dir = stack.enter_context(forkserver.folder_of_a_run()) if method == "forkserver" else ""
-            crew = self._crew = Crew(method)
-            stack.callback(crew.close)
-            stack.callback(self._tell_of_all)
-            stack.enter_context(crew)
-            self._around = stack.pop_all()
-            jobs = [self._job(place, temp_dir) for place in self._places(worker_group)]
-            self._gauges = Gauges(self._order["device"], jobs[0].environ)
-            self._told = {job.rank: _Told() for job in jobs}
-            self._pipe.wake = crew.wake
-            try:
-                crew.start(jobs, outputs, self._pipe.block, None, ())
-            except (LaunchError, OSError) as error:
-                self._pipe.send({"kind": "cannot start", "why": str(error)})
-                return {}
-        self._pipe.send({"kind": "started", "pids": {worker.rank: worker.pid for worker in crew.workers}})
-        return {worker.local_rank: self._crew.workers[worker.local_rank].pid for worker in worker_group.workers}
+        self._around = contextlib.ExitStack()
+        try:
+            workers = self._start_crew(worker_group, self._around)
+        except (LaunchError, OSError) as error:
+            self._pipe.send({"kind": "cannot start", "why": str(error)})
+            return {}
+        self._pipe.send({"kind": "started", "pids": {worker.rank: worker.pid for worker in workers}})
+        return {local_rank: worker.pid for local_rank, worker in enumerate(workers)}
+
+    def _start_crew(self, worker_group: WorkerGroup, around: contextlib.ExitStack) -> list[Worker]:
+        outputs = []
+        for _ in worker_group.workers:
+            outputs.append(RankOutput(open_output()))
+            around.callback(outputs[-1].close)
+        method = self._rounds.round["start_method"] if forkserver.available() else "spawn"
+        temp_dir = around.enter_context(forkserver.folder_of_a_run()) if method == "forkserver" else ""
+        crew = self._crew = Crew(method)
+        around.callback(crew.close)
+        around.callback(self._tell_of_all)
+        around.enter_context(crew)
+        jobs = [self._job(place, temp_dir) for place in self._places(worker_group)]
+        self._gauges = Gauges(self._order["device"], jobs[0].environ)
+        self._told = {job.rank: _Told() for job in jobs}
+        self._pipe.wake = crew.wake
+        crew.start(jobs, outputs, self._pipe.block, None, ())
+        return crew.workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """One turn: orders in, news out. How the ranks are is for the kernel to judge."""
-        assert self._crew is not None
-        self._crew.watch(0.0 if self._more else _TICK_S)
+        if self._crew is not None:
+            self._crew.watch(0.0 if self._more else _TICK_S)
+        else:
+            time.sleep(_TICK_S)  # it could not start: the kernel is about to end the round
         self._obey(self._crew)
         self._more = self._tell()
         return RunResult(state=WorkerState.HEALTHY)
@@ -289,12 +295,14 @@ class Agent(SimpleElasticAgent):
 
     # ------------------------------------------------------------------ orders in
 
-    def _obey(self, crew: Crew) -> None:
+    def _obey(self, crew: Crew | None) -> None:
         with contextlib.suppress(queue.Empty):
             while not self._rounds.ended:
                 order = self._pipe.orders.get_nowait()
                 if order["kind"] == "end":
                     self._rounds.ended = True
+                elif crew is None:
+                    continue
                 elif order["kind"] == "interrupt":
                     crew.interrupt()
                 elif order["kind"] == "leave":
@@ -311,15 +319,15 @@ class Agent(SimpleElasticAgent):
 
     def _tell(self) -> bool:
         """What is new of each rank. Returns whether there may be more."""
-        if self._crew is None or self._pipe.backlog > _MOST_BACKLOG:
-            return self._crew is not None and self._wait_for_the_kernel()
+        if self._crew is None:
+            return False
+        if self._pipe.backlog > _MOST_BACKLOG:
+            time.sleep(_TICK_S)
+            return True
         more = [self._tell_of(worker, self._told[worker.rank]) for worker in self._crew.workers]
-        self._tell_of_memory(self._crew)
+        if more:
+            self._tell_of_memory(self._crew)
         return any(more)
-
-    def _wait_for_the_kernel(self) -> bool:
-        time.sleep(_TICK_S)
-        return True
 
     def _tell_of(self, worker: Worker, told: _Told) -> bool:
         rank = worker.rank
