@@ -88,7 +88,7 @@ class Parser:
 def _decoded(text: bytes) -> Head:
     try:
         head = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Garbled(str(error)) from error
     if not isinstance(head, dict) or not isinstance(head.get("kind"), str):
         raise Garbled(f"a head without a kind: {text[:100]!r}")

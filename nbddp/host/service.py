@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import select
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -56,17 +57,18 @@ class Pipe:
         self._sender.close(_LAST_WORDS_S)
 
     def _hear(self) -> None:
+        try:
+            self._hear_all()
+        except Exception as error:  # no room for the payload, or no order of this nbddp: deaf is as good as gone
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(1)
+
+    def _hear_all(self) -> None:
         parser = frames.Parser()
-        while select.select([self._fd], [], [], self._silence_s)[0]:
-            data = os.read(self._fd, _READ_BYTES)
-            if not data:
-                break
-            try:
-                for head, body in parser.feed(data):
-                    self._take(head, body)
-            except frames.Garbled:
-                break
-        os._exit(1)
+        while select.select([self._fd], [], [], self._silence_s)[0] and (data := os.read(self._fd, _READ_BYTES)):
+            for head, body in parser.feed(data):
+                self._take(head, body)
 
     def _take(self, head: Head, body: bytes) -> None:
         if head["kind"] == "welcome":

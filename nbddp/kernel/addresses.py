@@ -37,7 +37,10 @@ def meeting_of(facts: Mapping[str, Mapping[str, Any]]) -> Meeting:
     if len(facts) == 1:
         return Meeting(dict.fromkeys(facts, _LOOPBACK), dict.fromkeys(facts, None))
     common = _common_network(facts)
-    chosen = {host: _on_network(told, common) if common else _as_reached(host, told) for host, told in facts.items()}
+    chosen = {
+        host: _on_network(told, common) if common else _as_reached(host, told, _addresses_but(facts, host))
+        for host, told in facts.items()
+    }
     return Meeting(
         {host: entry["address"] for host, entry in chosen.items()},
         {host: entry["name"] for host, entry in chosen.items()},
@@ -58,15 +61,19 @@ def _addresses_on(told: Mapping[str, Any], network: str) -> list[str]:
     return [entry["address"] for entry in told["networks"] if entry["network"] == network]
 
 
+def _addresses_but(facts: Mapping[str, Mapping[str, Any]], host: str) -> set[str]:
+    return {entry["address"] for other, told in facts.items() if other != host for entry in told["networks"]}
+
+
 def _on_network(told: Mapping[str, Any], network: str) -> dict[str, str]:
     found: dict[str, str] = next(entry for entry in told["networks"] if entry["network"] == network)
     return found
 
 
-def _as_reached(host: str, told: Mapping[str, Any]) -> dict[str, str]:
-    """Hosts on networks of their own, with routers between."""
+def _as_reached(host: str, told: Mapping[str, Any], elsewhere: set[str]) -> dict[str, str]:
+    """Hosts on networks of their own, with routers between; an address that is also another's is no way to one."""
     found: list[dict[str, str]] = [entry for entry in told["networks"] if entry["address"] == told["asked_at"]]
-    found = found or list(told["networks"])
+    found = found or [entry for entry in told["networks"] if entry["address"] not in elsewhere]
     if not found:
         raise LaunchError(f"{host} has no network interface but loopback, so the other hosts cannot reach it")
     return found[0]

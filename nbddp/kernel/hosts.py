@@ -44,6 +44,7 @@ _SETTLE_S = 0.2
 _LAST_WORDS_S = 0.5
 _FROM_TORCH = re.compile(r"\[[IWEF]\d+ ")  # its warnings, of the agents that look for each other
 _READ_BYTES = 1 << 20
+_FACTS = {"versions", "devices", "networks", "asked_at", "identity", "now"}
 _CLOSED = "the cluster is closed; make a new one: nbddp.cluster(hosts)"
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "{host}")
 _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist={host}")
@@ -201,13 +202,20 @@ class Host:
 
     def _read(self) -> None:
         parser = frames.Parser(after_mark=True)
-        with contextlib.suppress(OSError, frames.Garbled):
+        try:
+            self._read_all(parser)
+            self._lose(self._last_words(parser.noise) if not self.facts else "its connection ended" + self._how())
+        except Exception as error:  # a deaf host is a lost one
+            self._lose(f"it said what this nbddp does not understand ({type(error).__name__}: {error})")
+        finally:
+            self._heard_all.open()
+
+    def _read_all(self, parser: frames.Parser) -> None:
+        with contextlib.suppress(OSError):
             while data := os.read(self._in.fileno(), _READ_BYTES):
                 self._heard_at = time.monotonic()
                 for head, body in parser.feed(data):
                     self._take(head, body)
-        self._lose(self._last_words(parser.noise) if not self.facts else "its connection ended" + self._how())
-        self._heard_all.open()
 
     def _cannot_listen(self, error: RuntimeError) -> None:
         self._lose(str(error))
@@ -217,6 +225,8 @@ class Host:
         if "now" in head:  # the quickest of its frames tells its clock best
             self.offset_s = min(self.offset_s, time.monotonic() - head["now"])
         if head["kind"] == "hello":
+            if not head.keys() >= _FACTS:
+                raise frames.Garbled("a hello without facts")
             self.facts = head
             self._greeted.open()
         elif head["kind"] != "beat" and self.listener is not None:
@@ -476,6 +486,7 @@ def _slurm_nodes() -> list[str]:
 def _disown_all() -> None:
     for opened in list(_open):
         opened.disown()
+    _open.clear()
 
 
 def _close_all() -> None:
