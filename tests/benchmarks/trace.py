@@ -45,7 +45,7 @@ def write() -> None:
 
 def in_kernel() -> None:
     """Wrap the kernel side, and have the fork server wrap the ranks'."""
-    from nbddp.kernel import forkserver, launcher, runner, supervisor
+    from nbddp.kernel import forkserver, launcher, local, runner, supervisor
 
     forkserver.PRELOAD.append("tests.benchmarks.trace")
     if forkserver.pid() is not None:  # importing nbddp has started one, without this
@@ -54,7 +54,7 @@ def in_kernel() -> None:
     timed(runner, "make_plan", "kernel: check the arguments")
     timed(runner, "_pack", "kernel: pack")
     timed(runner.Run, "_open_view", "kernel: open the panel")
-    timed(supervisor.Supervisor, "_jobs", "kernel: make the jobs")
+    timed(local.LocalCrew, "_jobs", "kernel: make the jobs")
     timed(launcher.Crew, "_start_one", "kernel: start a process")
     timed(supervisor.Supervisor, "_result_of", "kernel: unpack a result")
     timed(launcher.Crew, "__exit__", "kernel: see that all are gone")
@@ -62,7 +62,7 @@ def in_kernel() -> None:
     timed(supervisor.Supervisor, "_follow", "kernel: follow the ranks")
     timed(supervisor.Supervisor, "_live", "kernel: the run's thread")
     timed(runner.Run, "_redraw", "kernel: redraw the panel")
-    original = supervisor.open_rendezvous
+    original = local.open_rendezvous
 
     def open_rendezvous(world_size: int) -> Any:
         manager = original(world_size)
@@ -83,7 +83,7 @@ def in_kernel() -> None:
 
         return Timed()
 
-    supervisor.open_rendezvous = open_rendezvous  # type: ignore[assignment]
+    local.open_rendezvous = open_rendezvous  # type: ignore[assignment]
     take = launcher.Worker._take
 
     def _take(self: Any, message: Any) -> None:
