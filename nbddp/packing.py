@@ -62,7 +62,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         filenames: of the code that travelled by value.
     """
 
-    def __init__(self, stream: io.BytesIO, *, known: Sequence[Any], inheriting: bool) -> None:
+    def __init__(
+        self, stream: io.BytesIO, *, known: Sequence[Any] = (), inheriting: bool = True, back: bool = False
+    ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=self._take_buffer)
         self.by_value: list[Any] = []
         self.inherited: list[Any] = []
@@ -72,7 +74,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self.filenames: set[str] = set()
         self._known = {id(obj): i for i, obj in enumerate(known)}
         self._inheriting = inheriting
-        if inheriting:
+        self._back = back
+        if not back:
             # On the way in only: what a rank's function reads must not overwrite the notebook's variables.
             main = sys.modules["__main__"].__dict__
             self.globals_ref[id(main)] = _NotebookNamespace(__name__="__main__")
@@ -125,11 +128,16 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return _itself, (obj.module,)
 
     def _reduce_inherited(self, obj: Any) -> Any:
-        if not self._inheriting:
+        if self._back:
             return self._by_cloudpickle(obj)
         refuse_unshippable(obj)
+        self._check_that_it_is_inherited(obj)
         self.inherited.append(obj)
         return _take_inherited, (len(self.inherited) - 1,)
+
+    def _check_that_it_is_inherited(self, obj: Any) -> None:
+        if not self._inheriting:
+            refuse_uninherited(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         self._note_span(tensor)
@@ -181,16 +189,20 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             obj, dtype = obj._untyped_storage, obj.dtype
         if obj.device.type == "meta":
             return NotImplemented
-        if self._inheriting and obj.device.type == "cpu" and obj.is_shared():
+        if self._is_shared(obj):
+            self._check_that_it_is_inherited(obj)
             # share_memory_() is the user's word that ranks write to one tensor.
             self.inherited.append(obj)
             return _take_inherited, (len(self.inherited) - 1, dtype)
         return self._by_index(obj, dtype, whole=dtype is None or obj._cdata not in self.storages)
 
     def _reduce_seen(self, seen: _Seen) -> Any:
-        if self._inheriting and seen.storage.device.type == "cpu" and seen.storage.is_shared():
+        if self._is_shared(seen.storage):
             return self._reduce_storage(seen.storage)
         return self._by_index(seen.storage, torch.uint8, whole=False)
+
+    def _is_shared(self, storage: torch.UntypedStorage) -> bool:
+        return not self._back and storage.device.type == "cpu" and storage.is_shared()
 
     def _by_index(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, *, whole: bool) -> Any:
         entry = self._storage_of(storage)
@@ -245,6 +257,27 @@ def refuse_unshippable(obj: object) -> None:
         loaded = sys.modules.get(module)
         if loaded is not None and isinstance(obj, tuple(getattr(loaded, n) for n in names if hasattr(loaded, n))):
             raise TypeError(f"a {type(obj).__name__} {advice}")
+
+
+def refuse_uninherited(obj: object) -> None:
+    """Raise ``TypeError`` for what reaches a process only while this one starts it."""
+    if isinstance(obj, _NEEDS_INHERITANCE):
+        kind = type(obj).__name__
+        raise TypeError(f"a {kind} reaches only processes that the notebook itself starts; make it inside the function")
+    if isinstance(obj, (torch.Tensor, torch.UntypedStorage)) and _lies_in_shared_memory(obj):
+        raise TypeError(
+            "a tensor in shared memory (share_memory_(), or from a DataLoader's worker) reaches only processes that "
+            "the notebook itself starts; pass its .clone()"
+        )
+
+
+def _lies_in_shared_memory(obj: Any) -> bool:
+    if obj.device.type != "cpu" or (isinstance(obj, torch.Tensor) and obj.layout is not torch.strided):
+        return False
+    try:
+        return bool(obj.is_shared())
+    except (RuntimeError, NotImplementedError, ValueError):  # lazy, or a wrapper subclass without storage of its own
+        return False
 
 
 def _of_fork_context(obj: Any) -> bool:

@@ -43,9 +43,9 @@ from nbddp.block import (
     storage_over,
     write_at,
 )
-from nbddp.packing import PackedStorage, Packer, Reading, reading_now, refuse_unshippable
+from nbddp.packing import PackedStorage, Packer, Reading, reading_now, refuse_uninherited, refuse_unshippable
 
-__all__ = ["Packed", "Unpacked", "open_block", "pack", "probe", "refuse_unshippable", "unpack"]
+__all__ = ["Packed", "Unpacked", "open_block", "pack", "probe", "refuse_uninherited", "refuse_unshippable", "unpack"]
 
 _SMALL_NBYTES = 1 << 20  # gaps up to here cost nothing worth a copy
 _HEADER = struct.Struct("<QQQ")  # where the pickle stream starts, where the table starts, end
@@ -75,27 +75,28 @@ class Unpacked:
     by_value: list[Any]
 
 
-def pack(obj: object, fd: int, *, known: Sequence[Any] = (), inheriting: bool = True) -> Packed:
+def pack(obj: object, fd: int, *, known: Sequence[Any] = (), inheriting: bool = True, back: bool = False) -> Packed:
     """Write ``obj`` into the block ``fd``.
 
     Args:
         known: functions and classes that the reader has already, in the order of its own list; they
             travel as their number, so that an instance comes back as an instance of the very class.
         inheriting: is the reader about to be started by us? Then queues and locks may go along.
+        back: is it a result, on its way to a notebook? Then nothing is inherited, and ``__main__`` is its reader's own.
 
     Raises:
         Whatever pickling raises; ``culprit.explain`` turns that into the name of the variable.
     """
     stream = io.BytesIO()
-    with contextlib.closing(Packer(stream, known=known, inheriting=inheriting)) as pickler:
+    with contextlib.closing(Packer(stream, known=known, inheriting=inheriting, back=back)) as pickler:
         # The list fills while obj is pickled, and comes after it: all its members are memo references.
         pickler.dump((obj, pickler.by_value))
         return _write(fd, pickler, stream.getbuffer())
 
 
-def probe(obj: object) -> None:
+def probe(obj: object, *, inheriting: bool = True) -> None:
     """Pickle ``obj`` and forget the result: raises what :func:`pack` would, copies no array."""
-    with contextlib.closing(Packer(io.BytesIO(), known=(), inheriting=True)) as pickler:
+    with contextlib.closing(Packer(io.BytesIO(), inheriting=inheriting)) as pickler:
         pickler.dump(obj)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
 import random
@@ -10,10 +11,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -54,26 +56,20 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[An
     phase = "setup"
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        notebook = _set_up(job, ends)
+        notebook = set_up(job, ends)
         channel.send_bytes(wire.encode(wire.Ready()))
         phase = "unpack"
-        unpacked = payload.unpack(ends.payload, job.payload_nbytes, inherited=inherited, device=context.device())
-        main_module.publish(notebook, unpacked.by_value)
-        os.close(ends.payload)
-        function, args, kwargs = unpacked.value
-        if job.pass_rank:
-            args = (job.rank, *args)
+        call, known = unpack(job, ends.payload, notebook, inherited)
         phase = "call"
         channel.send_bytes(wire.encode(wire.Called()))
-        value = function(*args, **kwargs)
+        value = call()
         phase = "pack"
-        return _finished(value, ends.result, unpacked.by_value, job)
+        return _finished(value, ends.result, known, job)
     except BaseException as error:
         at = time.monotonic()  # before anything slow: the first failure in time is the run's
         if isinstance(error, SystemExit) and phase == "call":
             return _exited(error, ends.result)
-        known = unpacked.by_value if phase in ("call", "pack") else ()
-        return _failed(error, at, phase, ends.result, known)
+        return _failed(error, at, phase, ends.result, known if phase in ("call", "pack") else ())
 
 
 # ---------------------------------------------------------------------------- setting up
@@ -94,7 +90,8 @@ def _forget_the_fork_server() -> None:
         server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
-def _set_up(job: wire.Job, ends: Ends) -> Any:
+def set_up(job: wire.Job, ends: Ends) -> ModuleType:
+    """Become that rank. Returns its ``__main__``, which stands for the notebook's."""
     _set_environ(job.environ)
     os.chdir(job.cwd)
     if job.temp_dir:
@@ -183,12 +180,25 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def unpack(
+    job: wire.Job, fd: int, notebook: ModuleType, inherited: Sequence[Any] = ()
+) -> tuple[Callable[[], Any], Sequence[Any]]:
+    """The function with its arguments, out of the block ``fd``, and what travelled with them by value."""
+    unpacked = payload.unpack(fd, job.payload_nbytes, inherited=inherited, device=context.device())
+    main_module.publish(notebook, unpacked.by_value)
+    os.close(fd)
+    function, args, kwargs = unpacked.value
+    if job.pass_rank:
+        args = (job.rank, *args)
+    return functools.partial(function, *args, **kwargs), unpacked.by_value
+
+
 # ---------------------------------------------------------------------------- reporting
 
 
 def _finished(value: Any, fd: int, known: Sequence[Any], job: wire.Job) -> wire.Message:
     try:
-        packed = payload.pack(value, fd, known=known, inheriting=False)
+        packed = payload.pack(value, fd, known=known, back=True)
     except Exception as error:  # whatever a user's __reduce__ raises
         what = f"what {job.run_name} returned on rank {job.rank} cannot come back to the notebook"
         raise culprit.explain({"the result": value}, error, what=what) from None
@@ -198,7 +208,7 @@ def _finished(value: Any, fd: int, known: Sequence[Any], job: wire.Job) -> wire.
 def _exited(error: SystemExit, fd: int) -> wire.Message:
     at = time.monotonic()
     if error.code is None or error.code == 0:
-        return wire.Finished(payload.pack(None, fd).nbytes, at)
+        return wire.Finished(payload.pack(None, fd, back=True).nbytes, at)
     if isinstance(error.code, int):
         return wire.Exited(error.code & 0xFF, "", at)  # as the system would tell it
     print(error.code, file=sys.stderr)
@@ -210,13 +220,13 @@ def _failed(error: BaseException, at: float, phase: str, fd: int, known: Sequenc
     drop_our_frames(error)
     make_picklable(error)
     try:
-        packed = payload.pack(error, fd, known=known, inheriting=False)
+        packed = payload.pack(error, fd, known=known, back=True)
     except Exception:  # an exception that does not pickle: its name, text and frames still travel
         look_alike = type(type(error).__name__, (Exception,), {"__module__": type(error).__module__})
         stand_in = look_alike(summary.partition(": ")[2] or summary)
         stand_in.__traceback__ = error.__traceback__
         make_picklable(stand_in)
-        packed = payload.pack(stand_in, fd, inheriting=False)
+        packed = payload.pack(stand_in, fd, back=True)
     return wire.Failed(packed.nbytes, at, phase, summary)
 
 

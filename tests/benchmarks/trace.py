@@ -113,7 +113,7 @@ def in_ranks() -> None:
         (distributed, "init_process_group", "make the group"),
         (group, "open_group", "store and group"),
         (group, "let_users_make_their_own", "wrap init_process_group"),
-        (entry, "_set_up", "set up, all of it"),
+        (entry, "set_up", "set up, all of it"),
         (payload, "unpack", "unpack"),
         (payload, "pack", "pack the result"),
         (entry, "_live", "from job to report"),

@@ -23,10 +23,10 @@ pytestmark = [
 _MAPPED_NBYTES = 2 << 20  # more than a copy is made of
 
 
-def round_trip(thing: Any, *, inheriting: bool = True) -> Any:
+def round_trip(thing: Any, *, back: bool = False) -> Any:
     fd = payload.open_block("test")
     try:
-        packed = payload.pack(thing, fd, inheriting=inheriting)
+        packed = payload.pack(thing, fd, back=back)
         return payload.unpack(fd, packed.nbytes, inherited=packed.inherited).value
     finally:
         os.close(fd)
@@ -34,12 +34,12 @@ def round_trip(thing: Any, *, inheriting: bool = True) -> Any:
 
 @examples(150)
 @given(things(), st.booleans(), st.booleans())
-def test_anything_arrives_as_it_was(thing: Any, mapped: bool, inheriting: bool) -> None:
+def test_anything_arrives_as_it_was(thing: Any, mapped: bool, back: bool) -> None:
     """Small things are read, large ones mapped; results travel by the second way."""
     before = describe(thing)
     note(str(before))
     sent = [thing, torch.ones(_MAPPED_NBYTES, dtype=torch.uint8)] if mapped else [thing]
-    arrived = round_trip(sent, inheriting=inheriting)[0]
+    arrived = round_trip(sent, back=back)[0]
     assert describe(arrived) == before
     overwrite(arrived)
     assert describe(thing) == before
@@ -50,7 +50,7 @@ def test_anything_arrives_as_it_was(thing: Any, mapped: bool, inheriting: bool) 
 def test_what_has_travelled_can_travel_again(thing: Any) -> None:
     """A result of one run is the next run's argument."""
     before = describe(thing)
-    assert describe(round_trip(round_trip(thing), inheriting=False)) == before
+    assert describe(round_trip(round_trip(thing), back=True)) == before
 
 
 @examples(8)
