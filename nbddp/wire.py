@@ -30,7 +30,7 @@ class Job:
     backend: str | None  # None: no process group of ours
     store_host: str
     store_port: int
-    store_prefix: str
+    store_prefix: str  # "": the store is a launcher's, met by env://
     pg_timeout_s: float | None
     seed: int | None
     deterministic: bool
@@ -112,7 +112,12 @@ KIND_METRIC = 1
 KIND_PROGRESS = 2  # step: total (-1 unknown), value: done, weight: nesting level
 KIND_SAMPLES = 3  # value: samples that this rank's loader has handed out so far
 
+KIND_BEGIN = 4  # in a file of metrics alone: a rank begins here, in a process of its own; see BEGIN
+
 NAME_PIECE = struct.Struct("<BBH4x24s")  # kind, 1 when more pieces follow, id, utf-8 piece
+
+BEGIN = struct.Struct("<B7sQQd")  # kind, BEGIN_MARK, world size, rank, time (unix seconds)
+BEGIN_MARK = b"nbddp-1"
 
 REDUCE_NONE, REDUCE_MEAN, REDUCE_SUM, REDUCE_MIN, REDUCE_MAX = range(5)
 REDUCE_OPS = {None: REDUCE_NONE, "mean": REDUCE_MEAN, "sum": REDUCE_SUM, "min": REDUCE_MIN, "max": REDUCE_MAX}
@@ -127,3 +132,8 @@ def fold(text: str) -> str:
 
 def _folded_line(line: str) -> str:
     return line.rstrip("\r").rsplit("\r", 1)[-1]
+
+
+def metrics_path(path: str, rank: int) -> str:
+    """Where that rank of a job writes its metrics: each has a file of its own, whatever their hosts share."""
+    return path if rank == 0 else f"{path}.rank{rank}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy.typing as npt
 
 from nbddp import wire
+from nbddp.kernel import metrics_file
 from nbddp.kernel.band import Spread
 from nbddp.kernel.columns import Series
 from nbddp.kernel.metric import Metric
@@ -69,6 +70,26 @@ class History:
         self._restarts: list[Restart] = []
         self._over = False
         self.ranks = [RankProgress() for _ in range(world_size)]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> History:
+        """The metrics of a job that ran without a notebook: ``python -m nbddp job.nbddp --metrics PATH``.
+
+        It may still run: this is what it has written so far. A job that was started again goes on in the same
+        files (one per rank: PATH, PATH.rank1, ...); the steps that it repeated have taken the place of the old ones.
+
+        Raises:
+            NbddpError: there is something else in the file.
+        """
+        attempts = metrics_file.read(path)
+        history = cls(attempts[0].world_size)
+        for number, attempt in enumerate(attempts):
+            if number:
+                history.restart(attempt.reason, attempt.world_size)
+            for rank, data in attempt.pieces():
+                history.feed(rank, data)
+        history.settle()
+        return history
 
     # ------------------------------------------------------------------ for the user
 
@@ -196,14 +217,15 @@ class History:
             for record in records[records["kind"] > wire.KIND_METRIC]:
                 self._add_progress(self.ranks[rank], reader.name(int(record["id"])), record)
 
-    def restart(self, reason: str = "") -> None:
-        """The ranks begin again, in new processes, after this failure."""
+    def restart(self, reason: str = "", world_size: int | None = None) -> None:
+        """The ranks begin again, in new processes, after this failure; perhaps another number of them."""
         with self._lock:
+            self._world_size = world_size or self._world_size
             self._restarts.append(Restart(None, reason))
             self._readers.clear()
-            self.ranks[:] = [RankProgress() for _ in self.ranks]
+            self.ranks[:] = [RankProgress() for _ in range(max(len(self.ranks), self._world_size))]
             for metric in self._metrics.values():
-                metric.restart()
+                metric.restart(self._world_size)
 
     def settle(self) -> None:
         """The run is over: nothing more will be fed."""

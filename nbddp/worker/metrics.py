@@ -9,8 +9,11 @@ A tensor on an accelerator is copied asynchronously into pinned memory and read 
 from __future__ import annotations
 
 import collections
+import errno
 import os
 import select
+import stat
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -168,7 +171,7 @@ class MetricsPipe:
                     batch += self._unsent.popleft()
                 try:
                     for start in range(0, len(batch), _MAX_WRITE):
-                        os.write(self._fd, batch[start : start + _MAX_WRITE])
+                        self._put(batch[start : start + _MAX_WRITE])
                 except BlockingIOError:
                     self._unsent.appendleft(batch[start:])
                     return
@@ -176,6 +179,9 @@ class MetricsPipe:
                     self._unsent.clear()
         finally:
             self._lock.release()
+
+    def _put(self, records: bytes) -> None:
+        os.write(self._fd, records)
 
     def _help(self) -> None:
         if self._helper is None:
@@ -187,6 +193,26 @@ class MetricsPipe:
             time.sleep(_POLL_S)
             self._collect(wait=False)
             self._write_unsent()
+
+
+class MetricsFile(MetricsPipe):
+    """The same into a file, for a job that no notebook watches; a record is there as soon as a pipe would have it."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._failed = False
+
+    def _put(self, records: bytes) -> None:
+        if self._failed:
+            raise BrokenPipeError
+        try:
+            written = os.write(self._fd, records)
+            if written < len(records):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:  # a full disk ends the curves; it does not end a training
+            self._failed = True
+            print(f"nbddp: nothing more goes into the file of metrics: {error}", file=sys.stderr)
+            raise BrokenPipeError from error
 
 
 _PACK = wire.RECORD.pack
@@ -303,10 +329,10 @@ def _check(name: str, value: Any) -> None:
 
 
 def enter(fd: int) -> None:
-    """Open this rank's metrics pipe; called once, before the user's code."""
+    """Open this rank's metrics pipe, or file; called once, before the user's code."""
     global _pipe
     os.set_blocking(fd, False)
-    _pipe = MetricsPipe(fd)
+    _pipe = MetricsFile(fd) if stat.S_ISREG(os.fstat(fd).st_mode) else MetricsPipe(fd)
     # A DataLoader worker is a copy of this process: its ids would mix with ours.
     os.register_at_fork(after_in_child=_leave)
 
