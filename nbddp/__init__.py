@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from nbddp.errors import HostLost, LaunchError, NbddpError, PayloadError, RankDied, RankError, RunTimeout
+    from nbddp.kernel.export import export, load_result
     from nbddp.kernel.history import History
     from nbddp.kernel.hosts import Cluster, cluster
     from nbddp.kernel.magic import load_ipython_extension
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "nbddp.errors": ("HostLost", "LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "RunTimeout"),
+    "nbddp.kernel.export": ("export", "load_result"),
     "nbddp.kernel.history": ("History",),
     "nbddp.kernel.hosts": ("Cluster", "cluster"),
     "nbddp.kernel.magic": ("load_ipython_extension",),

@@ -15,10 +15,10 @@ PACKAGE = Path(nbddp.__file__).parent
 OURS = [path for path in sorted(PACKAGE.rglob("*.py")) if "node_modules" not in path.parts]
 
 PROMISED = {
-    "History", "LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "Run", "RunTimeout",
-    "barrier", "device", "gather", "is_primary", "last_run", "load_snapshot", "loader", "local_rank", "log",
-    "print", "progress", "rank", "reduce", "restart_count", "run", "run_script", "save_snapshot", "spawn", "world_size",
-    "wrap", "Cluster", "HostLost", "cluster",
+    "Cluster", "History", "HostLost", "LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "Run",
+    "RunTimeout", "barrier", "cluster", "device", "export", "gather", "is_primary", "last_run", "load_result",
+    "load_snapshot", "loader", "local_rank", "log", "print", "progress", "rank", "reduce", "restart_count", "run",
+    "run_script", "save_snapshot", "spawn", "world_size", "wrap",
 }  # fmt: skip
 
 SIGNATURES = {
@@ -27,6 +27,8 @@ SIGNATURES = {
     "show=None, name=None, start_method=None, hosts=None, min_hosts=None)",
     "cluster": "(hosts, *, launcher=None, python=None, heartbeat=15.0)",
     "spawn": "(fn, args=(), nprocs=1, join=True, daemon=False, start_method='spawn')",
+    "export": "(fn, path, args=(), kwargs=None)",
+    "load_result": "(path)",
     "log": "(values=None, /, *, step=None, reduce=None, weight=1, **metrics)",
     "progress": "(iterable, total=None, desc=None)",
     "wrap": "(model, **ddp)",
@@ -130,7 +132,7 @@ def test_the_panel_knows_no_process(path: Path) -> None:
     assert not [n for n in _imports(path) if n not in ("nbddp", "nbddp.kernel") and not n.startswith(allowed)]
 
 
-@pytest.mark.parametrize("name", ["wire.py", "errors.py", "payload.py", "culprit.py"])
+@pytest.mark.parametrize("name", ["wire.py", "errors.py", "payload.py", "culprit.py", "jobfile.py", "versions.py"])
 def test_shared_modules_import_neither_side(name: str) -> None:
     sides = ("nbddp.kernel", "nbddp.worker", "nbddp.panel")
     assert not [n for n in _imports(PACKAGE / name) if n.startswith(sides)]
@@ -162,6 +164,8 @@ def test_no_file_called_utils() -> None:
 
 def test_private_interfaces_of_others_are_still_there() -> None:
     """Used, guarded and commented in the package; this fails when a new version drops one."""
+    import atexit
+    import threading
     from multiprocessing import forkserver, popen_forkserver, reduction
 
     import torch
@@ -173,6 +177,8 @@ def test_private_interfaces_of_others_are_still_there() -> None:
     assert hasattr(popen_forkserver.Popen, "_launch")
     assert reduction.HAVE_SEND_HANDLE
     assert hasattr(torch.cuda, "_is_in_bad_fork")
+    assert hasattr(atexit, "_run_exitfuncs")
+    assert hasattr(threading, "_shutdown")
     assert hasattr(torch.UntypedStorage, "_cdata")
     assert "master_listen_fd" in (dist.TCPStore.__init__.__doc__ or "")
     assert hasattr(distributed_c10d, "init_process_group")

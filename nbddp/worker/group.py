@@ -35,21 +35,24 @@ def open_group(
     prefix: str,
     timeout_s: float | None,
 ) -> None:
-    """Make the default group on the kernel's store.
+    """Make the default group on the kernel's store, or without a prefix on the one that a launcher's variables name.
 
     Its keys have a prefix, so that the store's plain keys stay free for a group of the user's own.
     """
     global _ready_made
     timeout = datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None
-    store = _kernels_store(address, file, world_size)
-    if timeout is not None:
-        store.set_timeout(timeout)
     options: dict[str, Any] = {}
+    if prefix:
+        store = _kernels_store(address, file, world_size)
+        if timeout is not None:
+            store.set_timeout(timeout)
+        options["store"] = PrefixStore(prefix, store)
+    else:
+        loopback.keep_stores_at_home()  # now: it counts this group, and a second one has other keys
     if backend == "nccl":
         options["device_id"] = device  # NCCL connects now, and barrier() knows its device
     dist.init_process_group(
         backend,
-        store=PrefixStore(prefix, store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,

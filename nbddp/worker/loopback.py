@@ -23,6 +23,16 @@ def keep_stores_at_home() -> None:
     handlers.TCPStore = _store
 
 
+def let_other_hosts_in() -> None:
+    """From now on, do as torch does: ranks on other hosts use the store, whatever its host calls itself.
+
+    A PyTorchJob's master is told ``localhost``, the workers are told its name.
+    """
+    global _at_home
+    _at_home = False
+
+
+_at_home = True
 _made: Counter[tuple[str, int]] = Counter()  # groups so far, by their store's address
 
 
@@ -34,7 +44,7 @@ def _store(host_name: str, port: int, **options: Any) -> Store:
 
 
 def _tcp_store(host_name: str, port: int, *, is_master: bool = False, **options: Any) -> TCPStore:
-    listener = _listener(host_name, port) if is_master else None
+    listener = _listener(host_name, port) if is_master and _at_home else None
     if listener is None:
         return TCPStore(host_name, port, is_master=is_master, **options)
     with listener:

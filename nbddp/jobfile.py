@@ -1,0 +1,118 @@
+"""Both sides. A file that holds one pickled object: a job that waits for its ranks, or what came of one.
+
+    [block, as payload writes it][head, JSON][length of the head][mark]
+
+The block comes first, where a reader can map it; the head comes last, and so is missing in a copy that was cut off.
+Reading the head runs nothing; unpacking the block runs whatever its writer put there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from nbddp.errors import NbddpError
+from nbddp.versions import difference, versions
+
+JOB, RESULT = "job", "result"
+_WRITER = {JOB: "nbddp.export()", RESULT: "python -m nbddp ... --result"}
+_MARK = b"nbddp file 1\n"
+_END = struct.Struct(f"<Q{len(_MARK)}s")
+# Who can write the file runs code as its reader, so that is its owner alone; who may read it, the umask says.
+_MODE = 0o644
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is known of the object without unpacking it.
+
+    Attributes:
+        kind: ``JOB`` or ``RESULT``.
+        name: of the function.
+        nbytes: of the block.
+        versions: of what it was written with.
+        folders: of a job, where the notebook found modules, beside those of its Python.
+    """
+
+    kind: str
+    name: str
+    nbytes: int
+    versions: dict[str, str]
+    folders: list[str]
+
+
+def write(
+    path: str | os.PathLike[str], kind: str, name: str, fill: Callable[[int], int], folders: tuple[str, ...] = ()
+) -> None:
+    """Write the file whole or not at all; an older one stays until then.
+
+    Args:
+        fill: writes the block to the fd that it is given, and returns its size.
+    """
+    with _replacing(path) as file:
+        nbytes = fill(file.fileno())
+        head = json.dumps(asdict(Head(kind, name, nbytes, versions(), list(folders)))).encode()
+        file.seek(nbytes)
+        file.write(head + _END.pack(len(head), _MARK))
+
+
+def open_block(path: str | os.PathLike[str], kind: str) -> tuple[int, Head]:
+    """The file's fd, the caller's to close; its block may be unpacked here. And its head.
+
+    Raises:
+        NbddpError: it is no such file, is cut off, or was written with other versions.
+    """
+    with open(path, "rb") as file:
+        head = _read_head(file, kind)
+        theirs, ours = difference(head.versions)
+        if theirs:
+            raise NbddpError(
+                f"{os.fspath(path)} was written with {theirs}, and here is {ours}: what one pickles, "
+                "another may not read. Install the same versions here, or write it anew"
+            )
+        return os.dup(file.fileno()), head
+
+
+def _read_head(file: BinaryIO, kind: str) -> Head:
+    size = file.seek(0, os.SEEK_END)
+    try:
+        file.seek(-_END.size, os.SEEK_END)
+        length, mark = _END.unpack(file.read())
+        file.seek(-_END.size - length, os.SEEK_END)
+        head = Head(**json.loads(file.read(length))) if mark == _MARK else None
+    except (OSError, ValueError, TypeError):
+        head = None
+    if head is None or head.kind != kind or head.nbytes + length + _END.size != size:
+        raise NbddpError(f"{file.name} was not written by {_WRITER[kind]}, or is cut off")
+    return head
+
+
+@contextlib.contextmanager
+def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A new file that takes the place of this one when all is well."""
+    target = Path(os.path.realpath(path))
+    fd, partial = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
+    try:
+        with os.fdopen(fd, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(fd)
+            os.fchmod(fd, _MODE & ~_umask())
+        os.replace(partial, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

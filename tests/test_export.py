@@ -1,0 +1,660 @@
+"""A job without a notebook: what the file holds, who starts it, what it leaves, and what is told when it cannot."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import nbddp
+from nbddp import wire
+from nbddp.kernel.history import History
+from nbddp.worker import place
+from tests.support import Cells, run, script
+
+LAUNCH_S = 120.0
+# torch's own torchrun now and then aborts when all is done and it leaves (2.13).
+ABORTED = "terminate called without an active exception"
+
+TRAIN = """
+import os, pickle, torch, torch.distributed as dist, nbddp
+
+data = torch.linspace(-1, 1, 600).reshape(300, 2)
+calls = 0
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x): return self.layer(x)
+
+def count():
+    global calls
+    calls += 1
+
+def train(seed, steps=24):
+    torch.manual_seed(seed + nbddp.rank())
+    model = nbddp.wrap(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in nbddp.progress(range(steps), desc="step"):
+        x = data[nbddp.rank() :: nbddp.world_size()][step % 50 : step % 50 + 8]
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        nbddp.log(loss=loss, reduce="mean", weight=1 + nbddp.rank())
+        nbddp.log({"lr": 0.1 / (step + 1), "rank/size": nbddp.rank() * 10.0 + step})
+        count()
+    pickle.dumps(Net())  # by its name, which a rank's __main__ has
+    return model, calls, nbddp.rank(), nbddp.world_size(), str(nbddp.device()), nbddp.restart_count()
+"""
+
+
+def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+
+
+def end(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=LAUNCH_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def alone(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """``python -m nbddp``, one rank."""
+    return end(start("-m", "nbddp", *map(str, arguments), **env))
+
+
+def torchrun(*arguments: Any, nprocs: int = 2, options: tuple[str, ...] = (), **env: str) -> Any:
+    """``torchrun -m nbddp`` on this machine."""
+    for _ in range(3):
+        ended = end(
+            start(
+                *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}", *options),
+                *("-m", "nbddp", *map(str, arguments)),
+                TMPDIR=os.path.dirname(arguments[0]),  # torchrun leaves files there
+                **env,
+            )
+        )
+        if ABORTED not in ended.stderr:
+            break
+    return ended
+
+
+def same(ours: nbddp.History, theirs: nbddp.History) -> bool:
+    assert ours.names == theirs.names
+    for name in ours.names:
+        for rank, series in ours.by_rank(name).items():
+            other = theirs.by_rank(name)[rank]
+            assert series.steps.tolist() == other.steps.tolist()
+            assert series.values.tolist() == other.values.tolist(), (name, rank)
+        for column, other in zip((*ours[name], *ours.spread(name)), (*theirs[name], *theirs.spread(name))):
+            assert column.tolist() == other.tolist(), name
+    return True
+
+
+# ---------------------------------------------------------------------------- the same as in the notebook
+
+
+def test_a_job_gives_what_the_run_gives_bit_for_bit(
+    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    names = cell(TRAIN)
+    here = run(names.train, 7)
+    nbddp.export(names.train, tmp_path / "job.nbddp", (7,))
+    ended = torchrun(tmp_path / "job.nbddp", "--metrics", tmp_path / "m", "--result", tmp_path / "r")
+    assert ended.returncode == 0, ended.stderr
+    model, *rest = nbddp.load_result(tmp_path / "r")
+    assert rest == list(here.value[1:]) == [24, 0, 2, "cpu", 0]
+    assert type(model) is names.Net, "the notebook's own class"
+    assert torch.equal(model.layer.weight, here.value[0].layer.weight)
+    assert not torch.equal(model.layer.weight, names.Net().layer.weight)
+    loaded = nbddp.History.load(tmp_path / "m")
+    assert same(here.history, loaded)
+    assert len(loaded["loss"].steps) == 24
+    assert loaded.ranks[1].bars[0].done == 24
+    assert loaded.to_pandas().shape == (24, 3)
+    assert "<svg" in loaded.plot().svg
+    assert loaded.restarts == []
+
+
+def test_without_a_launcher_it_is_one_rank(cell: Cells, tmp_path: Path) -> None:
+    names = cell(TRAIN)
+    nbddp.export(names.train, tmp_path / "job.nbddp", args=(1,), kwargs={"steps": 3})
+    ended = alone(tmp_path / "job.nbddp", "--metrics", tmp_path / "m", "--result", tmp_path / "r")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    model, calls, *rest = nbddp.load_result(tmp_path / "r")
+    assert isinstance(model, names.Net)
+    assert (calls, rest) == (3, [0, 1, "cpu", 0])
+    assert len(nbddp.History.load(tmp_path / "m")["loss"].steps) == 3
+    assert sorted(os.listdir(tmp_path)) == ["job.nbddp", "m", "r"]
+
+
+OWN_GROUP = """
+import os, torch, torch.distributed as dist, nbddp
+
+def total():
+    x = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(x)
+    return x.item()
+
+def main(ready):
+    found = [total()] if ready else []
+    for _ in range(2):
+        dist.init_process_group("gloo")
+        found.append(total())
+        dist.destroy_process_group()
+    return found, [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+"""
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_function_that_makes_its_own_groups_gets_them(cell: Cells, tmp_path: Path, nprocs: int, ready: bool) -> None:
+    nbddp.export(cell(OWN_GROUP).main, tmp_path / "job.nbddp", (ready,))
+    arguments = (tmp_path / "job.nbddp", "--result", tmp_path / "r")
+    ended = torchrun(*arguments) if nprocs == 2 else alone(*arguments)
+    assert ended.returncode == 0, ended.stderr
+    found, place = nbddp.load_result(tmp_path / "r")
+    assert found == [3.0 if nprocs == 2 else 1.0] * (2 + ready)
+    assert place == ["0", "0", str(nprocs), str(nprocs)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def slurm(rank: int, **more: str) -> dict[str, str]:
+    """What srun tells a task of three: two on the first node, one on the second."""
+    local = {"SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2), "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+    return {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "3", **local, **more}
+
+
+def test_under_srun_ranks_meet_by_slurms_variables(cell: Cells, tmp_path: Path) -> None:
+    nbddp.export(cell(OWN_GROUP).main, tmp_path / "job.nbddp", (True,))
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = ("-m", "nbddp", str(tmp_path / "job.nbddp"), "--result", str(tmp_path / "r"))
+    ended = [end(process) for process in [start(*command, **slurm(rank, **meeting)) for rank in range(3)]]
+    assert [each.returncode for each in ended] == [0, 0, 0], [each.stderr for each in ended]
+    found, place = nbddp.load_result(tmp_path / "r")
+    assert found == [6.0] * 3
+    assert place == ["0", "0", "3", "2"]
+
+
+def test_a_meeting_point_that_nobody_named_is_asked_for(cell: Cells, tmp_path: Path) -> None:
+    nbddp.export(cell(OWN_GROUP).main, tmp_path / "job.nbddp", (True,))
+    ended = alone(tmp_path / "job.nbddp", **slurm(0))
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("nbddp: MASTER_ADDR and MASTER_PORT missing. Slurm names no meeting point")
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE and MASTER_ADDR and MASTER_PORT missing, though"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2, but WORLD_SIZE=2"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is a whole number, not 'x'"),
+    ],
+)
+def test_half_a_launcher_is_named(environ: dict[str, str], says: str) -> None:
+    with pytest.raises(nbddp.LaunchError, match=re.escape(says)):
+        place.contract(environ)
+
+
+def test_what_a_launcher_says_less_than_torchrun_is_filled_in() -> None:
+    pod = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}  # a PyTorchJob's
+    assert place.contract(pod) == {**pod, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    tasks = slurm(
+        2, MASTER_ADDR="n1", SLURM_STEP_TASKS_PER_NODE="", SLURM_TASKS_PER_NODE="2(x1),1", SLURM_RESTART_COUNT="4"
+    )
+    found = place.contract(tasks)
+    here = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert found == {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "29500", **here}
+    assert place.restarts(tasks) == 4
+    assert place.restarts({**tasks, "TORCHELASTIC_RESTART_COUNT": "1"}) == 1
+
+
+# ---------------------------------------------------------------------------- ends
+
+
+FAILS = """
+import sys, nbddp
+
+def helper(how):
+    if how == "raise" and nbddp.rank() == nbddp.world_size() - 1:
+        raise ValueError("bad batch")  # this line
+    if how == "exit":
+        sys.exit(3)
+    if how == "leave":
+        sys.exit()
+    if how == "text":
+        sys.exit("no data")
+    if how == "interrupt":
+        raise KeyboardInterrupt
+
+def train(how):
+    helper(how)
+    return "done"
+"""
+
+
+def test_an_exception_shows_the_users_frames_alone(cell: Cells, tmp_path: Path) -> None:
+    nbddp.export(cell(FAILS).train, tmp_path / "job.nbddp", ("raise",))
+    ended = alone(tmp_path / "job.nbddp")
+    assert ended.returncode == 1
+    assert re.findall(r'File "(.*?)", line (\d+), in (\w+)', ended.stderr) == [
+        (f, line, name)
+        for f, line, name in re.findall(r'File "(/tmp/ipykernel.*?)", line (\d+), in (train|helper)', ended.stderr)
+    ]
+    assert 'raise ValueError("bad batch")  # this line' in ended.stderr
+    assert ended.stderr.rstrip().endswith("ValueError: bad batch")
+
+
+def test_torchrun_names_the_exception_and_its_lines(cell: Cells, tmp_path: Path) -> None:
+    nbddp.export(cell(FAILS).train, tmp_path / "job.nbddp", ("raise",))
+    ended = torchrun(tmp_path / "job.nbddp")
+    assert ended.returncode == 1
+    summary = ended.stderr[ended.stderr.index("Root Cause") :]
+    assert re.search(r"rank\s+: 1", summary)
+    assert 'raise ValueError("bad batch")  # this line' in summary
+    assert "nbddp/worker" not in summary
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "says"), [("exit", 3, ""), ("leave", 0, ""), ("text", 1, "no data\n"), ("interrupt", -2, None)]
+)
+def test_the_exit_code_is_a_scripts(cell: Cells, tmp_path: Path, how: str, code: int, says: str | None) -> None:
+    nbddp.export(cell(FAILS).train, tmp_path / "job.nbddp", (how,))
+    ended = alone(tmp_path / "job.nbddp", "--result", tmp_path / "r")
+    assert ended.returncode == code
+    assert says is None or ended.stderr == says
+    if how == "leave":
+        assert nbddp.load_result(tmp_path / "r") is None
+    else:
+        assert not (tmp_path / "r").exists()
+
+
+def test_threads_and_exit_handlers_come_to_their_end(cell: Cells, tmp_path: Path) -> None:
+    names = cell("""
+        import atexit, concurrent.futures, threading, time
+        def slow():
+            time.sleep(0.3)
+            print("thread")
+        def train():
+            atexit.register(print, "handler")
+            threading.Thread(target=slow).start()
+            concurrent.futures.ThreadPoolExecutor(1).submit(print, "pool")
+            print("train")
+    """)
+    nbddp.export(names.train, tmp_path / "job.nbddp")
+    ended = alone(tmp_path / "job.nbddp")
+    assert sorted(ended.stdout.split()) == ["handler", "pool", "thread", "train"]
+    assert ended.stdout.endswith("thread\nhandler\n")
+
+
+def test_a_result_that_cannot_be_kept_is_named(cell: Cells, tmp_path: Path) -> None:
+    names = cell("def train(): return {'log': open('/dev/null')}")
+    nbddp.export(names.train, tmp_path / "job.nbddp")
+    ended = alone(tmp_path / "job.nbddp", "--result", tmp_path / "r")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("nbddp: what train returned cannot be kept: the result → ['log']: an open file")
+    assert os.listdir(tmp_path) == ["job.nbddp"]
+
+
+# ---------------------------------------------------------------------------- restarts
+
+
+RESUMES = """
+import os, signal, torch, nbddp
+
+def train(snapshot, steps=20):
+    found = nbddp.load_snapshot(snapshot) or {"done": 0}
+    nbddp.barrier()
+    for step in range(found["done"], steps):
+        nbddp.log(loss=100.0 * nbddp.restart_count() + step, reduce="max")
+        if step % 5 == 4:
+            nbddp.save_snapshot(snapshot, done=step + 1)
+        nbddp.barrier()
+        if step == 12 and nbddp.restart_count() == 0 and nbddp.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return nbddp.restart_count()
+"""
+
+
+def test_a_rank_killed_under_torchrun_is_in_one_curve(cell: Cells, tmp_path: Path) -> None:
+    nbddp.export(cell(RESUMES).train, tmp_path / "job.nbddp", (str(tmp_path / "snapshot"),))
+    ended = torchrun(
+        *(tmp_path / "job.nbddp", "--metrics", tmp_path / "m", "--result", tmp_path / "r"),
+        options=("--max-restarts=1",),
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # else torchrun's gloo ranks find the dead ones' addresses (2.13)
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert nbddp.load_result(tmp_path / "r") == 1
+    history = nbddp.History.load(tmp_path / "m")
+    assert history["loss"].steps.tolist() == list(range(20))
+    assert history["loss"].values.tolist() == [*map(float, range(10)), *(100.0 + step for step in range(10, 20))]
+    (restart,) = history.restarts
+    assert restart.step == 10
+    assert restart.reason.startswith("started again 20")
+
+
+def test_a_job_started_again_by_hand_goes_on_in_its_files(cell: Cells, tmp_path: Path) -> None:
+    nbddp.export(cell(RESUMES).train, tmp_path / "job.nbddp", (str(tmp_path / "snapshot"), 8))
+    assert alone(tmp_path / "job.nbddp", "--metrics", tmp_path / "m").returncode == 0
+    with open(tmp_path / "m", "ab") as file:
+        file.write(b"\1" * 20)  # torn: it was killed within a write
+    assert len(nbddp.History.load(tmp_path / "m")["loss"].steps) == 8
+    nbddp.export(cell(RESUMES).train, tmp_path / "job.nbddp", (str(tmp_path / "snapshot"), 12))
+    assert alone(tmp_path / "job.nbddp", "--metrics", tmp_path / "m").returncode == 0
+    history = nbddp.History.load(tmp_path / "m")
+    assert history["loss"].steps.tolist() == list(range(12))
+    assert [restart.step for restart in history.restarts] == [5]
+
+
+def test_metrics_can_be_read_while_the_job_runs(cell: Cells, tmp_path: Path) -> None:
+    names = cell("""
+        import time, nbddp
+        def train():
+            for step in range(100): nbddp.log(loss=step)
+            print("logged", flush=True)
+            input()
+    """)
+    nbddp.export(names.train, tmp_path / "job.nbddp")
+    command = [sys.executable, "-m", "nbddp", str(tmp_path / "job.nbddp"), "--metrics", str(tmp_path / "m")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "logged\n"
+        time.sleep(0.1)
+        assert len(nbddp.History.load(tmp_path / "m")["loss"].steps) == 100
+        second = alone(tmp_path / "job.nbddp", "--metrics", tmp_path / "m")
+        assert second.stderr.startswith("nbddp: --metrics: another process is writing")
+        process.communicate("\n")
+    assert process.returncode == 0
+
+
+# ---------------------------------------------------------------------------- files of metrics, by hand
+
+
+class Writer:
+    """A rank's file of metrics."""
+
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        self._path = wire.metrics_path(str(path), rank)
+        self._rank = rank
+
+    def begin(self, at: float, world_size: int) -> Writer:
+        return self._add(wire.BEGIN.pack(wire.KIND_BEGIN, wire.BEGIN_MARK, world_size, self._rank, at))
+
+    def log(self, name: str, steps: range, value: float, op: int = 0) -> Writer:
+        names = wire.NAME_PIECE.pack(wire.KIND_NAME, 0, 0, name.encode())
+        return self._add(names + b"".join(wire.RECORD.pack(1, op, 0, 1.0, s, value, 1.0) for s in steps))
+
+    def _add(self, data: bytes) -> Writer:
+        with open(self._path, "ab") as file:
+            file.write(data)
+        return self
+
+
+def test_clocks_that_differ_and_ranks_that_missed_an_attempt_are_sorted_out(tmp_path: Path) -> None:
+    first, second = Writer(tmp_path / "m"), Writer(tmp_path / "m", 1)
+    first.begin(1000, 2).log("loss", range(10), 1.0, wire.REDUCE_SUM)
+    second.begin(997, 2).log("loss", range(10), 1.0, wire.REDUCE_SUM)
+    first.begin(1060, 2)  # in which rank 1 never began
+    first.begin(1120, 2).log("loss", range(5, 10), 2.0, wire.REDUCE_SUM)
+    second.begin(1117, 2).log("loss", range(5, 10), 2.0, wire.REDUCE_SUM)
+    history = History.load(tmp_path / "m")
+    assert history["loss"].values.tolist() == [2.0] * 5 + [4.0] * 5
+    assert [restart.step for restart in history.restarts] == [5, 5]
+
+
+def test_ranks_that_are_not_among_those_that_go_on_are_not_waited_for(tmp_path: Path) -> None:
+    for rank in range(3):
+        Writer(tmp_path / "m", rank).begin(1000, 3).log("loss", range(10), 1.0, wire.REDUCE_SUM)
+    for at in (1100, 1200):
+        for rank in range(2):
+            Writer(tmp_path / "m", rank).begin(at, 2).log("loss", range(at // 100 - 6, 10), 2.0, wire.REDUCE_SUM)
+    history = History.load(tmp_path / "m")
+    assert history["loss"].values.tolist() == [3.0] * 5 + [4.0] * 5
+    assert history.spread("loss").steps.tolist() == list(range(10))
+    assert sorted(history.by_rank("loss")) == [0, 1]
+    assert len(history.ranks) == 3
+
+
+def test_a_rank_whose_file_is_missing_is_told_of(tmp_path: Path) -> None:
+    Writer(tmp_path / "m").begin(1000, 4).log("loss", range(3), 1.0, wire.REDUCE_SUM)
+    with pytest.warns(
+        UserWarning, match=r"no metrics of 3 ranks, the first is 1: .* \(m\.rank1 \.\.\.\) into one folder"
+    ):
+        assert History.load(tmp_path / "m")["loss"].values.tolist() == [1.0] * 3
+
+
+def test_room_that_a_crash_of_the_machine_left_empty_is_no_metric(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "m").begin(1000, 1).log("loss", range(3), 1.0)
+    writer._add(b"\0" * 80)
+    assert History.load(tmp_path / "m")["loss"].values.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("content", [b"", b"step,loss\n0,1.5\n", b"\4" * 64])
+def test_another_file_is_no_file_of_metrics_and_stays_as_it_is(cell: Cells, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "m").write_bytes(content)
+    with pytest.raises(nbddp.NbddpError, match=r"was not written by python -m nbddp \.\.\. --metrics"):
+        History.load(tmp_path / "m")
+    with pytest.raises(FileNotFoundError):
+        History.load(tmp_path / "none")
+    if content:
+        nbddp.export(cell("def train(): pass").train, tmp_path / "job.nbddp")
+        ended = alone(tmp_path / "job.nbddp", "--metrics", tmp_path / "m")
+        assert ended.stderr == f"nbddp: --metrics: {tmp_path}/m is there and is something else; choose another name\n"
+        assert (tmp_path / "m").read_bytes() == content
+
+
+def test_a_full_disk_ends_the_curves_and_not_the_training(cell: Cells, tmp_path: Path) -> None:
+    names = cell("""
+        import resource, time, nbddp
+        def train():
+            for step in range(50): nbddp.log(loss=step)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+            for step in range(50, 500): nbddp.log(loss=step)
+            time.sleep(0.1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            for step in range(500): nbddp.log(other=step)
+            return "trained"
+    """)
+    nbddp.export(names.train, tmp_path / "job.nbddp")
+    ended = alone(tmp_path / "job.nbddp", "--metrics", tmp_path / "m", "--result", tmp_path / "r")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.startswith("nbddp: nothing more goes into the file of metrics: [Errno ")
+    assert ended.stderr.count("\n") == 1
+    assert nbddp.load_result(tmp_path / "r") == "trained"
+    history = History.load(tmp_path / "m")
+    assert history.names == ["loss"]
+    assert 50 <= len(history["loss"].steps) <= 60
+
+
+# ---------------------------------------------------------------------------- what is refused
+
+
+def test_what_only_a_notebooks_ranks_can_be_given_is_named(tmp_path: Path) -> None:
+    """In a process of its own: semaphores and shared tensors live as long as somebody knows them."""
+    ended = script(
+        """
+        import multiprocessing, sys, threading, torch, nbddp
+        spawn = multiprocessing.get_context("spawn")
+        queue, shared = spawn.SimpleQueue(), {"weights": torch.ones(3).share_memory_()}
+        def helper(): queue.put(1)
+        def train(*args, **kwargs): helper()
+        def other(): return shared
+        def plain(*args, **kwargs): pass
+        for fn, args, kwargs in (
+            (train, (), {}), (other, (), {}),
+            (plain, (1, [spawn.Lock()]), {}), (plain, (), {"handle": threading.Lock()}),
+        ):
+            try:
+                nbddp.export(fn, sys.argv[1], args, kwargs)
+            except nbddp.PayloadError as error:
+                print(error)
+        """,
+        str(tmp_path / "job.nbddp"),
+    )
+    only = "reaches only processes that the notebook itself starts;"
+    assert ended.stdout.splitlines() == [
+        f"cannot export train: train → helper → queue: a SimpleQueue {only} make it inside the function",
+        "cannot export other: other → shared → ['weights']: a tensor in shared memory (share_memory_(), or from a "
+        f"DataLoader's worker) {only} pass its .clone()",
+        f"cannot export plain: args[1] → [0]: a Lock {only} make it inside the function",
+        "cannot export plain: handle: cannot pickle '_thread.lock' object",
+    ], ended.stderr
+    assert not os.listdir(tmp_path)
+
+
+def test_what_cannot_be_called_is_refused_at_once(cell: Cells, tmp_path: Path) -> None:
+    train = cell("def train(epochs): pass").train
+    for bad in (lambda: nbddp.export(train, tmp_path / "job"), lambda: nbddp.export(None, tmp_path / "job")):
+        with pytest.raises(nbddp.LaunchError):
+            bad()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_failed_export_leaves_the_old_file(cell: Cells, tmp_path: Path) -> None:
+    names = cell("def train(x): return x")
+    path = tmp_path / "job.nbddp"
+    nbddp.export(names.train, path, (1,))
+    before = path.read_bytes()
+    with pytest.raises(nbddp.PayloadError):
+        nbddp.export(names.train, path, (threading.Lock(),))
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["job.nbddp"]
+
+
+def test_nobody_else_may_write_a_job(cell: Cells, tmp_path: Path) -> None:
+    """Who can, runs code as the one who starts it."""
+    before = os.umask(0)
+    try:
+        nbddp.export(cell("def train(): pass").train, tmp_path / "open")
+        os.umask(0o077)
+        nbddp.export(cell("def train(): pass").train, tmp_path / "closed")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("open", "closed")] == [0o644, 0o600]
+
+
+def tampered(path: Path, **versions: str) -> None:
+    """The same file, as another version would have written it."""
+    data = path.read_bytes()
+    start = data.rindex(b'{"kind"')
+    end_ = data.rindex(b"}") + 1
+    head = json.loads(data[start:end_])
+    head["versions"] |= versions
+    new = json.dumps(head).encode()
+    path.write_bytes(data[:start] + new + len(new).to_bytes(8, "little") + data[end_ + 8 :])
+
+
+def test_another_version_is_refused_in_one_line(cell: Cells, tmp_path: Path) -> None:
+    path = tmp_path / "job.nbddp"
+    nbddp.export(cell("def train(): return 1").train, path)
+    tampered(path)
+    assert alone(path).returncode == 0
+    tampered(path, torch="1.0", Python="2.7")
+    ended = alone(path)
+    assert ended.returncode == 1
+    here = f"Python {sys.version_info[0]}.{sys.version_info[1]}, torch {torch.__version__.partition('+')[0]}"
+    assert ended.stderr == (
+        f"nbddp: {path} was written with Python 2.7, torch 1.0, and here is {here}: what one pickles, another may not "
+        "read. Install the same versions here, or write it anew\n"
+    )
+
+
+def test_what_is_no_job_or_was_cut_off_is_told_before_it_is_read(cell: Cells, tmp_path: Path) -> None:
+    path = tmp_path / "job.nbddp"
+    nbddp.export(cell("def train(): return 1").train, path)
+    whole = path.read_bytes()
+    (tmp_path / "pickle").write_bytes(pickle.dumps(os.system))
+    for content in (b"", b"x", whole[:-1], whole[: len(whole) // 2], whole[1:], whole + b"x", b"\xff" * 100):
+        path.write_bytes(content)
+        ended = alone(path) if content == b"x" else None
+        assert ended is None or ended.stderr == f"nbddp: {path} was not written by nbddp.export(), or is cut off\n"
+        with pytest.raises(nbddp.NbddpError, match="was not written by python -m nbddp"):
+            nbddp.load_result(path)
+    path.write_bytes(whole)
+    with pytest.raises(nbddp.NbddpError, match="was not written by python -m nbddp"):
+        nbddp.load_result(path)
+    missing = alone(tmp_path / "none")
+    assert (missing.returncode, missing.stderr) == (
+        1,
+        f"nbddp: [Errno 2] No such file or directory: '{tmp_path}/none'\n",
+    )
+
+
+def test_a_module_beside_the_notebook_is_found_and_a_missing_one_is_named(
+    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "datautils_of_job.py").write_text("def size(): return 42\n")
+    monkeypatch.syspath_prepend(tmp_path / "beside")
+    names = cell("import datautils_of_job\ndef train(): return datautils_of_job.size()")
+    nbddp.export(names.train, tmp_path / "job.nbddp")
+    assert alone(tmp_path / "job.nbddp", "--result", tmp_path / "r").returncode == 0
+    assert nbddp.load_result(tmp_path / "r") == 42
+    (tmp_path / "beside" / "datautils_of_job.py").unlink()
+    ended = alone(tmp_path / "job.nbddp", PYTHONDONTWRITEBYTECODE="1")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(
+        "nbddp: train and its data cannot be unpacked here: ModuleNotFoundError: No module named 'datautils_of_job'. "
+    )
+    del sys.modules["datautils_of_job"]
+
+
+def test_large_data_arrives_and_is_not_written_to(cell: Cells, tmp_path: Path) -> None:
+    names = cell("""
+        import numpy as np
+        big = np.arange(1_000_000)
+        def train():
+            big[:] = 0
+            return big.sum()
+    """)
+    nbddp.export(names.train, tmp_path / "job.nbddp")
+    before = (tmp_path / "job.nbddp").read_bytes()
+    assert alone(tmp_path / "job.nbddp", "--result", tmp_path / "r").returncode == 0
+    assert nbddp.load_result(tmp_path / "r") == 0
+    assert (tmp_path / "job.nbddp").read_bytes() == before
+    assert isinstance(names.big, np.ndarray)
+    assert names.big[-1] == 999_999
+
+
+def test_workers_of_a_dataloader_get_the_notebooks_classes(cell: Cells, tmp_path: Path) -> None:
+    names = cell("""
+        import torch
+        class Squares(torch.utils.data.Dataset):
+            def __len__(self): return 8
+            def __getitem__(self, i): return i * i
+        def train(method):
+            loader = torch.utils.data.DataLoader(
+                Squares(), 4, num_workers=1, multiprocessing_context=method, persistent_workers=True)
+            return [batch.tolist() for batch in loader]
+    """)
+    for method in multiprocessing.get_all_start_methods():
+        nbddp.export(names.train, tmp_path / "job.nbddp", (method,))
+        ended = alone(tmp_path / "job.nbddp", "--result", tmp_path / "r")
+        assert ended.returncode == 0, ended.stderr
+        assert nbddp.load_result(tmp_path / "r") == [[0, 1, 4, 9], [16, 25, 36, 49]]
