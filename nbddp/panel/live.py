@@ -235,6 +235,7 @@ class Feed:
             "blocking": status.blocking,
             **dataclasses.asdict(summary.progress(history, over=status.over)),
             "rows": [dataclasses.asdict(row) for row in rows],
+            "hosts": [dataclasses.asdict(host) for host in summary.hosts(rows)],
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import re
+import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,8 @@ class Picture:
         return figure
 
     def _html(self, name: str) -> str:
-        parts = [*self._heading(), *self._hang(), *self._image(), *_metrics_table(self._history), *self._last_output()]
+        parts = [*self._heading(), *self._hang(), *self._image(), *_metrics_table(self._history)]
+        parts += [*self._hosts_table(), *self._last_output()]
         return f'<div class="{f"nbddp-picture {name}".strip()}">{"".join(parts)}</div>'
 
     def _heading(self) -> Iterable[str]:
@@ -125,6 +127,18 @@ class Picture:
                 f'style="width:100%;max-width:{WIDTH}px;height:auto">'
             )
 
+    def _hosts_table(self) -> Iterable[str]:
+        hosts = summary.hosts(summary.rows(self._status, self._history, time.time())) if self._status else []
+        if not hosts:
+            return
+        yield _table_head("Host", "Ranks", "State", "Step")
+        for host in hosts[:_ROWS]:
+            step = "–" if host.step is None else f"{host.step:,}"
+            color = _STATE_COLORS.get(host.state, _COLOR)
+            state = f'<span style="color:{color}">● {escape(host.state)}</span>'
+            yield _table_row(escape(host.name), _numbers(host.ranks), state, step)
+        yield _table_end(4, len(hosts) - _ROWS)
+
     def _last_output(self) -> Iterable[str]:
         """Of the rank that failed: what it printed last."""
         status, source = self._status, self._source
@@ -133,7 +147,8 @@ class Picture:
         text, _, _ = source.output(status.failed_rank, 0, 128 << 10)
         lines = [line[:_LINE_CHARS] for line in fold(text).rstrip("\n").split("\n")[-_LOG_LINES:] if line]
         if lines:
-            yield f"<details open><summary>Last output of rank {status.failed_rank}</summary>"
+            who = summary.on_host(status, status.failed_rank) or f"rank {status.failed_rank}"
+            yield f"<details open><summary>Last output of {escape(who)}</summary>"
             yield f"<pre>{escape(_printable(lines))}</pre></details>"
 
 
@@ -152,19 +167,33 @@ def _printable(lines: Sequence[str]) -> str:
 def _metrics_table(history: History) -> Iterable[str]:
     named = [(name, history[name]) for name in history.names]
     named = [(name, series) for name, series in named if len(series.steps)]
-    rest = len(named) - _ROWS
     if not named:
         return
-    headings = ("Metric", "Last", "Lowest", "Highest", "Points")
-    yield "<table><thead><tr>" + "".join(f"<th>{text}</th>" for text in headings) + "</tr></thead><tbody>"
+    yield _table_head("Metric", "Last", "Lowest", "Highest", "Points")
     for name, (steps, values) in named[:_ROWS]:
         finite = values[np.isfinite(values)]
         low, high = (f"{finite.min():.4g}", f"{finite.max():.4g}") if len(finite) else ("–", "–")
-        cells = [escape(plain(name[:_NAME_CHARS])), f"{values[-1]:.4g}", low, high, f"{len(steps):,}"]
-        yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-    if rest > 0:
-        yield f'<tr><td colspan="{len(headings)}">and {rest:,} more</td></tr>'
-    yield "</tbody></table>"
+        yield _table_row(escape(plain(name[:_NAME_CHARS])), f"{values[-1]:.4g}", low, high, f"{len(steps):,}")
+    yield _table_end(5, len(named) - _ROWS)
+
+
+def _table_head(*headings: str) -> str:
+    return "<table><thead><tr>" + "".join(f"<th>{text}</th>" for text in headings) + "</tr></thead><tbody>"
+
+
+def _table_row(*cells: str) -> str:
+    """Of HTML."""
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _table_end(columns: int, rest: int) -> str:
+    more = f'<tr><td colspan="{columns}">and {rest:,} more</td></tr>' if rest > 0 else ""
+    return f"{more}</tbody></table>"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """``0 to 7``: a host's ranks are neighbours."""
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
 def _plot(axes: Any, lines: list[Line], marks: list[summary.Mark]) -> None:

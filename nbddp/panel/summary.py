@@ -21,6 +21,9 @@ _STAGE = re.compile(r"(train|training|val|valid|validation|test|eval|dev)[_.\-](
 _ROUNDS = re.compile(r"epoch|\brounds?\b", re.IGNORECASE)
 # What XML forbids, what steers a terminal, and what turns a line's direction around.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+_WORST_FIRST = ("failed", "stopped", "starting", "running", "finished")
+_NAME_CHARS = 255  # of a host
+_LOST = "lost"  # in the place of a host: its ranks were on one that is not there any more
 _STEPS_UNTOLD_S = 0.3  # a loop tells how far it is a few times a second, log() at once
 _TITLES = {"acc": "Accuracy", "lr": "Learning rate", "ppl": "Perplexity"}
 
@@ -175,6 +178,7 @@ class Row:
     memory_bytes: int | None
     gpu_bytes: int | None
     gpu_total: int | None
+    host: str
 
 
 def rows(status: Status, history: History, now: float) -> list[Row]:
@@ -198,6 +202,7 @@ def _row(rank: RankStatus, progress: RankProgress, usual: float | None, furthest
         memory_bytes=rank.memory_bytes,
         gpu_bytes=rank.gpu_bytes,
         gpu_total=rank.gpu_total,
+        host=_shown_host(rank),
     )
 
 
@@ -212,6 +217,54 @@ def _note(progress: RankProgress, usual: float | None, furthest: int, now: float
     if usual and progress.step_seconds and progress.step_seconds > _SLOW * usual:
         return "slow"
     return ""
+
+
+# ---------------------------------------------------------------------------- hosts
+
+
+@dataclass(frozen=True)
+class Host:
+    """A heading in the table of ranks, and the ranks under it.
+
+    Attributes:
+        ranks: that are there, in order.
+        state: the worst of theirs.
+        step: the lowest of theirs, None before the first.
+        note: what is wrong with its ranks: "rank 3 silent for 12 s, and 1 more"; "" for nothing.
+    """
+
+    name: str
+    ranks: list[int]
+    state: str
+    step: int | None
+    note: str
+
+
+def hosts(rows: list[Row]) -> list[Host]:
+    """Of a run on several, in the order of their ranks; none where all is on one machine."""
+    found: dict[str, list[Row]] = {}
+    if any(row.host for row in rows):
+        for row in rows:
+            found.setdefault(row.host, []).append(row)
+    return [_host(name, there) for name, there in found.items()]
+
+
+def _host(name: str, rows: list[Row]) -> Host:
+    steps = [row.step for row in rows if row.step is not None]
+    noted = [f"rank {row.rank} {row.note}" for row in rows if row.note]
+    note = f"{noted[0]}, and {len(noted) - 1} more" if len(noted) > 1 else "".join(noted)
+    worst = min((row.state for row in rows), key=_WORST_FIRST.index)
+    return Host(name or _LOST, [row.rank for row in rows], worst, min(steps, default=None), note)
+
+
+def on_host(status: Status, rank: int | None) -> str:
+    """``rank 3 on gpu2``; "" of a run on one machine."""
+    host = next((_shown_host(each) for each in status.ranks if each.rank == rank), "")
+    return f"rank {rank} on {host}" if host else ""
+
+
+def _shown_host(rank: RankStatus) -> str:
+    return plain(rank.host)[:_NAME_CHARS]
 
 
 # ---------------------------------------------------------------------------- restarts, and a run that stands still

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from nbddp.kernel.history import Bar, History
+from nbddp.panel import summary
 from nbddp.panel.summary import counts_rounds, hang_lines, plain, restart_count, restart_text, seconds_left
 from nbddp.panel.view import Status
 from nbddp.wire import fold
@@ -141,7 +142,9 @@ def progress_text(history: History) -> list[str]:
 
 def end_text(status: Status, history: History) -> str:
     """``train: finished after 0:38 · 4 processes · nccl · 1 restart · loss 0.412``."""
-    parts = [f"{status.name}: {status.state} after {duration(status.seconds)}", status.summary, restart_count(status)]
+    where = summary.on_host(status, status.failed_rank)
+    state = f"{status.name}: {status.state}{f' ({where})' if where else ''} after {duration(status.seconds)}"
+    parts = [state, status.summary, restart_count(status)]
     return plain(" · ".join([*filter(None, parts), *metrics_text(history)]))
 
 

@@ -204,6 +204,11 @@ export function count(value) {
   return Math.round(value).toLocaleString("en-US");
 }
 
+/** `rank 3`, `ranks 0 to 7`: those of a host are neighbours. */
+export function ranksText(ranks) {
+  return ranks.length === 1 ? `rank ${ranks[0]}` : `ranks ${ranks[0]} to ${ranks.at(-1)}`;
+}
+
 /** 00:38, 01:02, 2:03:04. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";

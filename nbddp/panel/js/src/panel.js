@@ -169,9 +169,9 @@ class Panel {
     this._drawHeader();
     this._drawTiles();
     this._drawCharts();
-    const { rows, failed_rank: failed } = this._store.head;
-    this._table.update(rows);
-    this._logs.update(rows.length);
+    const { rows, hosts, failed_rank: failed } = this._store.head;
+    this._table.update(rows, hosts ?? []);
+    this._logs.update(rows);
     if (failed !== null && !this._failureShown) {
       this._failureShown = true;
       this._logs.mark(failed);

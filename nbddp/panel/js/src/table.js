@@ -1,26 +1,91 @@
-// The ranks: one row each, what is slow or stuck or failed marked in words as well as colour.
+// The ranks: one row each, what is slow or stuck or failed marked in words as well as colour; by host, if there are several.
 
 import { h, say, show } from "./dom.js";
-import { bytes, count, stepTime } from "./numbers.js";
+import { bytes, count, ranksText, stepTime } from "./numbers.js";
 
 const HEADINGS = ["Rank", "Device", "State", "Step", "Step time", "Memory"];
+const FEW = 16; // ranks: of more, only the hosts that somebody opens show theirs
 
 export class RankTable {
   constructor() {
     this._rows = [];
-    this._body = h("tbody");
-    const head = h("thead", {}, h("tr", {}, ...HEADINGS.map((text) => h("th", { scope: "col" }, text))));
-    this.el = h("table", { class: "nbddp-ranks", "aria-label": "Ranks" }, head, this._body);
+    this._groups = new Map(); // by host
+    this._layout = null;
+    this._head = h("thead", {}, h("tr", {}, ...HEADINGS.map((text) => h("th", { scope: "col" }, text))));
+    this.el = h("table", { class: "nbddp-ranks", "aria-label": "Ranks" });
   }
 
-  update(rows) {
-    while (this._rows.length < rows.length) {
-      const row = new Row();
-      this._rows.push(row);
-      this._body.append(row.el);
-    }
+  update(rows, hosts) {
+    while (this._rows.length < rows.length) this._rows.push(new Row());
     rows.forEach((row, i) => this._rows[i].update(row));
+    const groups = hosts.length ? hosts : [{ name: "", ranks: rows.map((_, i) => i) }];
+    this._arrange(groups);
+    for (const group of groups) this._groups.get(group.name).update(group, rows.length);
+    this.el.dataset.hosts = hosts.length > 0;
     this.el.dataset.memory = rows.some((row) => row.memory_bytes !== null || row.gpu_bytes !== null);
+  }
+
+  /** Under each host its ranks; which those are changes only when the ranks start again. */
+  _arrange(groups) {
+    const layout = JSON.stringify(groups.map(({ name, ranks }) => [name, ranks]));
+    if (layout === this._layout) return;
+    this._layout = layout;
+    const before = this._groups;
+    this._groups = new Map(groups.map(({ name }) => [name, before.get(name) ?? new Group(name)]));
+    for (const { name, ranks } of groups) this._groups.get(name).fill(ranks.map((rank) => this._rows[rank].el));
+    this.el.replaceChildren(this._head, ...[...this._groups.values()].map(({ el }) => el));
+  }
+}
+
+/** A host's heading and its ranks, which it hides and shows. Without a name: the ranks of the only machine. */
+class Group {
+  constructor(name) {
+    this._name = name;
+    this._chosen = null; // open or not, as the user wants it
+    this._rows = [];
+    const arrow = h("i", { class: "nbddp-arrow", "aria-hidden": "true" }, "▸");
+    this._button = h("button", { type: "button", class: "nbddp-fold" }, arrow, h("strong", {}, name));
+    this._button.addEventListener("click", () => this._choose(!this._open));
+    this._ranks = h("span", { class: "nbddp-facts" });
+    this._stateText = h("span");
+    this._state = h("span", { class: "nbddp-state" }, h("i", { class: "nbddp-dot", "aria-hidden": "true" }), this._stateText);
+    this._step = h("span", { class: "nbddp-facts" });
+    this._note = h("span", { class: "nbddp-note" });
+    const line = h("div", {}, this._button, this._ranks, this._state, this._step, this._note);
+    this._heading = h("tr", { class: "nbddp-host", hidden: !name }, h("th", { scope: "rowgroup", colspan: HEADINGS.length }, line));
+    this.el = h("tbody", {}, this._heading);
+  }
+
+  fill(rows) {
+    this._rows = rows;
+    this.el.replaceChildren(this._heading, ...rows);
+  }
+
+  update(host, all) {
+    this._default = !this._name || all <= FEW || host.state === "failed";
+    this._show();
+    if (!this._name) return;
+    this._heading.dataset.state = host.state;
+    this._heading.dataset.mark = host.note;
+    say(this._ranks, `${host.ranks.length} rank${host.ranks.length === 1 ? "" : "s"}`);
+    this._ranks.title = ranksText(host.ranks);
+    say(this._stateText, host.state);
+    say(this._step, host.step === null ? "" : `step ${count(host.step)}`);
+    say(this._note, host.note);
+  }
+
+  get _open() {
+    return this._chosen ?? this._default;
+  }
+
+  _choose(open) {
+    this._chosen = open;
+    this._show();
+  }
+
+  _show() {
+    this._button.setAttribute("aria-expanded", String(this._open));
+    for (const row of this._rows) show(row, this._open);
   }
 }
 
