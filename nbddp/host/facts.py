@@ -7,21 +7,12 @@ import os
 import platform
 import socket
 import time
-from importlib import metadata
 from typing import Any
 
 import psutil
 
-import nbddp
 from nbddp.kernel.plan import accelerator
-
-VERSIONED = ("torch", "cloudpickle")
-
-
-def versions() -> dict[str, str]:
-    """Of all that must be the same on both sides of a pickle."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    return {"python": python, "nbddp": nbddp.__version__, **{name: metadata.version(name) for name in VERSIONED}}
+from nbddp.versions import versions
 
 
 def facts() -> dict[str, Any]:

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from nbddp import frames
 from nbddp.errors import HostLost, LaunchError
 from nbddp.frames import Head
-from nbddp.host.facts import versions
 from nbddp.kernel.waiting import Latch, start_thread
 from nbddp.payload import Packed
+from nbddp.versions import difference, versions
 
 if TYPE_CHECKING:
     from nbddp.kernel.plan import Plan
@@ -124,14 +124,12 @@ class Host:
             pass
         if not self.facts:
             raise LaunchError(f"{self.name}: {self.lost or f'no answer within {_HELLO_S:.0f} s'}")
-        ours, theirs = versions(), self.facts["versions"]
-        for what, version in ours.items():
-            if theirs.get(what) != version:
-                there = theirs.get(what, "not there")
-                raise LaunchError(
-                    f"{self.name}: {what} is {there} there and {version} here. What is pickled on one side must be "
-                    "read on the other: install the same version on both"
-                )
+        there, here = difference(self.facts["versions"])
+        if there:
+            raise LaunchError(
+                f"{self.name} has {there}, this notebook {here}. What is pickled on one side must be read on the "
+                "other: install the same versions on both"
+            )
         self.send({"kind": "welcome", "heartbeat": self._heartbeat_s})
 
     def has(self, packed: Packed) -> bool:
