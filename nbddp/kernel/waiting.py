@@ -9,7 +9,12 @@ from __future__ import annotations
 import _thread
 import contextlib
 import threading
+import time
 from collections.abc import Callable
+
+# A signal between Python's last look for one and the lock's sleep, or one that another thread is given, wakes nobody:
+# it is seen after the sleep.
+_NAP_S = 0.1
 
 
 class Latch:
@@ -32,8 +37,9 @@ class Latch:
         mine.acquire()
         self._waiting.append(mine)  # and only then look: open() does it the other way round
         try:
-            if not self.is_open:
-                mine.acquire(timeout=-1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
+            deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+            while not self.is_open and (left := deadline - time.monotonic()) > 0:
+                mine.acquire(timeout=min(left, _NAP_S))
         finally:
             self._waiting.remove(mine)
         return self.is_open

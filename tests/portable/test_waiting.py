@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -108,3 +109,27 @@ def test_a_latch_waits_as_long_as_it_is_told_and_opens_for_all() -> None:
     assert through == [True] * 5
     assert latch.wait(0)
     assert not latch._waiting
+
+
+def test_a_signal_that_wakes_nobody_is_lost() -> None:
+    """One that comes just before the lock's sleep, or that the system gives to another thread, does not end the sleep."""
+    latch, heard = Latch(), []
+
+    def raises(_number: int, _frame: FrameType | None) -> None:
+        heard.append(time.monotonic())
+        raise Interrupted
+
+    before = signal.signal(NUMBER, raises)
+
+    def signal_this_thread() -> None:
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), NUMBER)
+
+    start_thread(signal_this_thread, "sender")
+    began = time.monotonic()
+    try:
+        with pytest.raises(Interrupted):
+            latch.wait(20)
+    finally:
+        signal.signal(NUMBER, before)
+    assert heard[0] - began < 2
