@@ -112,7 +112,7 @@ def test_a_latch_waits_as_long_as_it_is_told_and_opens_for_all() -> None:
 
 
 def test_a_signal_that_wakes_nobody_is_lost() -> None:
-    """One that comes just before the lock's sleep, or that the system gives to another thread, does not end the sleep."""
+    """It came just before the lock's sleep, or the system gave it to another thread: the sleep goes on."""
     latch, heard = Latch(), []
 
     def raises(_number: int, _frame: FrameType | None) -> None:
