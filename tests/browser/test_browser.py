@@ -592,6 +592,74 @@ def test_nothing_moves_for_who_asked_for_less_motion(notebook: Notebook) -> None
     assert notebook.page.evaluate(moving) == 0
 
 
+HOSTS = """
+def cluster(hosts, each, **more):
+    ranks = hosts * each
+    now = status("running", ranks=ranks, hosts=[f"gpu{i // each + 1}" for i in range(ranks)],
+                 summary=f"{ranks} processes · nccl · {hosts} hosts", **more)
+    rows = [dataclasses.replace(row, device=f"cuda:{row.rank % each}", memory_bytes=1 << 30) for row in now.ranks]
+    run = FakeRun(History(ranks), dataclasses.replace(now, ranks=tuple(rows)))
+    for rank in range(ranks):
+        Rank(run.history, rank).log("loss", range(200), [200 / (s + 20) for s in range(200)], at=time.time() + 1e6)
+    return run
+
+def fail(run, rank):
+    rows = [dataclasses.replace(row, state="failed" if row.rank == rank else "stopped") for row in run.now.ranks]
+    run.now = dataclasses.replace(run.now, ranks=tuple(rows))
+    where = f"rank {rank} of {len(rows)} on {rows[rank].host} failed: ValueError: bad batch"
+    tell(view, run, state="failed", failed_rank=rank, error=where)
+"""
+
+
+def test_ranks_stand_under_their_hosts_and_fold_by_keyboard(notebook: Notebook) -> None:
+    few, many = "run = cluster(2, 2); view = show(run)", "run = cluster(8, 8); view = show(run)"
+    notebook.open(FAKES + HOSTS, few, "fail(run, 3)", many, "fail(run, 42)")
+    page = notebook.page
+    for index in (1, 2):
+        notebook.run_to_end(index)
+    panel = notebook.output(2).locator(".nbddp")
+    shown = panel.locator(".nbddp-ranks tbody tr:not(.nbddp-host):visible")
+    expect(shown).to_have_count(4)
+    heading = panel.locator(".nbddp-host").first
+    expect(heading).to_have_text(re.compile("gpu1.*2 ranks.*running.*step 199"))
+    fold = panel.get_by_role("button", name="gpu1")
+    expect(fold).to_have_attribute("aria-expanded", "true")
+    fold.focus()
+    page.keyboard.press("Space")
+    expect(fold).to_have_attribute("aria-expanded", "false")
+    expect(shown).to_have_count(2)
+    page.keyboard.press("Enter")
+    expect(fold).to_have_attribute("aria-expanded", "true")
+    expect(fold).to_be_focused()
+    ARTEFACTS.mkdir(exist_ok=True)
+    panel.screenshot(path=ARTEFACTS / "hosts.png")
+    notebook.run_to_end(3)
+    picture = notebook.output(2).locator(".nbddp-picture")
+    expect(picture).to_contain_text("gpu2")
+    picture.screenshot(path=ARTEFACTS / "hosts-picture.png")
+    notebook.run_to_end(4)
+    panel = notebook.output(4).locator(".nbddp")
+    expect(panel.locator(".nbddp-host:visible")).to_have_count(8)
+    expect(panel.locator(".nbddp-ranks tbody tr:not(.nbddp-host):visible")).to_have_count(0)
+    panel.get_by_role("button", name="gpu3").click()
+    expect(panel.locator(".nbddp-ranks tbody tr:not(.nbddp-host):visible")).to_have_count(8)
+    for width in (330, 744):
+        page.evaluate(
+            "w => document.querySelector('.nbddp').parentElement.style.cssText = `flex:none;width:${w}px`", width
+        )
+        page.wait_for_timeout(400)
+        table = panel.locator(".nbddp-scroll")
+        assert panel.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
+        for line in panel.locator(".nbddp-host:visible").all():
+            assert line.bounding_box()["height"] < 60
+            assert line.locator("th > div").bounding_box()["width"] <= table.bounding_box()["width"] + 1
+        panel.screenshot(path=ARTEFACTS / f"hosts-{width}.png")
+    go_dark(page)
+    expect(panel).to_have_attribute("data-theme", "dark")
+    panel.screenshot(path=ARTEFACTS / "hosts-dark.png")
+    assert not notebook.problems
+
+
 # ---------------------------------------------------------------------------- the look and the hands
 
 

@@ -58,7 +58,9 @@ class FakeRun:
         self.stops += 1
 
 
-def status(state: str, ranks: int = 1, **more: Any) -> Status:
-    rows = tuple(RankStatus(rank, "cpu", state) for rank in range(ranks))
+def status(state: str, ranks: int = 1, hosts: Iterable[str] = (), **more: Any) -> Status:
+    """``hosts``: of each rank, in order; without them all are on one machine."""
+    where = dict(enumerate(hosts))
+    rows = tuple(RankStatus(rank, "cpu", state, host=where.get(rank, "")) for rank in range(ranks))
     options: dict[str, Any] = {"name": "train", "summary": "1 process · gloo", "notice": "", "seconds": 38.2}
     return Status(state=state, ranks=rows, **(options | more))

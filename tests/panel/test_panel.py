@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import html.parser
 import io
+import itertools
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from nbddp.panel.curves import charts, ticks
 from nbddp.panel.live import Feed
 from nbddp.panel.picture import Picture
 from nbddp.panel.text import TextView
+from nbddp.panel.view import Status
 
 JS = Path(live.__file__).parent / "js"
 NASTY = "<img src=x onerror=alert(1)>&\"'</table><script>alert(2)</script>"
@@ -232,6 +234,70 @@ def test_the_step_told_is_not_behind_the_table_of_ranks() -> None:
     assert summary.progress(history).step == 885
     rank.log("loss", [1_400], [1.0], at=45.3)
     assert summary.progress(history).step == 880, "these steps count something else"
+
+
+# ---------------------------------------------------------------------------- several hosts
+
+
+def on_hosts(state: str, *hosts: str, each: int = 2, **more: Any) -> Status:
+    return status(state, ranks=each * len(hosts), hosts=[host for host in hosts for _ in range(each)], **more)
+
+
+def with_state(now: Status, rank: int, state: str) -> Status:
+    rows = [dataclasses.replace(row, state=state) if row.rank == rank else row for row in now.ranks]
+    return dataclasses.replace(now, ranks=tuple(rows))
+
+
+def test_each_host_tells_the_worst_of_its_ranks() -> None:
+    history = History(4)
+    for rank in range(4):
+        Rank(history, rank).log("loss", range(10 + rank), [1.0] * (10 + rank), at=100.0)
+    now = with_state(on_hosts("running", "gpu1", "gpu2"), 2, "failed")
+    rows = summary.rows(now, history, now=112.0)
+    first, second = summary.hosts(rows)
+    assert first == summary.Host("gpu1", [0, 1], "running", 9, "rank 0 silent for 12 s, and 1 more")
+    assert second == summary.Host("gpu2", [2, 3], "failed", 11, "rank 3 silent for 12 s")
+    assert summary.hosts(summary.rows(status("running", ranks=4), history, now=112.0)) == []
+    for worse, better in itertools.pairwise(("failed", "stopped", "starting", "running", "finished")):
+        (host,) = summary.hosts(summary.rows(with_state(on_hosts(better, "gpu1"), 1, worse), History(2), now=0.0))
+        assert host.state == worse
+
+
+def test_ranks_whose_host_is_lost_stand_by_themselves() -> None:
+    now = with_state(on_hosts("running", "gpu1", ""), 3, "stopped")
+    assert [(h.name, h.ranks) for h in summary.hosts(summary.rows(now, History(4), now=0.0))] == [
+        ("gpu1", [0, 1]),
+        ("lost", [2, 3]),
+    ]
+
+
+def test_the_page_is_told_of_hosts_only_where_there_are_several() -> None:
+    run = FakeRun(History(4), on_hosts("running", "gpu1", "gpu2"))
+    head = Feed(run).snapshot()[0]["head"]
+    assert [row["host"] for row in head["rows"]] == ["gpu1", "gpu1", "gpu2", "gpu2"]
+    assert head["hosts"][1] == {"name": "gpu2", "ranks": [2, 3], "state": "running", "step": None, "note": ""}
+    assert Feed(FakeRun()).snapshot()[0]["head"]["hosts"] == []
+
+
+def test_the_picture_and_the_last_line_say_on_which_host_it_failed() -> None:
+    now = with_state(on_hosts("stopped", "gpu1", "gpu2", failed_rank=3), 3, "failed")
+    run = FakeRun(History(4), now, printed={3: "its last words\n"})
+    Rank(run.history, 3).log("loss", [0, 7], [1.0, 2.0])
+    bundle = Picture(run.history, run.now, run).bundle()
+    parsed = Parsed(bundle["text/html"])
+    assert "HostRanksStateStepgpu10 to 1● stopped–gpu22 to 3● failed7" in parsed.text
+    assert "Last output of rank 3 on gpu2" in parsed.text
+    assert bundle["text/plain"].startswith("train: stopped (rank 3 on gpu2) after 0:38 · ")
+    alone = Picture(History(2), status("failed", ranks=2, failed_rank=1), run).bundle()
+    assert "<th>Host</th>" not in alone["text/html"]
+    assert "(rank" not in alone["text/plain"]
+
+
+def test_a_hundred_hosts_fit_into_the_picture() -> None:
+    now = on_hosts("finished", *(f"gpu{i}" for i in range(100)), each=8)
+    html = Picture(History(800), now, FakeRun(History(800), now)).bundle()["text/html"]
+    assert html.count("<tr>") == 1 + 40 + 1
+    assert "and 60 more" in html
 
 
 # ---------------------------------------------------------------------------- restarts, and a run that stands still
@@ -439,7 +505,7 @@ OF_SVG = {"svg", "text", "path", "circle", "g", "title"}
 )
 def test_a_users_text_cannot_break_out_of_the_picture(nasty: str) -> None:
     texts = {"name": nasty, "summary": nasty, "error": nasty, "restart_reason": nasty, "hang": f"{nasty}\n{nasty}"}
-    run = FakeRun(now=status("failed", failed_rank=0, restarts=1, max_restarts=1, **texts))
+    run = FakeRun(now=status("failed", failed_rank=0, hosts=[nasty], restarts=1, max_restarts=1, **texts))
     run.printed = {0: f"\x1b[31m{nasty}\x1b[0m\n"}
     rank = Rank(run.history)
     rank.log(nasty, range(50), [float(i) for i in range(50)])
@@ -662,7 +728,16 @@ def test_control_characters_in_names_reach_neither_svg_nor_terminal() -> None:
     for name in (CONTROLS, f"train/{CONTROLS}", f"{CONTROLS}/loss"):
         rank.log(name, [0, 1], [1.0, 2.0])
     rank.bar(0, CONTROLS, 5, 2)
-    named = status("finished", name=CONTROLS, summary=CONTROLS, notice=CONTROLS, error=CONTROLS, hang=CONTROLS)
+    named = status(
+        "finished",
+        hosts=[CONTROLS],
+        failed_rank=0,
+        name=CONTROLS,
+        summary=CONTROLS,
+        notice=CONTROLS,
+        error=CONTROLS,
+        hang=CONTROLS,
+    )
     named = dataclasses.replace(named, restarts=1, max_restarts=1, restart_reason=CONTROLS)
     bundle = Picture(history, named).bundle()
     ElementTree.fromstring(svg_of(bundle["text/html"]))
