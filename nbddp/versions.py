@@ -20,6 +20,5 @@ def difference(there: Mapping[str, str]) -> tuple[str, str]:
     """What differs: theirs, and ours, e.g. ``("torch 2.12.0", "torch 2.13.0")``; two empty strings if nothing does."""
     here = versions()
     names = [name for name in here if there.get(name) != here[name]]
-    return ", ".join(f"{name} {there.get(name, '(none)')}" for name in names), ", ".join(
-        f"{name} {here[name]}" for name in names
-    )
+    theirs = ", ".join(f"{name} {there.get(name, '(none)')}" for name in names)
+    return theirs, ", ".join(f"{name} {here[name]}" for name in names)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -149,7 +150,11 @@ def test_without_a_launcher_it_is_one_rank(cell: Cells, tmp_path: Path) -> None:
 
 
 OWN_GROUP = """
-import os, torch, torch.distributed as dist, nbddp
+import os, psutil, torch, torch.distributed as dist, nbddp
+
+def listening():
+    found = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+    return [laddr.ip for laddr in found if laddr.port == int(os.environ["MASTER_PORT"])]
 
 def total():
     x = torch.tensor([float(dist.get_rank() + 1)])
@@ -157,12 +162,12 @@ def total():
     return x.item()
 
 def main(ready):
-    found = [total()] if ready else []
+    found, store = [total()] if ready else [], listening()
     for _ in range(2):
         dist.init_process_group("gloo")
         found.append(total())
         dist.destroy_process_group()
-    return found, [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    return found, [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")], store
 """
 
 
@@ -173,7 +178,7 @@ def test_a_function_that_makes_its_own_groups_gets_them(cell: Cells, tmp_path: P
     arguments = (tmp_path / "job.nbddp", "--result", tmp_path / "r")
     ended = torchrun(*arguments) if nprocs == 2 else alone(*arguments)
     assert ended.returncode == 0, ended.stderr
-    found, place = nbddp.load_result(tmp_path / "r")
+    found, place, _ = nbddp.load_result(tmp_path / "r")
     assert found == [3.0 if nprocs == 2 else 1.0] * (2 + ready)
     assert place == ["0", "0", str(nprocs), str(nprocs)]
 
@@ -190,15 +195,19 @@ def slurm(rank: int, **more: str) -> dict[str, str]:
     return {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "3", **local, **more}
 
 
-def test_under_srun_ranks_meet_by_slurms_variables(cell: Cells, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", ["2,1", "3"])
+def test_under_srun_ranks_meet_by_slurms_variables(cell: Cells, tmp_path: Path, nodes: str) -> None:
+    """A store that ranks on other hosts are to find listens where they are, whatever its own host is called."""
     nbddp.export(cell(OWN_GROUP).main, tmp_path / "job.nbddp", (True,))
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = ("-m", "nbddp", str(tmp_path / "job.nbddp"), "--result", str(tmp_path / "r"))
-    ended = [end(process) for process in [start(*command, **slurm(rank, **meeting)) for rank in range(3)]]
+    ended = [start(*command, **slurm(rank, SLURM_STEP_TASKS_PER_NODE=nodes, **meeting)) for rank in range(3)]
+    ended = [end(process) for process in ended]
     assert [each.returncode for each in ended] == [0, 0, 0], [each.stderr for each in ended]
-    found, place = nbddp.load_result(tmp_path / "r")
+    found, place, store = nbddp.load_result(tmp_path / "r")
     assert found == [6.0] * 3
-    assert place == ["0", "0", "3", "2"]
+    assert place == ["0", "0", "3", nodes[0]]
+    assert set(store) == ({"127.0.0.1"} if nodes == "3" else {"::"})
 
 
 def test_a_meeting_point_that_nobody_named_is_asked_for(cell: Cells, tmp_path: Path) -> None:
@@ -220,6 +229,19 @@ def test_a_meeting_point_that_nobody_named_is_asked_for(cell: Cells, tmp_path: P
 def test_half_a_launcher_is_named(environ: dict[str, str], says: str) -> None:
     with pytest.raises(nbddp.LaunchError, match=re.escape(says)):
         place.contract(environ)
+
+
+def test_gloos_interface_is_the_one_towards_the_others() -> None:
+    here = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    there = {**here, "LOCAL_WORLD_SIZE": "1"}
+    addresses = {name: entries[0].address for name, entries in psutil.net_if_addrs().items()}
+    loopback = next(name for name, address in addresses.items() if address == "127.0.0.1")
+    assert place.interface({**here, "MASTER_ADDR": "no.such.host.invalid"}) == loopback
+    for name, address in addresses.items():
+        if psutil.net_if_addrs()[name][0].family == socket.AF_INET and name != loopback:
+            assert place.interface({**there, "MASTER_ADDR": address}) == name
+    assert place.interface({**there, "MASTER_ADDR": "127.0.1.1"}) == "", "Debian's own name: nothing to be known"
+    assert place.interface({**there, "MASTER_ADDR": "no.such.host.invalid"}) == ""
 
 
 def test_what_a_launcher_says_less_than_torchrun_is_filled_in() -> None:

@@ -82,6 +82,8 @@ def _job(head: jobfile.Head) -> wire.Job:
     environ = {**os.environ, **contract, "LOCAL_RANK": str(index)}
     if device == "cpu":
         environ.setdefault("ACCELERATE_USE_CPU", "true")  # as in a run: else it trains models that never meet
+    if name := place.interface(contract):
+        environ.setdefault("GLOO_SOCKET_IFNAME", name)
     return wire.Job(
         run_name=head.name,
         rank=int(contract["RANK"]),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import re
 import socket
 from collections.abc import Mapping
 
+import psutil
 import torch
 
 from nbddp.errors import LaunchError
@@ -78,6 +81,30 @@ def _check(given: Mapping[str, str], *, slurm: bool) -> None:
         raise LaunchError(f"{wrong[0]} is a whole number, not {given[wrong[0]]!r}")
     if int(given["RANK"]) >= int(given["WORLD_SIZE"]):
         raise LaunchError(f"RANK={given['RANK']}, but WORLD_SIZE={given['WORLD_SIZE']}: ranks count from 0")
+
+
+def interface(contract: Mapping[str, str]) -> str:
+    """By which gloo's ranks reach each other; "" where torch's own choice, by this host's name, is no worse.
+
+    That name need not be known to any DNS server, and Debian gives it 127.0.1.1, where no other host is.
+    """
+    address = "127.0.0.1"
+    if contract["LOCAL_WORLD_SIZE"] != contract["WORLD_SIZE"]:
+        address = _address_towards(contract["MASTER_ADDR"], int(contract["MASTER_PORT"]))
+        if not address or ipaddress.ip_address(address).is_loopback:
+            return ""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return ""
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This host's own, on the way there; nothing is sent."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+    return ""
 
 
 def device(local_rank: int) -> tuple[str, int]:
