@@ -267,6 +267,28 @@ def test_combined_steps_that_wait_at_a_restart_are_not_combined_with_later_ones(
 # ---------------------------------------------------------------------------- the band
 
 
+def test_ranks_that_went_with_their_host_are_not_waited_for() -> None:
+    history = History(3)
+    for rank in range(3):
+        history.feed(rank, _name(0, "loss") + _name(1, "mine"))
+        history.feed(rank, b"".join(_point(0, i, 1.0, op=wire.REDUCE_SUM) + _point(1, i, 1.0) for i in range(10)))
+    history.feed(2, _name(2, "alone") + _point(2, 0, 7.0))
+    for first, many in ((5, 2), (8, 3)):
+        history.restart()
+        history.resize(many)
+        for rank in range(many):
+            history.feed(rank, _name(0, "loss") + _name(1, "mine"))
+            history.feed(
+                rank, b"".join(_point(0, i, 2.0, op=wire.REDUCE_SUM) + _point(1, i, 2.0) for i in range(first, 10))
+            )
+        expected = [3.0] * 5 + ([4.0] * 5 if many == 2 else [4.0] * 3 + [6.0] * 2)
+        assert history["loss"].values.tolist() == expected, "at once, not at the end"
+        assert history.spread("mine").steps.tolist() == list(range(10))
+        assert history.spread("mine").low.tolist() == [1.0] * 5 + [2.0] * 5
+        assert sorted(history.by_rank("mine")) == list(range(many))
+    assert history["alone"].values.tolist() == [7.0]
+
+
 def test_a_step_that_one_rank_skips_does_not_end_the_band() -> None:
     history = History(3)
     for rank, steps in enumerate([range(100), range(100), [s for s in range(100) if s % 7]]):

@@ -111,11 +111,15 @@ class Combined:
         while self._order and self._is_complete(self._order[0]):
             self._emit(heapq.heappop(self._order))
 
-    def restart(self, world_size: int) -> None:
-        """The ranks begin again, so many: what they had not logged together, they will log again."""
+    def resize(self, world_size: int) -> None:
+        """There are so many ranks now; they have just begun again."""
+        self._at = [self._at[0]] * world_size
+
+    def restart(self) -> None:
+        """The ranks begin again: what they had not logged together, they will log again."""
         self._waiting.clear()
         self._order.clear()
-        self._at = [(max(self._at)[0] + 1, _BEFORE_ALL)] * world_size
+        self._at = [(max(self._at)[0] + 1, _BEFORE_ALL)] * len(self._at)
         self.column.restart()
 
     def settle(self) -> None:

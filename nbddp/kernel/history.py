@@ -85,7 +85,8 @@ class History:
         history = cls(attempts[0].world_size)
         for number, attempt in enumerate(attempts):
             if number:
-                history.restart(attempt.reason, attempt.world_size)
+                history.restart(attempt.reason)
+                history.resize(attempt.world_size)
             for rank, data in attempt.pieces():
                 history.feed(rank, data)
         history.settle()
@@ -217,15 +218,24 @@ class History:
             for record in records[records["kind"] > wire.KIND_METRIC]:
                 self._add_progress(self.ranks[rank], reader.name(int(record["id"])), record)
 
-    def restart(self, reason: str = "", world_size: int | None = None) -> None:
-        """The ranks begin again, in new processes, after this failure; perhaps another number of them."""
+    def restart(self, reason: str = "") -> None:
+        """The ranks begin again, in new processes, after this failure."""
         with self._lock:
-            self._world_size = world_size or self._world_size
             self._restarts.append(Restart(None, reason))
             self._readers.clear()
-            self.ranks[:] = [RankProgress() for _ in range(max(len(self.ranks), self._world_size))]
+            self.ranks[:] = [RankProgress() for _ in self.ranks]
             for metric in self._metrics.values():
-                metric.restart(self._world_size)
+                metric.restart()
+
+    def resize(self, world_size: int) -> None:
+        """There are so many ranks now, after a restart without the host of some: nobody waits for those."""
+        with self._lock:
+            if world_size == self._world_size:
+                return
+            self._world_size = world_size
+            self.ranks += [RankProgress() for _ in range(world_size - len(self.ranks))]
+            for metric in self._metrics.values():
+                metric.resize(world_size)
 
     def settle(self) -> None:
         """The run is over: nothing more will be fed."""

@@ -48,13 +48,18 @@ class Metric:
         for _, _, _, weight, step, value, at in records.tolist():
             self.combined.add(rank, step, value, weight, at)
 
-    def restart(self, world_size: int) -> None:
-        # Nobody waits for ranks that are not among those that go on; what they alone have logged stays.
-        self.columns = {rank: c for rank, c in self.columns.items() if rank < world_size} or self.columns
+    def restart(self) -> None:
         for column in self.columns.values():
             column.restart()
         if self.combined:
-            self.combined.restart(world_size)
+            self.combined.restart()
+
+    def resize(self, world_size: int) -> None:
+        self.changes += 1
+        # What ranks alone have logged that are not among those that go on stays.
+        self.columns = {rank: c for rank, c in self.columns.items() if rank < world_size} or self.columns
+        if self.combined:
+            self.combined.resize(world_size)
 
     def settle(self) -> None:
         self.changes += 1

@@ -248,6 +248,7 @@ class Supervisor:
                 self._crew = crew
             crew.launch(self._packed, self._block.fileno(), self.outputs, self.restarts)
             self._naming = dataclasses.replace(self._naming, ranks=len(crew.workers))
+            self._history.resize(len(crew.workers))
             self._follow(crew)
 
     def _let_go(self) -> None:
