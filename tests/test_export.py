@@ -32,7 +32,7 @@ LAUNCH_S = 120.0
 ABORTED = "terminate called without an active exception"
 
 TRAIN = """
-import os, pickle, torch, torch.distributed as dist, nbddp
+import os, pickle, sys, torch, torch.distributed as dist, nbddp
 
 data = torch.linspace(-1, 1, 600).reshape(300, 2)
 calls = 0
@@ -59,6 +59,7 @@ def train(seed, steps=24):
         nbddp.log({"lr": 0.1 / (step + 1), "rank/size": nbddp.rank() * 10.0 + step})
         count()
     pickle.dumps(Net())  # by its name, which a rank's __main__ has
+    assert globals() is vars(sys.modules["__main__"])
     return model, calls, nbddp.rank(), nbddp.world_size(), str(nbddp.device()), nbddp.restart_count()
 """
 
