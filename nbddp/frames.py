@@ -21,6 +21,7 @@ from typing import Any
 from nbddp.kernel.waiting import Latch, start_thread
 
 MARK = b"\x00nbddp frames 1\n"
+BEATS = 0.2  # of the heartbeat's time: so often each side is heard
 CHUNK = 1 << 20  # of what is large: other frames go between
 _LENGTHS = struct.Struct(">II")
 _MOST_HEAD = 64 << 20
@@ -138,12 +139,13 @@ class Sender:
 
     Attributes:
         backlog: bytes that wait.
+        beat_s: how long it is idle before a beat.
     """
 
     def __init__(self, fd: int, beat_s: float, beat: Callable[[], Head], name: str) -> None:
         self.backlog = 0
         self._fd = fd
-        self._beat_s = beat_s
+        self.beat_s = beat_s
         self._beat = beat
         self._queue: queue.SimpleQueue[tuple[int, Iterable[Frame]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -171,7 +173,7 @@ class Sender:
         try:
             while True:
                 try:
-                    item = self._queue.get(timeout=self._beat_s)
+                    item = self._queue.get(timeout=self.beat_s)
                 except queue.Empty:
                     item = 0, (encode(self._beat()),)
                 if item is None:

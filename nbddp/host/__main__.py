@@ -22,6 +22,9 @@ if __name__ == "__main__":
     # The kernel alone decides when ranks end; SIGTERM, as a scheduler sends it, ends this process and so them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
+    # Read when torch is imported, here and in the fork server. It would warn at the head of each rank's output that
+    # an address has no name, as on most private networks.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from nbddp.host.service import serve
 
     serve(*ends)

@@ -23,6 +23,7 @@ from nbddp.kernel import forkserver
 from nbddp.kernel.waiting import start_thread
 
 _FIRST_S = 120.0  # for the kernel's answer to our first frame: other hosts may be slow
+_FIRST_BEAT_S = 0.2
 _READ_BYTES = 1 << 20
 _LAST_WORDS_S = 5.0
 
@@ -43,7 +44,7 @@ class Pipe:
         self._fd = orders
         self._silence_s = _FIRST_S
         os.write(answers, frames.MARK)
-        self._sender = frames.Sender(answers, 1.0, _beat, "nbddp-answers")
+        self._sender = frames.Sender(answers, _FIRST_BEAT_S, _beat, "nbddp-answers")
         self.send, self.send_all = self._sender.send, self._sender.send_all
         start_thread(self._hear, "nbddp-orders", _cannot_start)
 
@@ -73,6 +74,7 @@ class Pipe:
     def _take(self, head: Head, body: bytes) -> None:
         if head["kind"] == "welcome":
             self._silence_s = float(head["heartbeat"])
+            self._sender.beat_s = self._silence_s * frames.BEATS
         elif head["kind"] == "payload":
             if head["at"] == 0:
                 os.ftruncate(self.block, 0)

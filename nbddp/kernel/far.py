@@ -69,6 +69,8 @@ class FarWorker:
     def take(self, head: Head, body: bytes, offset_s: float) -> None:
         """News of it; ``offset_s``: from its host's clock to ours."""
         kind = head["kind"]
+        if self.lost:
+            return
         if kind == "metrics":
             with self._lock:
                 self._metrics += body
@@ -221,7 +223,8 @@ class FarCrew:
             self.workers += [FarWorker(rank, host, outputs[rank]) for rank in ranks]
             self._site.layout = [*self._site.layout[: ranks.start], *((host.name, i) for i in range(len(ranks)))]
         self._by_rank = {worker.rank: worker for worker in self.workers}
-        for group_rank, host in enumerate(self._hosts):
+        # The first host last: its store is told to the others, who must have heard of the round by then.
+        for group_rank, host in reversed(list(enumerate(self._hosts))):
             host.listener = self._hear
             if host.lost:  # before it had one
                 self._hear(host, {"kind": "lost"}, b"")

@@ -42,6 +42,8 @@ _HELLO_S = 120.0  # a first import of torch over a network file system takes a m
 _BYE_S = 2.0
 _SETTLE_S = 0.2
 _LAST_WORDS_S = 0.5
+_LAST_BYTES = 16 << 10
+_LEAST_HEARTBEAT_S = 1.0
 _FROM_TORCH = re.compile(r"\[[IWEF]\d+ ")  # its warnings, of the agents that look for each other
 _READ_BYTES = 1 << 20
 _FACTS = {"versions", "devices", "networks", "asked_at", "identity", "now"}
@@ -88,6 +90,7 @@ class Host:
         self._heartbeat_s = heartbeat_s
         self._heard_at = time.monotonic()
         self._suspected_at = float("inf")
+        self._greeting_bytes = 0  # of its stderr: what its login shell said
         self._greeted = Latch()
         self._prepared: object = None
         self._payload: frames.BlockFrames | None = None
@@ -109,7 +112,7 @@ class Host:
         self._out, self._in = self._process.stdin, self._process.stdout
         for pipe in (self._out, self._in):
             frames.widen(pipe.fileno())
-        beat_s = heartbeat_s / 5
+        beat_s = heartbeat_s * frames.BEATS
         self._sender = frames.Sender(self._out.fileno(), beat_s, lambda: {"kind": "beat"}, f"nbddp-to-{name}")
         self._heard_all = Latch()
         start_thread(self._read, f"nbddp-from-{name}", self._cannot_listen)
@@ -226,6 +229,7 @@ class Host:
             if not head.keys() >= _FACTS:
                 raise frames.Garbled("a hello without facts")
             self.facts = head
+            self._greeting_bytes = os.fstat(self._stderr.fileno()).st_size
             self._greeted.open()
         elif head["kind"] != "beat" and self.listener is not None:
             self.listener(self, head, body)
@@ -262,7 +266,8 @@ class Host:
     def _said(self) -> list[str]:
         with contextlib.suppress(ValueError, OSError):
             size = os.fstat(self._stderr.fileno()).st_size
-            text = os.pread(self._stderr.fileno(), 16 << 10, max(0, size - (16 << 10))).decode("utf-8", "replace")
+            start = max(self._greeting_bytes, size - _LAST_BYTES)
+            text = os.pread(self._stderr.fileno(), _LAST_BYTES, start).decode("utf-8", "replace")
             return [line for line in text.splitlines() if line.strip()]
         return []
 
@@ -345,7 +350,7 @@ class Cluster:
             raise LaunchError(_CLOSED)
         if len(there) < plan.min_hosts:
             gone = next(host for host in self._all if host.lost)
-            raise HostLost(gone.name, f"{gone.lost}. {len(there)} of {len(self._all)} hosts are left")
+            raise HostLost(gone.name, f"{gone.lost}; {len(there)} of {len(self._all)} hosts are left")
         return there
 
     def look_for_silence(self) -> bool:
@@ -430,8 +435,8 @@ def cluster(
     strange = [name for name in names if name.startswith("-")]
     if strange:
         raise LaunchError(f"{strange[0]!r} is no host's name")
-    if not isinstance(heartbeat, (int, float)) or not heartbeat > 0:
-        raise LaunchError(f"heartbeat is a number of seconds, not {heartbeat!r}")
+    if not isinstance(heartbeat, (int, float)) or not heartbeat >= _LEAST_HEARTBEAT_S:
+        raise LaunchError(f"heartbeat is a number of seconds, {_LEAST_HEARTBEAT_S:.0f} or more, not {heartbeat!r}")
     template = tuple(launcher) if launcher is not None else (_SRUN if hosts == SLURM else _SSH)
     if launcher is not None and not any("{host}" in word for word in template):
         raise LaunchError(f"launcher={list(launcher)} does not say where the host's name goes: put '{{host}}' in it")
