@@ -8,18 +8,16 @@ Reading the head runs nothing; unpacking the block runs whatever its writer put 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import struct
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 from nbddp.errors import NbddpError
 from nbddp.versions import difference, versions
+from nbddp.wholefile import WholeFile
 
 JOB, RESULT = "job", "result"
 _WRITER = {JOB: "nbddp.export()", RESULT: "python -m nbddp ... --result"}
@@ -56,7 +54,7 @@ def write(
     Args:
         fill: writes the block to the fd that it is given, and returns its size.
     """
-    with _replacing(path) as file:
+    with WholeFile(path, _MODE) as file:
         nbytes = fill(file.fileno())
         head = json.dumps(asdict(Head(kind, name, nbytes, versions(), list(folders)))).encode()
         file.seek(nbytes)
@@ -92,27 +90,3 @@ def _read_head(file: BinaryIO, kind: str) -> Head:
     if head is None or head.kind != kind or head.nbytes + length + _END.size != size:
         raise NbddpError(f"{file.name} was not written by {_WRITER[kind]}, or is cut off")
     return head
-
-
-@contextlib.contextmanager
-def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file that takes the place of this one when all is well."""
-    target = Path(os.path.realpath(path))
-    fd, partial = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
-    try:
-        with os.fdopen(fd, "w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(fd)
-            os.fchmod(fd, _MODE & ~_umask())
-        os.replace(partial, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

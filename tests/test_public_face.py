@@ -132,7 +132,9 @@ def test_the_panel_knows_no_process(path: Path) -> None:
     assert not [n for n in _imports(path) if n not in ("nbddp", "nbddp.kernel") and not n.startswith(allowed)]
 
 
-@pytest.mark.parametrize("name", ["wire.py", "errors.py", "payload.py", "culprit.py", "jobfile.py", "versions.py"])
+@pytest.mark.parametrize(
+    "name", ["wire.py", "errors.py", "payload.py", "culprit.py", "jobfile.py", "versions.py", "wholefile.py"]
+)
 def test_shared_modules_import_neither_side(name: str) -> None:
     sides = ("nbddp.kernel", "nbddp.worker", "nbddp.panel")
     assert not [n for n in _imports(PACKAGE / name) if n.startswith(sides)]

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import pickle
-import tempfile
-import time
 import zipfile
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from nbddp.errors import NbddpError
+from nbddp.wholefile import WholeFile
 from nbddp.worker import context, metrics
 
 _MARK = "nbddp snapshot"
 _STEP = "last step"  # that log() counted
-_PARTIAL = ".partial"
-_OLD_S = 60.0
 
 
 def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
@@ -34,22 +28,9 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
     """
     if not context.is_primary():
         return
-    target = Path(os.path.realpath(path))
-    _remove_old_partials(target)
-    fd, partial = tempfile.mkstemp(prefix=f".{target.name}.", suffix=_PARTIAL, dir=target.parent)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            _lock(fd)
-            content = {_MARK: 1, "state": {name: _plain(value) for name, value in state.items()}}
-            torch.save({**content, _STEP: metrics.last_step()}, file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.fchmod(fd, 0o666 & ~_umask())  # mkstemp is for secrets; this is a file like any other
-        os.replace(partial, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
-        raise
+    content = {_MARK: 1, "state": {name: _plain(value) for name, value in state.items()}}
+    with WholeFile(path, 0o666) as file:  # a file like any other
+        torch.save({**content, _STEP: metrics.last_step()}, file)
 
 
 def load_snapshot(
@@ -86,29 +67,6 @@ def load_snapshot(
     return state
 
 
-def _remove_old_partials(target: Path) -> None:
-    """What ranks left that were killed while they wrote: nobody holds its lock any more."""
-    for path in target.parent.iterdir():
-        if path.name.startswith(f".{target.name}.") and path.name.endswith(_PARTIAL):
-            with contextlib.suppress(OSError):  # another run's, or it has been removed meanwhile
-                _remove_if_nobodys(path)
-
-
-def _remove_if_nobodys(path: Path) -> None:
-    with path.open("rb") as file:
-        if time.time() - os.fstat(file.fileno()).st_mtime > _OLD_S and _lock(file.fileno()):
-            path.unlink()
-
-
-def _lock(fd: int) -> bool:
-    """Until the file is closed, or its process ends."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # somebody has it, or the file system has no locks
-        return False
-    return True
-
-
 class _Unreadable(Exception):
     """torch cannot read the file that it was given."""
 
@@ -119,12 +77,6 @@ def _load(file: BinaryIO, map_location: Any, weights_only: bool) -> Any:
     # An OSError here is a seek beyond the end of a torn file: it is open already.
     except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
         raise _Unreadable(str(error).split("\n")[0] or type(error).__name__) from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _plain(value: Any) -> Any:
