@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
+import threading
 
 
 def _take_over() -> tuple[int, int]:
@@ -17,8 +19,17 @@ def _take_over() -> tuple[int, int]:
     return orders, answers
 
 
+def _end_with_the_login(orders: int) -> None:
+    """Whatever is imported or done meanwhile, and whatever orders nobody has read yet."""
+    poll = select.poll()
+    poll.register(orders, getattr(select, "POLLRDHUP", 0))  # with what is always told: that the writer is gone
+    poll.poll()
+    os._exit(1)
+
+
 if __name__ == "__main__":
     ends = _take_over()
+    threading.Thread(target=_end_with_the_login, args=ends[:1], name="nbddp-login", daemon=True).start()
     # The kernel alone decides when ranks end; SIGTERM, as a scheduler sends it, ends this process and so them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

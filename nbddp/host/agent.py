@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _TICK_S = 0.05
 _MEET_S = datetime.timedelta(seconds=30)  # for the agents to find each other, once all are there
+_CONNECT_S = datetime.timedelta(seconds=15)  # sooner: who cannot connect knows why
 _AT_ONCE = 1e-6  # torchelastic sleeps between two looks; ours wait for news
 _MOST_BACKLOG = 16 << 20  # bytes that the kernel has not read: what the ranks log then waits in their pipes
 _READ_BYTES = 256 << 10
@@ -90,7 +91,7 @@ class Rounds(RendezvousHandler):
     def give_up(self, error: Exception) -> None:
         """This round cannot begin here: tell the kernel, and wait until it has ended it."""
         if not isinstance(error, Ended):
-            self._pipe.send({"kind": "cannot start", "why": f"its agent cannot meet the others: {error}"})
+            self._pipe.send({"kind": "cannot start", "why": f"its agent cannot meet the others: {_first_line(error)}"})
             self._next("end")
         self._pipe.send({"kind": "ended", "round": self.round["number"]})
 
@@ -104,7 +105,7 @@ class Rounds(RendezvousHandler):
         else:
             where = self._next("store")
             address, port = where["address"], where["port"]
-            store = TCPStore(address, port, size, is_master=False, wait_for_workers=False, timeout=_MEET_S)
+            store = _connected(address, port, size)
         self.store = (address, port)
         return RendezvousInfo(
             PrefixStore("agents", store), group_rank, size, RendezvousStoreInfo(master_addr=address, master_port=port)
@@ -159,6 +160,20 @@ class Rounds(RendezvousHandler):
 
     def get_run_id(self) -> str:
         return str(self.round.get("run_id", ""))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _connected(address: str, port: int, size: int) -> TCPStore:
+    try:
+        store = TCPStore(address, port, size, is_master=False, wait_for_workers=False, timeout=_CONNECT_S)
+    except DistError as error:
+        what = str(error).partition("\n")[0][:200]
+        raise OSError(f"{address}, port {port}, cannot be reached from there; is there a firewall? ({what})") from error
+    store.set_timeout(_MEET_S)
+    return store
 
 
 class Ended(Exception):

@@ -257,7 +257,8 @@ class Host:
         self._wait_for_its_end()
         said = self._said() or noise.decode("utf-8", "replace").strip().splitlines()
         text = "\n".join(said)
-        last = said[-1].strip() if said else f"the login ended with exit code {self._process.returncode}"
+        ended = f"its login ended with exit code {self._process.returncode}"
+        last = f"{said[-1].strip()} ({ended})" if said else ended
         advice = next((advice for sign, advice in _ADVICE if sign in text), "")
         if not advice:
             return last

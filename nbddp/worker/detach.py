@@ -1,10 +1,50 @@
-"""In the fork server, first. A session of its own, and no CUDA driver before the fork."""
+"""In the fork server, first. A session of its own, no CUDA driver before the fork, and an eye on who started it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import select
+import socket
+import sys
+import threading
+
+_LOOK_MS = 100
 
 # What ends the notebook's process group leaves the server, which then cleans up.
 os.setsid()
 # What asks torch.cuda.is_available() while it is imported must not initialise the driver: no fork survives that.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def _watch(listener: int, alive: int) -> None:
+    """While torch is imported, which takes seconds or a minute, the server itself does not look."""
+    poll = select.poll()
+    poll.register(alive, 0)  # that nobody holds its other end is told in any case
+    while not _imported.is_set():
+        if poll.poll(_LOOK_MS):
+            _remove_socket(listener)
+            os._exit(1)
+
+
+def _remove_socket(listener: int) -> None:
+    """And multiprocessing's folder for it, if nothing else is there."""
+    with socket.socket(fileno=os.dup(listener)) as server, contextlib.suppress(OSError):
+        os.unlink(server.getsockname())
+        os.rmdir(os.path.dirname(server.getsockname()))
+
+
+def all_is_imported() -> None:
+    """End the watch: a fork must not find a thread."""
+    _imported.set()
+    if _watcher is not None:
+        _watcher.join()
+
+
+_imported = threading.Event()
+_watcher: threading.Thread | None = None
+# ``main(listener, alive, ...)``, as multiprocessing has started this process.
+if _fds := re.search(r"main\((\d+), (\d+)", " ".join(sys.orig_argv)):
+    _watcher = threading.Thread(target=_watch, args=[int(fd) for fd in _fds.groups()], daemon=True)
+    _watcher.start()
