@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,27 @@ def test_arguments_of_the_process_are_clean(cell: Cells) -> None:
     """A script that parses ``sys.argv`` must not find the kernel's ``-f connection.json``."""
     names = cell("import sys\ndef train(): return sys.argv")
     assert run(names.train).values == [["train"]] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="is about glibc")
+def test_memory_of_one_step_is_there_for_the_next(cell: Cells) -> None:
+    """As torchrun leaves it, activations are given back to the system and faulted in again, at every step."""
+    names = cell("""
+        import ctypes, resource
+        def train():
+            libc = ctypes.CDLL(None)
+            libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+            libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+            def faults_of_a_step():
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+                blocks = [libc.malloc(1 << 20) for _ in range(40)]
+                for block in blocks: libc.memset(block, 1, 1 << 20)
+                for block in blocks: libc.free(block)
+                return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+            return [faults_of_a_step() for _ in range(6)]
+    """)
+    for faults in run(names.train).values:
+        assert min(faults[1:]) < 100, faults  # of 10,240 pages
 
 
 def test_spawn_start_method_works_and_is_a_fresh_interpreter(cell: Cells) -> None:

@@ -16,7 +16,7 @@ import torch._dynamo  # noqa: F401 - 1 s at the first torch.optim.Optimizer othe
 import nbddp.worker.data
 import nbddp.worker.entry
 import nbddp.worker.snapshot  # noqa: F401
-from nbddp.worker import hugepages
+from nbddp.worker import heap, hugepages
 
 _STARTED_BY = os.getppid()
 _PARENT_GONE_S = 1.0
@@ -51,3 +51,4 @@ atexit.register(_remove_files_of_a_dead_kernel)
 gc.collect()
 gc.freeze()
 hugepages.collapse()
+heap.keep_what_is_freed()
