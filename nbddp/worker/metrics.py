@@ -97,13 +97,16 @@ class MetricsPipe:
 
     def _number(self, name: str, value: Any, step: int, op: int, weight: float, now: float) -> float | None:
         """The value as a float, or None when it is on its way from a device."""
-        if hasattr(value, "is_cpu") and not value.is_cpu and value.numel() == 1:
+        on_cpu = getattr(value, "is_cpu", None)  # None: no tensor
+        if on_cpu is False and value.numel() == 1:
             self._fetch(value.detach(), self._id(name), step, op, weight, now)
             return None
         try:
+            if on_cpu is not None:
+                return float(value.item())
             if isinstance(value, (str, bytes)):  # float() would take "3"
                 raise TypeError
-            return float(value.item() if hasattr(value, "is_cpu") else value)
+            return float(value)
         except (TypeError, ValueError, RuntimeError):
             _check(name, value)
             raise
