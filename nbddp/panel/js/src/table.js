@@ -52,13 +52,13 @@ class Group {
     this._step = h("span", { class: "nbddp-facts" });
     this._note = h("span", { class: "nbddp-note" });
     const line = h("div", {}, this._button, this._ranks, this._state, this._step, this._note);
-    this._heading = h("tr", { class: "nbddp-host", hidden: !name }, h("th", { scope: "rowgroup", colspan: HEADINGS.length }, line));
-    this.el = h("tbody", {}, this._heading);
+    this._heading = h("tr", { class: "nbddp-host" }, h("th", { scope: "rowgroup", colspan: HEADINGS.length }, line));
+    this.el = h("tbody");
   }
 
   fill(rows) {
     this._rows = rows;
-    this.el.replaceChildren(this._heading, ...rows);
+    this.el.replaceChildren(...(this._name ? [this._heading] : []), ...rows);
   }
 
   update(host, all) {
