@@ -599,6 +599,29 @@ def _kill_the_fork_server() -> None:
     wait_until(lambda: not psutil.pid_exists(server) or psutil.Process(server).status() == psutil.STATUS_ZOMBIE)
 
 
+def test_a_handler_that_raises_takes_the_errors_place(cell: Cells) -> None:
+    """As torch's for SIGCHLD, when DataLoader workers die one after the other while the first error is told."""
+    names = cell(
+        """
+        import os, signal, time
+        def raises(*_): raise RuntimeError("a worker died")
+        class Slow(ValueError):
+            def __reduce__(self):
+                time.sleep(0.2)  # or a large attribute
+                return Slow, ("the first error",)
+        def train():
+            signal.signal(signal.SIGCHLD, raises)
+            for i in range(10):
+                if os.fork() == 0:
+                    time.sleep(0.1 + 0.02 * i)
+                    os._exit(0)
+            raise Slow("the first error")
+        """
+    )
+    with pytest.raises(nbddp.RankError, match="Slow: the first error"):
+        run(names.train, nprocs=1)
+
+
 def test_a_start_that_breaks_off_ends_the_fork_server(cell: Cells) -> None:
     names = cell("def nothing(): pass")
     run(names.nothing)

@@ -67,6 +67,7 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[An
         return _finished(value, ends.result, known, job)
     except BaseException as error:
         at = time.monotonic()  # before anything slow: the first failure in time is the run's
+        _let_nothing_else_raise()
         if isinstance(error, SystemExit) and phase == "call":
             return _exited(error, ends.result)
         return _failed(error, at, phase, ends.result, known if phase in ("call", "pack") else ())
@@ -194,6 +195,12 @@ def unpack(
 
 
 # ---------------------------------------------------------------------------- reporting
+
+
+def _let_nothing_else_raise() -> None:
+    """An interrupt, or torch's handler that raises when a DataLoader worker dies, would take the error's place."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _finished(value: Any, fd: int, known: Sequence[Any], job: wire.Job) -> wire.Message:

@@ -135,8 +135,8 @@ class Suite:
         limit_s = _NEW_SERVER_S if "fork server" in verdict.case.fault else _NEXT_RUN_S
         if after["next_run"] or after["next_seconds"] > limit_s:
             verdict.wrong.append(f"the next run: {after['next_run']} after {after['next_seconds']:.2f} s")
-        if after["changed"]:
-            verdict.wrong.append(f"the kernel is not as it was: {after['changed']}")
+        if changed := _but_torchs_probes(after["changed"]):
+            verdict.wrong.append(f"the kernel is not as it was: {changed}")
         if after["going"]:
             verdict.wrong.append("a run that is over counts as going")
         if left := _wait_until_none(lambda: kernel.strangers() + kernel.zombies()):
@@ -156,6 +156,14 @@ class Suite:
             if path.name not in tokens and (path not in parts or len(parts) > 1):
                 verdict.wrong.append(f"a file is left: {path.name} of {path.stat().st_size} bytes")
             path.unlink()
+
+
+def _but_torchs_probes(changed: dict[str, str]) -> dict[str, str]:
+    """A DataLoader whose worker died opens ten files, to see if it can; a rank that is killed just then leaves one."""
+    files = set(re.findall(r"'([^']*)'", changed.get("files", "")))
+    if files and all(re.fullmatch(r"tmp[a-z0-9_]{8}", name) for name in files):
+        return {what: how for what, how in changed.items() if what != "files"}
+    return changed
 
 
 def _without_torchs(said: str) -> str:
