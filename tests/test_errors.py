@@ -599,27 +599,6 @@ def _kill_the_fork_server() -> None:
     wait_until(lambda: not psutil.pid_exists(server) or psutil.Process(server).status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_handler_that_raises_takes_the_errors_place(cell: Cells) -> None:
-    """As torch's for SIGCHLD, when DataLoader workers die one after the other while the first error is told."""
-    names = cell(
-        """
-        import os, signal, threading, time
-        def raises(*_): raise RuntimeError("a worker died")
-        def workers_die():
-            while True:
-                os.kill(os.getpid(), signal.SIGCHLD)
-                time.sleep(0.001)
-        def train():
-            signal.signal(signal.SIGCHLD, raises)
-            threading.Thread(target=workers_die, daemon=True).start()
-            time.sleep(10)
-        """
-    )
-    for _ in range(8):
-        with pytest.raises(nbddp.RankError, match="RuntimeError: a worker died"):
-            run(names.train, nprocs=1)
-
-
 def test_a_start_that_breaks_off_ends_the_fork_server(cell: Cells) -> None:
     names = cell("def nothing(): pass")
     run(names.nothing)

@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed.elastic.agent.server.api as elastic
-from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from nbddp.host.service import Pipe
 
 _TICK_S = 0.05
-_MEET_S = datetime.timedelta(seconds=30)  # for the agents to find each other, once all are there
-_CONNECT_S = datetime.timedelta(seconds=15)  # sooner: who cannot connect knows why
+_OPEN_S = datetime.timedelta(seconds=10)  # of the store's own client
+_REACH_S = 15.0
+_TRY_S = 2.0
 _AT_ONCE = 1e-6  # torchelastic sleeps between two looks; ours wait for news
 _MOST_BACKLOG = 16 << 20  # bytes that the kernel has not read: what the ranks log then waits in their pipes
 _READ_BYTES = 256 << 10
@@ -98,18 +99,38 @@ class Rounds(RendezvousHandler):
     def _meet(self) -> RendezvousInfo:
         group_rank, size = self.round["group_rank"], self.round["group_size"]
         address = self.round["address"]
+        store: Store
         if group_rank == 0:
-            self._hosted = store = self._host(address, size)
-            port = store.port
+            store = self._hosted = self._host(address, size)
+            port = self._hosted.port
             self._pipe.send({"kind": "store", "address": address, "port": port})
         else:
             where = self._next("store")
             address, port = where["address"], where["port"]
-            store = _connected(address, port, size)
+            self._try_to_reach(address, port)
+            store = HashStore()  # the agents have nothing to say to each other: the kernel tells them their ranks
         self.store = (address, port)
-        return RendezvousInfo(
-            PrefixStore("agents", store), group_rank, size, RendezvousStoreInfo(master_addr=address, master_port=port)
-        )
+        return RendezvousInfo(store, group_rank, size, RendezvousStoreInfo(master_addr=address, master_port=port))
+
+    def _try_to_reach(self, address: str, port: int) -> None:
+        """For the ranks, which would try for minutes."""
+        deadline = time.monotonic() + _REACH_S
+        while True:
+            try:
+                socket.create_connection((address, port), timeout=_TRY_S).close()
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    why = f"{address}, port {port}, cannot be reached from there; is there a firewall? ({error})"
+                    raise OSError(why) from error
+            self._raise_if_ended()
+            time.sleep(_TICK_S)
+
+    def _raise_if_ended(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if self._pipe.orders.get_nowait()["kind"] == "end":
+                    raise Ended
 
     def _host(self, address: str, size: int) -> TCPStore:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -123,7 +144,7 @@ class Rounds(RendezvousHandler):
                 is_master=True,
                 wait_for_workers=False,
                 master_listen_fd=listener.fileno(),
-                timeout=_MEET_S,
+                timeout=_OPEN_S,
             )
         except BaseException:
             listener.close()
@@ -166,16 +187,6 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _connected(address: str, port: int, size: int) -> TCPStore:
-    try:
-        store = TCPStore(address, port, size, is_master=False, wait_for_workers=False, timeout=_CONNECT_S)
-    except DistError as error:
-        what = str(error).partition("\n")[0][:200]
-        raise OSError(f"{address}, port {port}, cannot be reached from there; is there a firewall? ({what})") from error
-    store.set_timeout(_MEET_S)
-    return store
-
-
 class Ended(Exception):
     """The kernel has ended a round before it began here."""
 
@@ -203,6 +214,15 @@ class Agent(SimpleElasticAgent):
                 return
             except (Ended, DistError, OSError) as error:
                 self._rounds.give_up(error)
+
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[elastic.Worker]:
+        """The kernel has decided them; torchelastic's own way waits in the store for every other agent."""
+        first, size = self._rounds.round["first_rank"], self._rounds.round["world_size"]
+        return [
+            elastic.Worker(local, first + local, first + local, size, size) for local in range(spec.local_world_size)
+        ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._oom_kills = oom.kills()

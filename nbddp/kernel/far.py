@@ -241,6 +241,8 @@ class FarCrew:
             "run_id": f"nbddp-{os.getpid()}-{self._number}",
             "group_rank": group_rank,
             "group_size": len(self._hosts),
+            "first_rank": self._ranks_of[host.name].start,
+            "world_size": len(self.workers),
             "address": meeting.address[host.name],
             "interface": meeting.interface[host.name],
             "restart_count": restart_count,

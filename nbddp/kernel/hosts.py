@@ -258,7 +258,7 @@ class Host:
         said = self._said() or noise.decode("utf-8", "replace").strip().splitlines()
         text = "\n".join(said)
         ended = f"its login ended with exit code {self._process.returncode}"
-        last = f"{said[-1].strip()} ({ended})" if said else ended
+        last = f"{ended}: {said[-1].strip()}" if said else ended
         advice = next((advice for sign, advice in _ADVICE if sign in text), "")
         if not advice:
             return last
