@@ -1,0 +1,1 @@
+"""Several machines: hosts that are network namespaces, each with its own ssh server."""

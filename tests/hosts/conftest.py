@@ -1,0 +1,86 @@
+"""Hosts for the tests, and a look at what a run has left on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import nbddp
+from tests.hosts.rig import NotHere, Rig
+
+GONE_S = 2.0
+HEARTBEAT_S = 3.0
+
+
+@pytest.fixture(scope="session")
+def rig(_warm: None) -> Iterator[Rig]:
+    """Three hosts, ``gpu1`` to ``gpu3``."""
+    try:
+        made = Rig()
+    except NotHere as reason:
+        pytest.skip(f"no hosts on this machine: {reason}")
+    with made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _hosts_stay_clean(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process or a file on a host; cables that it has pulled are in again."""
+    if "rig" not in request.fixturenames:
+        yield
+        return
+    rig: Rig = request.getfixturevalue("rig")
+    if "warm" in request.fixturenames:
+        request.getfixturevalue("warm")
+    else:  # the test takes every process on a host for its own
+        for opened in request.getfixturevalue("_logged_in"):
+            opened.close()
+    before = {name: ({p.pid for p in host.processes()}, host.files()) for name, host in rig.hosts.items()}
+    yield
+    problems = []
+    for name, host in rig.hosts.items():
+        rig.cable(name, "up")
+        try:
+            host.wait_until_clean(GONE_S, *before[name])
+        except AssertionError as problem:
+            problems.append(str(problem))
+            host.clean_up(*before[name])
+    assert not problems, "\n".join(problems)
+
+
+@pytest.fixture
+def cluster(rig: Rig) -> Iterator[Callable[..., nbddp.Cluster]]:
+    """Logs in to hosts of the rig; logs out at the end."""
+    opened: list[nbddp.Cluster] = []
+
+    def log_in(*hosts: str, **options: Any) -> nbddp.Cluster:
+        options = {"launcher": rig.ssh, "heartbeat": HEARTBEAT_S, **options}
+        opened.append(nbddp.cluster(list(hosts) or ["gpu1", "gpu2"], **options))
+        return opened[-1]
+
+    yield log_in
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture(scope="session")
+def _logged_in(rig: Rig) -> Iterator[list[nbddp.Cluster]]:
+    box: list[nbddp.Cluster] = []
+    yield box
+    for opened in box:
+        opened.close()
+
+
+@pytest.fixture
+def warm(rig: Rig, _logged_in: list[nbddp.Cluster]) -> nbddp.Cluster:
+    """``gpu1`` and ``gpu2``, logged in to for all tests that leave them as they are."""
+    if not _logged_in or repr(_logged_in[-1]) != "<Cluster of gpu1, gpu2>":
+        _logged_in[:] = [nbddp.cluster(["gpu1", "gpu2"], launcher=rig.ssh, heartbeat=15.0)]
+        _logged_in[0].run(_nothing, nprocs=1, device="cpu", show=False)  # there is then what a cluster keeps
+    return _logged_in[0]
+
+
+def _nothing() -> None:
+    pass

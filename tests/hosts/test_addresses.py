@@ -1,0 +1,101 @@
+"""Ranks that wait for each other at an address that is another machine for each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nbddp
+from nbddp.kernel.addresses import meeting_of
+
+DOCKER = ("docker0", "172.17.0.1", "172.17.0.0/16")
+Network = tuple[str, str, str]
+
+
+def told(*networks: Network, asked_at: str = "") -> dict[str, Any]:
+    keys = ("name", "address", "network")
+    return {"networks": [dict(zip(keys, network)) for network in networks], "asked_at": asked_at}
+
+
+def chosen(**facts: dict[str, Any]) -> dict[str, tuple[str, str | None]]:
+    meeting = meeting_of(facts)
+    assert meeting.address.keys() == meeting.interface.keys() == facts.keys()
+    return {host: (meeting.address[host], meeting.interface[host]) for host in facts}
+
+
+def lan(i: int, name: str = "eth0") -> Network:
+    return name, f"10.0.0.{i}", "10.0.0.0/24"
+
+
+def fast(i: int, name: str = "ib0") -> Network:
+    return name, f"10.9.0.{i}", "10.9.0.0/16"
+
+
+def test_dockers_address_is_the_same_on_all() -> None:
+    assert chosen(a=told(DOCKER, lan(1)), b=told(DOCKER, lan(2))) == {
+        "a": ("10.0.0.1", "eth0"),
+        "b": ("10.0.0.2", "eth0"),
+    }
+
+
+def test_dockers_address_is_chosen_where_there_is_no_common_network_and_no_ssh() -> None:
+    """srun tells no address; cloud machines have networks of one address."""
+    a = told(DOCKER, ("ens4", "10.0.0.1", "10.0.0.1/32"))
+    b = told(DOCKER, ("ens4", "10.0.0.2", "10.0.0.2/32"))
+    assert chosen(a=a, b=b) == {"a": ("10.0.0.1", "ens4"), "b": ("10.0.0.2", "ens4")}
+
+
+def test_interfaces_with_other_names_are_the_same_network() -> None:
+    found = chosen(a=told(lan(1, "eno1")), b=told(lan(2, "enp3s0")))
+    assert found == {"a": ("10.0.0.1", "eno1"), "b": ("10.0.0.2", "enp3s0")}
+
+
+def test_the_way_that_ssh_came_is_known_to_work() -> None:
+    a, b = told(fast(1), lan(1), asked_at="10.0.0.1"), told(fast(2), lan(2), asked_at="10.0.0.2")
+    assert chosen(a=a, b=b) == {"a": ("10.0.0.1", "eth0"), "b": ("10.0.0.2", "eth0")}
+
+
+def test_ssh_came_by_networks_that_the_hosts_do_not_share() -> None:
+    a = told(("wan0", "203.0.113.5", "203.0.113.0/24"), lan(1), asked_at="203.0.113.5")
+    b = told(("wan0", "198.51.100.7", "198.51.100.0/24"), lan(2), asked_at="198.51.100.7")
+    assert chosen(a=a, b=b) == {"a": ("10.0.0.1", "eth0"), "b": ("10.0.0.2", "eth0")}
+
+
+def test_machines_of_a_cloud_have_a_router_between() -> None:
+    a = told(DOCKER, ("ens4", "10.0.0.1", "10.0.0.1/32"), asked_at="10.0.0.1")
+    b = told(DOCKER, ("ens4", "10.0.0.2", "10.0.0.2/32"), asked_at="10.0.0.2")
+    assert chosen(a=a, b=b) == {"a": ("10.0.0.1", "ens4"), "b": ("10.0.0.2", "ens4")}
+
+
+def test_a_name_for_the_outside_is_no_address_of_the_host() -> None:
+    """ssh goes through a jump host or a forwarded port: what it reached is none of the host's interfaces."""
+    a = told(lan(1), asked_at="127.0.0.1")
+    b = told(lan(2), asked_at="2001:db8::7")
+    assert chosen(a=a, b=b) == {"a": ("10.0.0.1", "eth0"), "b": ("10.0.0.2", "eth0")}
+
+
+def test_one_host_alone_is_on_the_network() -> None:
+    assert chosen(a=told(lan(1))) == {"a": ("127.0.0.1", None)}
+
+
+def test_a_host_without_a_network() -> None:
+    with pytest.raises(nbddp.LaunchError, match="b has no network"):
+        meeting_of({"a": told(lan(1)), "b": told()})
+
+
+@given(st.integers(2, 5), st.data())
+def test_two_hosts_have_one_address(count: int, data: st.DataObject) -> None:
+    pool = st.sampled_from([lambda i: DOCKER, lan, fast, lambda i: ("virbr0", "192.168.122.1", "192.168.122.0/24")])
+    facts = {}
+    for i in range(count):
+        extra = [make(i + 1) for make in data.draw(st.lists(pool, max_size=4, unique=True))]
+        networks = data.draw(st.permutations([lan(i + 1), *(one for one in extra if one[0] != "eth0")]))
+        asked = data.draw(st.sampled_from(["", *(network[1] for network in networks)]))
+        facts[f"host{i}"] = told(*networks, asked_at=asked)
+    found = chosen(**facts)
+    assert len({address for address, _ in found.values()}) == count
+    for name, (address, interface) in found.items():
+        assert (interface, address) in [(n["name"], n["address"]) for n in facts[name]["networks"]]

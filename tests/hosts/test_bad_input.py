@@ -1,0 +1,314 @@
+"""Hosts that cannot be used: one error that names the host and the remedy, and nothing is left running anywhere."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nbddp
+from tests.hosts.rig import ROOT, Rig
+from tests.support import Cells, run
+
+pytestmark = pytest.mark.slow
+
+SOON_S = 25.0  # two hosts import torch at the same time, on the two cores of one machine
+
+
+def refused(rig: Rig, *hosts: str, **options: Any) -> str:
+    """What ``nbddp.cluster`` says; it must be a LaunchError of a line, and soon."""
+    began = time.monotonic()
+    with pytest.raises(nbddp.LaunchError) as raised:
+        with nbddp.cluster(list(hosts), **{"launcher": rig.ssh, **options}):
+            pass
+    assert time.monotonic() - began < SOON_S
+    said = str(raised.value)
+    assert "\n" not in said, said
+    assert "Welcome" not in said, "the login shell's greeting is no cause"
+    assert "new mail" not in said, "the login shell's greeting is no cause"
+    return said
+
+
+def only_on(host: str, folder: Path, body: str) -> str:
+    """A Python that is another one on that host."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\n[ "$(hostname)" != {host} ] || {{ {body}; }}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def preloading(host: str, folder: Path, source: str) -> str:
+    """A Python that executes this first, on that host."""
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(textwrap.dedent(source))
+    return only_on(host, folder, f"export PYTHONPATH={shlex.quote(str(site))}:$PYTHONPATH")
+
+
+# ---------------------------------------------------------------------------- who cannot be logged in to
+
+
+def test_a_host_that_nobody_knows(rig: Rig) -> None:
+    said = refused(rig, "gpu1", "gpu9")
+    assert said.startswith("gpu9: ")
+    assert "~/.ssh/config" in said
+
+
+def test_a_host_that_is_off(rig: Rig) -> None:
+    said = refused(rig, "gpu1", "nobody-there")
+    assert said.startswith("nobody-there: ")
+    assert "is it up" in said
+
+
+def test_a_host_without_an_ssh_server(rig: Rig) -> None:
+    said = refused(rig, "no-server", "gpu1")
+    assert said.startswith("no-server: ")
+    assert "no ssh server" in said
+
+
+@pytest.fixture
+def no_key(rig: Rig) -> Iterator[None]:
+    keys = rig.folder / "gpu2.authorized"
+    before = keys.read_text()
+    keys.write_text("")
+    yield
+    keys.write_text(before)
+
+
+@pytest.mark.usefixtures("no_key")
+def test_a_key_that_is_refused_ends_in_a_prompt_for_a_password(rig: Rig) -> None:
+    said = refused(rig, "gpu1", "gpu2")
+    assert said.startswith("gpu2: ")
+    assert "ssh-copy-id gpu2" in said
+
+
+@pytest.fixture
+def other_key(rig: Rig) -> Iterator[None]:
+    known = rig.folder / "known_hosts"
+    before = known.read_text()
+    lines = before.splitlines()
+    swapped = [f"{a.split()[0]} {' '.join(b.split()[1:])}" for a, b in zip(lines, lines[1:] + lines[:1])]
+    known.write_text("\n".join(swapped) + "\n")
+    yield
+    known.write_text(before)
+
+
+@pytest.mark.usefixtures("other_key")
+def test_a_host_that_may_be_another_is_trusted(rig: Rig) -> None:
+    said = refused(rig, "gpu1")
+    assert said.startswith("gpu1: ")
+    assert "host key" in said
+    assert "ssh gpu1" in said
+
+
+# ---------------------------------------------------------------------------- what is missing there
+
+
+def test_a_host_without_that_python(rig: Rig) -> None:
+    said = refused(rig, "gpu1", "gpu2", python="/no/such/python")
+    assert said.startswith("gpu1: ")
+    assert "/no/such/python" in said
+    assert "python=" in said
+
+
+def test_a_host_without_nbddp(rig: Rig, tmp_path: Path) -> None:
+    base = os.path.realpath(sys.executable)
+    said = refused(rig, "gpu1", "gpu2", python=only_on("gpu2", tmp_path, f'unset PYTHONPATH; exec {base} -S "$@"'))
+    assert said.startswith("gpu2: ")
+    assert f"pip install nbddp=={nbddp.__version__}" in said
+
+
+def test_a_host_with_nbddp_and_without_what_it_needs(rig: Rig, tmp_path: Path) -> None:
+    base = os.path.realpath(sys.executable)
+    body = f'export PYTHONPATH={ROOT}; exec {base} -S "$@"'
+    said = refused(rig, "gpu1", "gpu2", python=only_on("gpu2", tmp_path, body))
+    assert said.startswith("gpu2: ")
+    assert "lacks a package" in said
+    assert "No module named" in said
+
+
+@pytest.mark.parametrize(("what", "there"), [("torch", "2.1.0"), ("cloudpickle", "1.0")])
+def test_another_version_of_a_package(rig: Rig, tmp_path: Path, what: str, there: str) -> None:
+    source = f"""
+        import importlib.metadata as metadata
+        found = metadata.version
+        metadata.version = lambda name: {there!r} if name == {what!r} else found(name)
+    """
+    said = refused(rig, "gpu1", "gpu2", python=preloading("gpu2", tmp_path, source))
+    assert said.startswith(f"gpu2 has {what} {there}, this notebook {what} ")
+    assert "install the same version" in said
+
+
+def test_another_python(rig: Rig, tmp_path: Path) -> None:
+    source = "import platform; platform.python_version_tuple = lambda: ('3', '8', '10')"
+    said = refused(rig, "gpu1", "gpu2", python=preloading("gpu2", tmp_path, source))
+    assert said.startswith("gpu2 has Python 3.8, this notebook Python 3.")
+
+
+def test_another_nbddp(rig: Rig, tmp_path: Path) -> None:
+    said = refused(rig, "gpu1", "gpu2", python=preloading("gpu2", tmp_path, "import nbddp; nbddp.__version__ = '0.0'"))
+    assert said.startswith(f"gpu2 has nbddp 0.0, this notebook nbddp {nbddp.__version__}")
+
+
+def test_a_python_that_crashes_at_once(rig: Rig, tmp_path: Path) -> None:
+    python = only_on("gpu2", tmp_path, "kill -SEGV $$")
+    with pytest.raises(nbddp.LaunchError, match=r"gpu2: .*exit code"):
+        nbddp.cluster(["gpu1", "gpu2"], launcher=rig.ssh, python=python)
+
+
+# ---------------------------------------------------------------------------- what is no list of hosts
+
+
+def test_a_host_that_is_named_twice(rig: Rig) -> None:
+    assert refused(rig, "gpu1", "gpu2", "gpu1").startswith("gpu1 is named twice: name it once")
+
+
+def test_two_names_of_one_host(rig: Rig) -> None:
+    said = refused(rig, "gpu1", "gpu1.by-another-name")
+    assert said.startswith("gpu1 and gpu1.by-another-name are the same machine")
+
+
+def test_this_machine_under_two_names(rig: Rig) -> None:
+    here = ["sh", "-c", 'exec "$@"', "{host}"]
+    assert "same machine" in refused(rig, "localhost", "me", launcher=here)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "says"),
+    [
+        ([], {}, "hosts is a list of names"),
+        ("gpu1", {}, "hosts is a list of names"),
+        (["gpu1", ""], {}, "hosts is a list of names"),
+        (["gpu1", 2], {}, "hosts is a list of names"),
+        (["-oProxyCommand=touch /tmp/owned"], {}, "no host's name"),
+        (["gpu1"], {"launcher": ["ssh", "gpu1"]}, "{host}"),
+        (["gpu1"], {"launcher": []}, "{host}"),
+        (["gpu1"], {"launcher": ["/no/such/launcher", "{host}"]}, "gpu1: /no/such/launcher cannot be started"),
+        (["gpu1"], {"heartbeat": 0}, "heartbeat"),
+        (["gpu1"], {"heartbeat": float("nan")}, "heartbeat"),
+        (["gpu1"], {"heartbeat": "soon"}, "heartbeat"),
+        ("slurm", {}, "salloc"),
+    ],
+)
+def test_what_is_no_list_of_hosts(hosts: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(nbddp.LaunchError) as raised:
+        nbddp.cluster(hosts, **options)
+    assert says in str(raised.value)
+
+
+def test_run_takes_the_same_and_says_the_same(cell: Cells) -> None:
+    names = cell("def train(): return 1")
+    with pytest.raises(nbddp.LaunchError, match="hosts is a list of names"):
+        run(names.train, hosts="gpu1")
+    with pytest.raises(nbddp.LaunchError, match="named twice"):
+        run(names.train, hosts=["localhost", "localhost"])
+
+
+# ---------------------------------------------------------------------------- what cannot be run there
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nprocs": {"gpu1": 2}}, "gpu2: nprocs="),
+        ({"nprocs": {"gpu1": 2, "gpu2": 2, "gpu3": 1}}, "gpu3: nprocs="),
+        ({"nprocs": {"gpu1": 2, "gpu2": 0}}, "too small"),
+        ({"nprocs": 0}, "too small"),
+        ({"nprocs": "2"}, "whole number"),
+        ({"min_hosts": 0}, "min_hosts"),
+        ({"min_hosts": 3}, "min_hosts"),
+        ({"device": "cuda"}, "gpu1"),
+        ({"gpus": [0]}, "gpu"),
+        ({"env": {"RANK": "0"}}, "RANK"),
+    ],
+)
+def test_what_cannot_be_run_there(cell: Cells, warm: nbddp.Cluster, options: dict[str, Any], says: str) -> None:
+    names = cell("def train(): return 1")
+    with pytest.raises(nbddp.LaunchError) as raised:
+        nbddp.run(names.train, hosts=warm, show=False, **options)
+    assert says in str(raised.value)
+    assert run(names.train, hosts=warm).values == [1] * 4
+
+
+def test_hosts_with_different_numbers_of_gpus(rig: Rig, cell: Cells, tmp_path: Path) -> None:
+    source = """
+        import os, socket
+        if os.environ.get("FAKE_GPUS") != "no":
+            import nbddp.kernel.plan as plan
+            plan.accelerator = lambda: ("cuda", 4 if socket.gethostname() == "gpu2" else 8)
+    """
+    python = preloading("gpu2", tmp_path, source)
+    with open(python) as file:
+        everywhere = file.read().replace('[ "$(hostname)" != gpu2 ] ||', "")
+    with open(python, "w") as file:
+        file.write(everywhere)
+    names = cell("def train(): return 1")
+    with nbddp.cluster(["gpu1", "gpu2"], launcher=rig.ssh, python=python) as hosts:
+        with pytest.raises(nbddp.LaunchError) as raised:
+            nbddp.run(names.train, hosts=hosts, show=False)
+        assert "gpu1 has 8, gpu2 has 4" in str(raised.value)
+        assert "nprocs={'gpu1': 8, 'gpu2': 4}" in str(raised.value)
+        with pytest.raises(nbddp.LaunchError, match=r"gpu2: nprocs=8, but .* 4 cuda devices"):
+            nbddp.run(names.train, hosts=hosts, nprocs=8, show=False)
+
+
+def test_min_hosts_without_hosts_is_ignored(cell: Cells) -> None:
+    names = cell("def train(): return 1")
+    with pytest.raises(nbddp.LaunchError, match="min_hosts"):
+        run(names.train, min_hosts=1)
+    with pytest.raises(nbddp.LaunchError, match="nprocs"):
+        run(names.train, nprocs={"gpu1": 2})
+
+
+def test_a_host_without_room_for_the_payload(rig: Rig, cell: Cells, tmp_path: Path) -> None:
+    names = cell("def train(big): return len(big)")
+    python = only_on("gpu2", tmp_path, "ulimit -f 4000")
+    with nbddp.cluster(["gpu1", "gpu2"], launcher=rig.ssh, python=python, heartbeat=60.0) as hosts:
+        began = time.monotonic()
+        with pytest.raises((nbddp.LaunchError, nbddp.HostLost), match="gpu2"):
+            run(names.train, b"x" * 20_000_000, hosts=hosts)
+        assert time.monotonic() - began < 10
+
+
+# ---------------------------------------------------------------------------- who is no nbddp
+
+
+LIARS = {
+    "silence at once": "sys.exit(0)",
+    "no end of noise": "while True: print('y' * 1000)",
+    "a mark and no frames": "lie(b'x' * 4096)",
+    "a hello without facts": "lie(frame({'kind': 'hello'}))",
+    "facts of other kinds": "lie(frame({**HELLO, 'networks': 7, 'devices': 'many'}))",
+    "a clock that is none": "lie(frame({**HELLO, 'now': 'late'}))",
+    "a frame of 4 GB": "lie(b'\\xff' * 8)",
+}
+
+
+@pytest.mark.parametrize("liar", LIARS)
+def test_what_answers_there_is_no_nbddp(liar: str, tmp_path: Path) -> None:
+    program = tmp_path / "liar.py"
+    program.write_text(
+        textwrap.dedent("""
+            import json, os, struct, sys, time
+            def lie(data):
+                os.write(1, b"\\0nbddp frames 1\\n" + data)
+                time.sleep(60)
+            def frame(head):
+                text = json.dumps(head).encode()
+                return struct.pack(">II", len(text), 0) + text
+            HELLO = {"kind": "hello", "versions": {}, "devices": {}, "networks": [], "asked_at": "", "identity": "me",
+                     "now": 1.0}
+        """)
+        + LIARS[liar]
+    )
+    began = time.monotonic()
+    with pytest.raises(nbddp.LaunchError, match="box1"):
+        nbddp.cluster(["box1"], launcher=[sys.executable, str(program), "{host}"], heartbeat=5.0)
+    assert time.monotonic() - began < 10

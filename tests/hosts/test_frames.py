@@ -1,0 +1,222 @@
+"""What comes over the pipe is cut anywhere, has anything before it, and may be no frames at all."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbddp import frames
+from tests.support import wait_until
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+heads = st.dictionaries(st.text(), values, max_size=4).flatmap(
+    lambda head: st.text().map(lambda kind: {**head, "kind": kind})
+)
+messages = st.lists(st.tuples(heads, st.binary(max_size=300)), max_size=6)
+
+
+def whole(sent: list[tuple[dict[str, Any], bytes]]) -> bytes:
+    return b"".join(piece for head, body in sent for piece in frames.encode(head, body))
+
+
+def cut(data: bytes, cuts: list[int]) -> list[bytes]:
+    places = [0, *sorted(at % (len(data) + 1) for at in cuts), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(places)]
+
+
+@given(messages, st.lists(st.integers(0, 10**6), max_size=12))
+def test_a_frame_changes_with_where_it_was_cut(sent: list[tuple[dict[str, Any], bytes]], cuts: list[int]) -> None:
+    parser = frames.Parser()
+    stream = whole(sent)
+    assert [frame for part in cut(stream, cuts) for frame in parser.feed(part)] == sent
+
+
+@given(st.binary(max_size=2000), messages, st.lists(st.integers(0, 10**6), max_size=12))
+def test_noise_before_the_mark_is_taken_for_frames(
+    noise: bytes, sent: list[tuple[dict[str, Any], bytes]], cuts: list[int]
+) -> None:
+    stream = noise + frames.MARK + whole(sent)
+    before = (noise + frames.MARK).index(frames.MARK)
+    if before != len(noise):
+        return  # the noise itself ends in what begins the mark
+    parser = frames.Parser(after_mark=True)
+    assert [frame for part in cut(stream, cuts) for frame in parser.feed(part)] == sent
+    assert parser.noise == noise
+
+
+@given(st.binary(max_size=4000), st.lists(st.integers(0, 10**6), max_size=6), st.booleans())
+def test_garbage_ends_in_another_error(garbage: bytes, cuts: list[int], marked: bool) -> None:
+    parser = frames.Parser(after_mark=not marked)
+    with contextlib.suppress(frames.Garbled):
+        for part in cut(garbage, cuts):
+            for head, body in parser.feed(part):
+                assert isinstance(head["kind"], str)
+                assert isinstance(body, bytes)
+
+
+@given(messages, st.data())
+def test_frames_with_a_wrong_byte_end_in_another_error(
+    sent: list[tuple[dict[str, Any], bytes]], data: st.DataObject
+) -> None:
+    stream = bytearray(whole(sent))
+    if stream:
+        stream[data.draw(st.integers(0, len(stream) - 1))] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(frames.Garbled):
+        list(frames.Parser().feed(bytes(stream)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"7", b'"kind"', b"{}", b'{"kind": 1}', b"{", b"\xff\xfe", b"[" * 100_000, b'{"kind": "x"}}'],
+)
+def test_a_head_that_is_none(text: bytes) -> None:
+    with pytest.raises(frames.Garbled):
+        list(frames.Parser().feed(struct.pack(">II", len(text), 0) + text))
+
+
+@pytest.mark.parametrize("lengths", [(2**32 - 1, 0), (2, 2**32 - 1), (2**31, 2**31)])
+def test_a_length_that_would_fill_the_memory(lengths: tuple[int, int]) -> None:
+    with pytest.raises(frames.Garbled):
+        list(frames.Parser().feed(struct.pack(">II", *lengths)))
+
+
+def test_noise_without_an_end_fills_the_memory() -> None:
+    parser = frames.Parser(after_mark=True)
+    with pytest.raises(frames.Garbled):
+        for _ in range(1000):
+            assert list(parser.feed(b"y\n" * 5000)) == []
+    assert len(parser.noise) < 4 << 20
+
+
+def test_many_small_pieces_of_a_large_frame_take_a_time_that_grows_with_its_square() -> None:
+    def seconds(nbytes: int) -> float:
+        stream, parser = whole([({"kind": "x"}, b"y" * nbytes)]), frames.Parser()
+        began = time.process_time()
+        found = [frame for at in range(0, len(stream), 4096) for frame in parser.feed(stream[at : at + 4096])]
+        assert [len(body) for _, body in found] == [nbytes]
+        return time.process_time() - began
+
+    small = min(seconds(1 << 20) for _ in range(5))
+    assert min(seconds(8 << 20) for _ in range(3)) < 8 * small * 4
+
+
+def test_a_block_in_pieces_is_another_block(tmp_path: Path) -> None:
+    data = os.urandom(3 * frames.CHUNK + 17)
+    path = tmp_path / "block"
+    path.write_bytes(data)
+    with open(path, "rb") as block:
+        pieces = frames.BlockFrames(block.fileno(), len(data), kind="payload")
+    found = bytearray(len(data))  # whoever owned the block has closed it meanwhile
+    parser = frames.Parser()
+    for piece in itertools.chain.from_iterable(pieces):
+        for head, body in parser.feed(piece):
+            found[head["at"] : head["at"] + len(body)] = body
+    assert bytes(found) == data
+    assert not pieces.drop()
+
+
+def test_a_block_that_nobody_wants_any_more_is_sent_to_its_end(tmp_path: Path) -> None:
+    with open(tmp_path / "block", "w+b") as block:
+        block.truncate(100 * frames.CHUNK)
+        pieces = frames.BlockFrames(block.fileno(), 100 * frames.CHUNK, then=[{"kind": "go"}], kind="payload")
+    sending = iter(pieces)
+    next(sending)
+    assert pieces.drop()
+    assert list(sending) == []
+
+
+def test_what_follows_a_block_comes_before_its_end(tmp_path: Path) -> None:
+    with open(tmp_path / "block", "w+b") as block:
+        block.truncate(frames.CHUNK + 1)
+        pieces = frames.BlockFrames(block.fileno(), frames.CHUNK + 1, then=[{"kind": "go"}], kind="payload")
+    parser = frames.Parser()
+    found = [head for piece in itertools.chain.from_iterable(pieces) for head, _ in parser.feed(piece)]
+    assert [(head["kind"], head.get("at")) for head in found] == [
+        ("payload", 0),
+        ("payload", frames.CHUNK),
+        ("go", None),
+    ]
+
+
+# ---------------------------------------------------------------------------- the sender
+
+
+def test_a_reader_that_does_not_read_stops_who_sends() -> None:
+    reader, writer = os.pipe()
+    sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
+    began = time.monotonic()
+    for _ in range(100):
+        sender.send({"kind": "x"}, b"y" * 100_000)
+    assert time.monotonic() - began < 1
+    assert sender.backlog > 9_000_000
+    parser, found = frames.Parser(), 0
+    while found < 100:
+        found += sum(1 for _ in parser.feed(os.read(reader, 1 << 20)))
+    wait_until(lambda: sender.backlog == 0)
+    sender.close(1)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_an_idle_pipe_is_silent() -> None:
+    reader, writer = os.pipe()
+    sender = frames.Sender(writer, 0.05, lambda: {"kind": "beat"}, "test-sender")
+    parser = frames.Parser()
+    found: list[Any] = []
+    deadline = time.monotonic() + 5
+    while len(found) < 3 and time.monotonic() < deadline:
+        found += parser.feed(os.read(reader, 1000))
+    assert [head["kind"] for head, _ in found[:3]] == ["beat"] * 3
+    sender.close(1)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_broken_pipe_ends_in_a_thread_that_stays() -> None:
+    reader, writer = os.pipe()
+    sender = frames.Sender(writer, 0.05, lambda: {"kind": "beat"}, "test-sender")
+    os.close(reader)
+    sender.send({"kind": "x"}, b"y")
+    wait_until(lambda: "test-sender" not in {thread.name for thread in threading.enumerate()})
+    sender.send({"kind": "x"}, b"y")  # to nobody, without an error
+    sender.close(1)
+    os.close(writer)
+
+
+def test_frames_of_two_threads_are_mixed() -> None:
+    reader, writer = os.pipe()
+    sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
+
+    def talk(name: str) -> None:
+        for i in range(500):
+            sender.send({"kind": name, "i": i}, name.encode() * i)
+
+    threads = [threading.Thread(target=talk, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    parser = frames.Parser()
+    found: dict[str, list[int]] = {name: [] for name in "abc"}
+    while sum(map(len, found.values())) < 1500:
+        for head, body in parser.feed(os.read(reader, 1 << 20)):
+            assert body == head["kind"].encode() * head["i"]
+            found[head["kind"]].append(head["i"])
+    assert all(numbers == list(range(500)) for numbers in found.values())
+    for thread in threads:
+        thread.join()
+    sender.close(1)
+    os.close(reader)
+    os.close(writer)

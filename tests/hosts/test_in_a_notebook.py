@@ -1,0 +1,189 @@
+"""Several machines from a real notebook: its interrupt, its death, its magic, with the user's own ~/.ssh/config."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.conftest import GONE_S
+from tests.hosts.rig import Rig
+from tests.support import Notebook, wait_until
+from tests.test_notebooks import executed
+
+pytestmark = pytest.mark.slow
+
+START_S = 120.0
+TRAIN = """
+import nbddp, os, time
+def train(seconds=1000):
+    nbddp.barrier()
+    open(f"there-{nbddp.rank()}", "w").close()
+    time.sleep(seconds)
+    return nbddp.rank(), nbddp.world_size()
+def options():
+    return {"device": "cpu", "nprocs": 2}
+"""
+
+
+@pytest.fixture
+def there(rig: Rig, in_folder: Path) -> Iterator[Notebook]:
+    """A notebook whose user has the hosts in ~/.ssh/config."""
+    path = rig.plain_ssh() + os.pathsep + os.environ["PATH"]
+    with Notebook({"PATH": path}, cwd=str(in_folder)) as notebook:
+        notebook.ok(TRAIN)
+        yield notebook
+
+
+def wait_for_ranks(folder: Path, number: int = 4) -> None:
+    wait_until(lambda: len(list(folder.glob("there-*"))) == number, START_S)
+
+
+def test_a_plain_list_of_hosts_is_not_enough(there: Notebook, rig: Rig) -> None:
+    shown = there.ok("nbddp.run(train, (0,), hosts=['gpu1', 'gpu2'], **options()).values", START_S).shown
+    assert "[(0, 4), (1, 4), (2, 4), (3, 4)]" in shown
+    for host in rig.hosts.values():
+        host.wait_until_clean(GONE_S)
+
+
+def test_the_magic_does_not_know_hosts(there: Notebook, rig: Rig) -> None:
+    there.ok("%load_ext nbddp")
+    line = "%%ddp --hosts gpu1,gpu2 --min-hosts 1 -n 1 --device cpu -o found"
+    there.ok(f"{line}\nimport socket\nfound = socket.gethostname(), world_size", START_S)
+    assert "('gpu1', 2)" in there.ok("found").shown
+    said = there.cell("%%ddp --hosts gpu1,gpu9 -n 1\n1", START_S)
+    assert (said.status, said.ename) == ("error", "LaunchError")
+    assert "gpu9" in said.evalue
+
+
+def test_a_killed_notebook_leaves_something_on_a_host(there: Notebook, rig: Rig, in_folder: Path) -> None:
+    there.begin("nbddp.run(train, hosts=['gpu1', 'gpu2'], **options())")
+    wait_for_ranks(in_folder)
+    there.kill()
+    for name in ("gpu1", "gpu2"):
+        rig.hosts[name].wait_until_clean(GONE_S)
+
+
+def test_a_notebook_that_is_killed_while_it_sends(there: Notebook, rig: Rig, in_folder: Path) -> None:
+    there.ok("with nbddp.cluster(['gpu1', 'gpu2']) as c: pass\nimport numpy\nbig = numpy.ones(100_000_000)", START_S)
+    there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
+    before = rig.passed("gpu2")[0]
+    there.begin("nbddp.run(lambda big: 1, (big,), hosts=c, **options())")
+    wait_until(lambda: rig.passed("gpu2")[0] - before > 50_000_000, 30)
+    there.kill()
+    for name in ("gpu1", "gpu2"):
+        rig.hosts[name].wait_until_clean(GONE_S)
+
+
+@pytest.mark.parametrize("how", ["kill", "killpg"])
+def test_an_interrupt_is_late_or_the_last(there: Notebook, rig: Rig, in_folder: Path, how: str) -> None:
+    there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
+    going = there.begin("nbddp.run(train, hosts=c, **options())")
+    wait_for_ranks(in_folder)
+    began = time.monotonic()
+    there.interrupt(how)
+    said = there.end_of(going)
+    assert time.monotonic() - began < 2
+    assert (said.status, said.ename) == ("error", "KeyboardInterrupt")
+    assert not rig.hosts["gpu1"].ranks() + rig.hosts["gpu2"].ranks()
+    shown = there.ok("nbddp.run(train, (0,), hosts=c, **options()).values", START_S).shown
+    assert "[(0, 4), (1, 4), (2, 4), (3, 4)]" in shown
+    there.ok("c.close()")
+    for name in ("gpu1", "gpu2"):
+        rig.hosts[name].wait_until_clean(GONE_S)
+
+
+def test_an_interrupt_during_the_login_leaves_it(there: Notebook, rig: Rig) -> None:
+    home = Path(f"/proc/{rig.hosts['gpu2'].pid}/root/run/nbt/home/.bashrc")
+    greeting = home.read_text()
+    home.write_text("sleep 1000\n")
+    try:
+        going = there.begin("nbddp.run(train, hosts=['gpu1', 'gpu2'], **options())")
+        wait_until(lambda: [p for p in rig.hosts["gpu2"].processes() if p.name() == "sleep"], 30)
+        began = time.monotonic()
+        there.interrupt()
+        assert there.end_of(going).ename == "KeyboardInterrupt"
+        assert time.monotonic() - began < 5
+        rig.hosts["gpu1"].wait_until_clean(GONE_S)
+    finally:
+        home.write_text(greeting)
+        for process in rig.hosts["gpu2"].processes():
+            if process.name() == "sleep":
+                process.kill()  # the login shell's, which sshd leaves to itself
+
+
+@pytest.mark.parametrize("end", ["restart", "close"])
+def test_a_notebook_that_is_closed_leaves_something(there: Notebook, rig: Rig, in_folder: Path, end: str) -> None:
+    there.begin("c = nbddp.cluster(['gpu1', 'gpu2'])\nnbddp.run(train, hosts=c, **options())")
+    wait_for_ranks(in_folder)
+    getattr(there, end)()
+    for name in ("gpu1", "gpu2"):
+        rig.hosts[name].wait_until_clean(GONE_S)
+
+
+def test_a_forked_child_of_the_notebook_keeps_the_hosts(there: Notebook, rig: Rig, in_folder: Path) -> None:
+    there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
+    going = there.begin("run = nbddp.run(train, hosts=c, wait=False, **options())")
+    wait_for_ranks(in_folder)
+    there.end_of(going)
+    there.ok("""
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            time.sleep(60)
+            os._exit(0)
+        with open("child", "w") as file: print(pid, file=file)
+    """)
+    there.kill()
+    try:
+        for name in ("gpu1", "gpu2"):
+            rig.hosts[name].wait_until_clean(GONE_S)
+    finally:
+        os.kill(int((in_folder / "child").read_text()), 9)
+
+
+def test_a_traceback_of_a_far_rank_shows_our_lines(there: Notebook) -> None:
+    there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
+    said = there.cell("""
+        def broken():
+            nbddp.barrier()
+            if nbddp.rank() == 3:
+                raise ValueError("bad batch")
+            nbddp.barrier()
+        nbddp.run(broken, hosts=c, **options())
+    """)
+    assert said.ename == "RankError"
+    assert 'raise ValueError("bad batch")' in said.traceback
+    assert said.traceback.splitlines()[0].startswith("rank 3 of 4")
+    assert "gpu2" in said.traceback.splitlines()[0]
+    assert "site-packages" not in said.traceback
+    assert "nbddp/host" not in said.traceback
+    there.ok("c.close()")
+
+
+def test_the_notebook_of_several_machines_tells_a_tale(
+    rig: Rig, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", rig.plain_ssh() + os.pathsep + os.environ["PATH"])
+    found = executed(
+        "several_machines",
+        """{
+            "lost": [[v["host"], v["rank"], v["weights"]] for v in run.values],
+            "accuracy": run.value["accuracy"],
+            "here": [v["weights"] for v in here.values],
+            "restarts": [[r.step, r.reason] for r in run.history.restarts],
+            "steps": run.history["loss"].steps.tolist(),
+            "everyone": sorted(load),
+        }""",
+        in_folder,
+    )
+    assert [(host, rank) for host, rank, _ in found["lost"]] == [("gpu1", "0 of 2"), ("gpu1", "1 of 2")]
+    assert len({weights for *_, weights in found["lost"]}) == len(set(found["here"])) == 1
+    assert found["accuracy"] > 0.9
+    (restart,) = found["restarts"]
+    assert "gpu2" in restart[1]
+    assert found["steps"] == sorted(set(found["steps"]))
+    assert found["everyone"] == ["gpu1", "gpu2"]

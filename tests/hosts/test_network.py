@@ -1,0 +1,203 @@
+"""What is on the network, and who could reach it; what others write into the pipe between the hosts."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+import nbddp
+from tests.hosts.rig import Rig
+from tests.hosts.test_lost import begin
+from tests.support import Cells, listening_ports, run
+
+pytestmark = pytest.mark.slow
+
+WAITING = """
+    import nbddp, os, time
+    def train(*data):
+        nbddp.barrier()
+        open(f"there-{nbddp.rank()}", "w").close()
+        while not os.path.exists("go"):
+            time.sleep(0.05)
+        nbddp.barrier()
+        return {name: os.environ.get(name) for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+"""
+
+
+def finish(going: nbddp.Run) -> nbddp.Run:
+    open("go", "w").close()
+    return going.wait(60)
+
+
+def test_something_listens_for_everybody(cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path) -> None:
+    here = listening_ports()
+    idle = {name: rig.hosts[name].listening() for name in warm.hosts}
+    going = begin(cell(WAITING).train, warm, 4)
+    found = {name: rig.hosts[name].listening() - idle[name] for name in warm.hosts}
+    udp = {name: rig.hosts[name].run("ss", "-Hluanp").split() for name in warm.hosts}
+    children = [(p.pid, listening_ports(p.pid)) for p in psutil.Process().children() if p.name() == "ssh"]
+    finish(going)
+    assert all(address == rig.hosts[name].address for name in found for address, _ in found[name]), found
+    assert any(found.values())
+    assert udp == {"gpu1": [], "gpu2": []}
+    assert listening_ports() == here
+    assert len(children) == 2
+    assert not any(ports for _, ports in children)
+    # Between runs there is nothing but what was there before nbddp was.
+    assert {name: rig.hosts[name].listening() for name in warm.hosts} == idle
+    assert all(program == "sshd" for name in idle for _, program in idle[name])
+
+
+def test_the_ranks_meet_at_an_address_that_others_cannot_reach(
+    cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path
+) -> None:
+    """The hosts' own names stand for 127.0.1.1, and all have the same docker0."""
+    found = finish(begin(cell(WAITING).train, warm, 4)).values
+    address = rig.hosts["gpu1"].address
+    expected = {"MASTER_ADDR": address, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    assert found == [expected] * 4
+
+
+def test_the_interface_that_the_user_chose_is_overruled(cell: Cells, warm: nbddp.Cluster, in_folder: Path) -> None:
+    going = begin(cell(WAITING).train, warm, 4, env={"NCCL_SOCKET_IFNAME": "ib0"})
+    assert {found["NCCL_SOCKET_IFNAME"] for found in finish(going).values} == {"ib0"}
+
+
+def test_a_stranger_on_the_network_ends_the_run(cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path) -> None:
+    going = begin(cell(WAITING).train, warm, 4)
+    spoken_to = json.loads(rig.hosts["gpu3"].run(sys.executable, "-c", _STRANGER, rig.hosts["gpu1"].address))
+    assert finish(going).state == "finished"
+    assert 22 in spoken_to
+    assert len(spoken_to) > 1
+
+
+_STRANGER = """
+import json, os, socket, sys
+open_ports = []
+for port in [22, *range(1024, 65536)]:
+    with socket.socket() as s:
+        s.settimeout(2)
+        if s.connect_ex((sys.argv[1], port)) == 0:
+            open_ports.append(port)
+            if port != 22:
+                try:
+                    s.sendall(os.urandom(200_000))
+                except OSError:
+                    pass
+print(json.dumps(open_ports))
+"""
+
+
+def test_secrets_stand_on_a_command_line_or_in_a_file(
+    cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path
+) -> None:
+    secret, data = "opensesame-environment", "opensesame-argument"
+    going = begin(cell(WAITING).train, warm, 4, data, env={"TOKEN": secret})
+    lines = [" ".join(p.cmdline()) for host in rig.hosts.values() for p in host.processes()]
+    lines += [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
+    left = {name: rig.hosts[name].files() for name in warm.hosts}
+    finish(going)
+    assert lines
+    assert not [line for line in lines if "opensesame" in line]
+    for name, files in left.items():
+        root = Path(f"/proc/{rig.hosts[name].pid}/root")
+        texts = [(root / file).read_bytes() for file in files if (root / file).is_file()]
+        assert not [text for text in texts if b"opensesame" in text]
+
+
+def test_floods_of_output_stop_the_metrics_or_mix_with_the_pipe(cell: Cells, warm: nbddp.Cluster) -> None:
+    names = cell("""
+        import nbddp, os, struct
+        def flood():
+            mark = b"\\0nbddp frames 1\\n" + struct.pack(">II", 16, 0) + b'{"kind": "lost"}'
+            line = b"x" * 1000 + mark * 3 + b"\\n"
+            for step in range(10_000):
+                os.write(1 + step % 2, line)
+                if step % 10 == 0:
+                    nbddp.log(line=step, reduce="sum")
+            print("the end of", nbddp.rank(), flush=True)
+    """)
+    found = run(names.flood, hosts=warm)
+    assert found.history["line"].values.tolist() == [4.0 * step for step in range(0, 10_000, 10)]
+    for rank in range(4):
+        assert found.logs(rank).endswith(f"the end of {rank}\n")
+    assert run(cell("def fine(): return 1").fine, hosts=warm).values == [1] * 4
+
+
+def test_what_a_host_prints_by_itself_is_taken_for_an_answer(
+    cell: Cells, cluster: Callable[..., nbddp.Cluster], rig: Rig
+) -> None:
+    """A greeting with half a mark in it; one that goes on in the background while frames come."""
+    home = Path(f"/proc/{rig.hosts['gpu2'].pid}/root/run/nbt/home/.bashrc")
+    before = home.read_text()
+    home.write_text("printf '\\0nbddp frames 1'; printf '\\0nbddp'; seq 20000\n" + before)
+    try:
+        found = run(cell("import nbddp\ndef where(): return nbddp.world_size()").where, hosts=cluster())
+    finally:
+        home.write_text(before)
+    assert found.values == [4] * 4
+
+
+def test_the_store_listens_where_the_notebook_is(cell: Cells, warm: nbddp.Cluster, in_folder: Path) -> None:
+    """Nothing connects back to the notebook: it may be behind a firewall."""
+    going = begin(cell(WAITING).train, warm, 4)
+    connections = psutil.Process().net_connections(kind="inet")
+    finish(going)
+    remote = [c for c in connections if c.raddr and c.raddr.ip.startswith("198.18.")]
+    assert remote == []  # ssh alone has some
+
+
+def test_hosts_without_a_network_in_common_do_not_meet(
+    cell: Cells, cluster: Callable[..., nbddp.Cluster], rig: Rig, in_folder: Path
+) -> None:
+    """Cloud machines have addresses of one, and a router between."""
+    net = rig.hosts["gpu1"].address.rpartition(".")[0] + ".0/24"
+    hosts = [rig.hosts[name] for name in ("gpu1", "gpu2")]
+    for host in hosts:
+        host.run("sh", "-c", f"ip addr flush dev eth0 && ip addr add {host.address}/32 dev eth0")
+        host.run("ip", "route", "add", net, "dev", "eth0", "src", host.address)
+    try:
+        found = finish(begin(cell(WAITING).train, cluster(), 4)).values
+    finally:
+        for host in hosts:
+            host.run("sh", "-c", f"ip addr flush dev eth0 && ip addr add {host.address}/24 dev eth0")
+    assert {value["MASTER_ADDR"] for value in found} == {rig.hosts["gpu1"].address}
+    assert {value["GLOO_SOCKET_IFNAME"] for value in found} == {"eth0"}
+
+
+def test_hosts_that_cannot_reach_each_other_wait_for_ever(
+    cell: Cells, cluster: Callable[..., nbddp.Cluster], rig: Rig
+) -> None:
+    """A firewall between them, while the notebook reaches both."""
+    names = cell("import nbddp\ndef train(): return nbddp.world_size()")
+    hosts = cluster()
+    rig.isolate("gpu1", "gpu2")
+    try:
+        began = time.monotonic()
+        with pytest.raises(nbddp.LaunchError, match="gpu2") as raised:
+            run(names.train, hosts=hosts)
+        assert time.monotonic() - began < 45
+        assert rig.hosts["gpu1"].address in str(raised.value)  # what it could not reach
+        assert "firewall" in str(raised.value)
+        going = run(names.train, hosts=hosts, wait=False)
+        time.sleep(1)
+        began = time.monotonic()
+        going.stop(0.5)
+        assert time.monotonic() - began < 2
+    finally:
+        rig.isolate("gpu1", "gpu2", state="off")
+    assert run(names.train, hosts=hosts).values == [4] * 4
+
+
+def test_the_process_on_a_host_unpickles_something() -> None:
+    """Neither what the kernel sends, nor what the other hosts write into the store that they meet at."""
+    for path in [Path(nbddp.__file__).parent / "frames.py", *(Path(nbddp.__file__).parent / "host").glob("*.py")]:
+        names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(ast.parse(path.read_text()))}
+        assert not names & {"pickle", "cloudpickle", "unpack", "unpickle", "Unpickler"}, path
