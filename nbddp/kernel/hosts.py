@@ -458,7 +458,7 @@ def log_in(hosts: Hosts, until: contextlib.ExitStack) -> Cluster | None:
 
 def _command(host: str, template: Sequence[str], python: str | None) -> list[str]:
     if host == HERE:
-        return [python or sys.executable, "-m", "nbddp.host"]
+        return [os.path.expanduser(python or sys.executable), "-m", "nbddp.host"]
     words = [word.replace("{host}", host) for word in template]
     agent = ["sh", "-c", _script(python)]
     # ssh hands its words to the login shell there as one line; the others start them as they are.
@@ -467,11 +467,16 @@ def _command(host: str, template: Sequence[str], python: str | None) -> list[str
 
 def _script(python: str | None) -> str:
     candidates = [python] if python is not None else [sys.executable, "python3", "python"]
-    named = " ".join(shlex.quote(os.path.expanduser(name)) for name in candidates)
+    named = " ".join(map(_in_shell, candidates))
     return (
         f'for p in {named}; do command -v "$p" >/dev/null 2>&1 && exec "$p" -m nbddp.host; done; '
         f'echo "there is no Python: {" ".join(candidates)}" >&2; exit 127'
     )
+
+
+def _in_shell(path: str) -> str:
+    """Quoted, but for the home, which is the one there."""
+    return '"$HOME"/' + shlex.quote(path[2:]) if path.startswith("~/") else shlex.quote(path)
 
 
 def _slurm_nodes() -> list[str]:

@@ -312,3 +312,13 @@ def test_what_answers_there_is_no_nbddp(liar: str, tmp_path: Path) -> None:
     with pytest.raises(nbddp.LaunchError, match="box1"):
         nbddp.cluster(["box1"], launcher=[sys.executable, str(program), "{host}"], heartbeat=5.0)
     assert time.monotonic() - began < 10
+
+
+def test_the_home_is_the_notebooks(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python="~/..."`` is that on the host."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    program = "'#!/bin/sh\necho it is the one of the host >&2; exit 3\n'"
+    there = rig.hosts["gpu1"]
+    there.run("sh", "-c", f"mkdir '/run/nbt/home/my env' && printf {program} > '/run/nbt/home/my env/python'")
+    there.run("chmod", "+x", "/run/nbt/home/my env/python")
+    assert "it is the one of the host" in refused(rig, "gpu1", python="~/my env/python")
