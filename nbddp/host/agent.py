@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _TICK_S = 0.05
 _OPEN_S = datetime.timedelta(seconds=10)  # of the store's own client
 _REACH_S = 15.0
-_TRY_S = 2.0
+_TRY_S = 0.5  # between two looks at what the kernel says
 _AT_ONCE = 1e-6  # torchelastic sleeps between two looks; ours wait for news
 _MOST_BACKLOG = 16 << 20  # bytes that the kernel has not read: what the ranks log then waits in their pipes
 _READ_BYTES = 256 << 10

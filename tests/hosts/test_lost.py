@@ -249,6 +249,7 @@ def test_a_run_shrinks_below_its_least(cell: Cells, cluster: Login, rig: Rig, in
 def test_a_host_that_is_lost_while_its_ranks_start(cell: Cells, cluster: Login, rig: Rig) -> None:
     names = cell("import nbddp\ndef train(x): return nbddp.world_size()")
     hosts = cluster(heartbeat=60.0)
+    run(names.train, b"", hosts=hosts)  # nobody waits for an import of torch any more
     agent = rig.hosts["gpu2"].agent()
     agent.suspend()  # so it is lost before it can start any
     going = run(names.train, b"x" * 10_000_000, hosts=hosts, wait=False)
