@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from nbddp.payload import Packed
 
 _ENDED_S = 5.0  # for the hosts to say that everything there is gone
 _ON_THE_WAY_S = 0.5
+_NAP_S = 0.002
 _LOST_EXIT = 255
 _REPORTS: dict[str, Any] = {"Finished": wire.Finished, "Failed": wire.Failed, "Exited": wire.Exited}
 
@@ -158,8 +160,8 @@ class FarCrew:
         self._hosts: list[Host] = []
         self._by_rank: dict[int, FarWorker] = {}
         self._ranks_of: dict[str, range] = {}
-        self._news = threading.Condition()
-        self._has_news = False
+        # No Condition: an interrupt of the thread that wakes could leave its lock taken.
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._refused: LaunchError | None = None
         self._ending = False
         self._ended: set[str] = set()
@@ -288,19 +290,17 @@ class FarCrew:
         Raises:
             LaunchError: a host could not start its ranks.
         """
-        with self._news:
-            if not self._has_news:
-                self._news.wait(timeout_s)
-            self._has_news = False
+        with contextlib.suppress(queue.Empty):
+            self._news.get(timeout=max(0.0, timeout_s))
+            while True:
+                self._news.get_nowait()
         self._cluster.look_for_silence()
         if self._refused is not None and not self._ending:
             raise self._refused
 
     def wake(self) -> None:
         """End a :meth:`watch` under way in another thread."""
-        with self._news:
-            self._has_news = True
-            self._news.notify_all()
+        self._news.put(None)
 
     def signs_of_life(self) -> object:
         """Something that changes whenever a rank prints, logs, gets further, or ends."""
@@ -321,14 +321,12 @@ class FarCrew:
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
         """faulthandler's dumps by rank, of those that answer in time."""
-        with self._news:
-            self._ask += 1
-            self._dumps, self._answered = {}, set()
+        self._ask += 1
+        self._dumps, self._answered = {}, set()
         self._tell({"kind": "stacks", "ask": self._ask, "within_s": timeout_s})
         deadline = time.monotonic() + timeout_s + _ON_THE_WAY_S
-        with self._news:
-            while not self._all_answered() and (left := deadline - time.monotonic()) > 0:
-                self._news.wait(left)
+        while not self._all_answered() and time.monotonic() < deadline:
+            time.sleep(_NAP_S)
         return {rank: dump for rank, dump in self._dumps.items() if dump}
 
     def _all_answered(self) -> bool:

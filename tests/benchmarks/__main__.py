@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import traceback
@@ -91,7 +92,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--without", action="append", default=[], metavar="TEXT", help="candidates that have it in their name"
     )
+    parser.add_argument(
+        "--pinned",
+        action="store_true",
+        help="each rank of the training on one core, every way: where gloo's threads, which spin, happen to be put "
+        "changes a small model's speed by half",
+    )
     options = parser.parse_args()
+    if options.pinned:
+        os.environ["NBDDP_BENCH_PINNED"] = "1"  # of the kernels, and of their ranks
     if unknown := [name for name in options.parts if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}; there is {', '.join(PARTS)}")
     return options

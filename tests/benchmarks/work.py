@@ -219,6 +219,10 @@ def model_and_batch(name):
 
 def train(name, steps, path, log):
     """Train in the process group that is there; writes the steps per second of this rank."""
+    if os.environ.get("NBDDP_BENCH_PINNED"):
+        core = sorted(os.sched_getaffinity(0))[dist.get_rank() % len(os.sched_getaffinity(0))]
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), {core})
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, x, y = model_and_batch(name)
