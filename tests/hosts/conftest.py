@@ -14,7 +14,7 @@ GONE_S = 2.0
 HEARTBEAT_S = 3.0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # the other tests look for processes that are left
 def rig(_warm: None) -> Iterator[Rig]:
     """Three hosts, ``gpu1`` to ``gpu3``."""
     try:
@@ -65,7 +65,7 @@ def cluster(rig: Rig) -> Iterator[Callable[..., nbddp.Cluster]]:
         one.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # the other tests look for processes that are left
 def _logged_in(rig: Rig) -> Iterator[list[nbddp.Cluster]]:
     box: list[nbddp.Cluster] = []
     yield box
