@@ -1,16 +1,13 @@
 """Host side. One run on this host: torchelastic's agent, whose rendezvous the kernel coordinates and whose workers
 are a crew of ours.
 
-``SimpleElasticAgent`` is the control loop inside torchrun: rendezvous, ranks, start, watch, start again. Its stock
-rendezvous keeps its state as pickles in a store that anybody may write to, and counts restarts on each host for
-itself; here the kernel says over its pipe when a round begins and ends, so round and count are the same everywhere.
-The ranks come from the same fork server, by the same ``worker.entry``, as on one machine.
+``SimpleElasticAgent`` is the control loop inside torchrun: rendezvous, ranks, start, watch, start again. The ranks
+come from the same fork server, by the same ``worker.entry``, as on one machine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import queue
 import socket
@@ -19,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed.elastic.agent.server.api as elastic
-from torch.distributed import DistError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -27,17 +24,13 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
-from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
-from nbddp import frames, wire
+from nbddp import wire
 from nbddp.errors import LaunchError
 from nbddp.frames import Head
-from nbddp.kernel import forkserver, oom
+from nbddp.host.news import News
+from nbddp.host.rounds import Ended, Rounds
+from nbddp.kernel import forkserver
 from nbddp.kernel.gauges import Gauges
 from nbddp.kernel.launcher import Crew, Worker
 from nbddp.kernel.output import RankOutput, open_output
@@ -49,12 +42,7 @@ if TYPE_CHECKING:
     from nbddp.host.service import Pipe
 
 _TICK_S = 0.05
-_OPEN_S = datetime.timedelta(seconds=10)  # of the store's own client
-_REACH_S = 15.0
-_TRY_S = 0.5  # between two looks at what the kernel says
 _AT_ONCE = 1e-6  # torchelastic sleeps between two looks; ours wait for news
-_MOST_BACKLOG = 16 << 20  # bytes that the kernel has not read: what the ranks log then waits in their pipes
-_READ_BYTES = 256 << 10
 
 
 def run_agent(order: Head, pipe: Pipe) -> None:
@@ -73,124 +61,6 @@ def run_agent(order: Head, pipe: Pipe) -> None:
     Agent(spec, order, pipe, rounds).run()
 
 
-class Rounds(RendezvousHandler):
-    """torchelastic's plug-in point: where the agents of one round meet. The kernel says when, and who is first."""
-
-    def __init__(self, pipe: Pipe) -> None:
-        self.round: Head = {}
-        self.ended = False
-        self.store: tuple[str, int] = ("", 0)
-        self._pipe = pipe
-        self._hosted: TCPStore | None = None
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round to begin; the agent of group rank 0 hosts its store, on one address."""
-        self._hosted = None  # each round has its own, so that nobody reads what a dead rank left
-        self.round, self.ended = self._next("round"), False
-        return self._meet()
-
-    def give_up(self, error: Exception) -> None:
-        """This round cannot begin here: tell the kernel, and wait until it has ended it."""
-        if not isinstance(error, Ended):
-            self._pipe.send({"kind": "cannot start", "why": f"its agent cannot meet the others: {_first_line(error)}"})
-            self._next("end")
-        self._pipe.send({"kind": "ended", "round": self.round["number"]})
-
-    def _meet(self) -> RendezvousInfo:
-        group_rank, size = self.round["group_rank"], self.round["group_size"]
-        address = self.round["address"]
-        store: Store
-        if group_rank == 0:
-            store = self._hosted = self._host(address, size)
-            port = self._hosted.port
-            self._pipe.send({"kind": "store", "address": address, "port": port})
-        else:
-            where = self._next("store")
-            address, port = where["address"], where["port"]
-            self._try_to_reach(address, port)
-            store = HashStore()  # the agents have nothing to say to each other: the kernel tells them their ranks
-        self.store = (address, port)
-        return RendezvousInfo(store, group_rank, size, RendezvousStoreInfo(master_addr=address, master_port=port))
-
-    def _try_to_reach(self, address: str, port: int) -> None:
-        """For the ranks, which would try for minutes."""
-        deadline = time.monotonic() + _REACH_S
-        while True:
-            try:
-                socket.create_connection((address, port), timeout=_TRY_S).close()
-                return
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    why = f"{address}, port {port}, cannot be reached from there; is there a firewall? ({error})"
-                    raise OSError(why) from error
-            self._raise_if_ended()
-            time.sleep(_TICK_S)
-
-    def _raise_if_ended(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if self._pipe.orders.get_nowait()["kind"] == "end":
-                    raise Ended
-
-    def _host(self, address: str, size: int) -> TCPStore:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            listener.bind((address, 0))
-            listener.listen(1024)
-            store = TCPStore(
-                address,
-                listener.getsockname()[1],
-                size,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listener.fileno(),
-                timeout=_OPEN_S,
-            )
-        except BaseException:
-            listener.close()
-            raise
-        listener.detach()  # the store closes it
-        return store
-
-    def _next(self, kind: str) -> Head:
-        """The kernel's next order of this kind; raises as torchelastic's loop knows it when the run is over."""
-        while True:
-            order = self._pipe.orders.get()
-            if order["kind"] == "over":
-                raise RendezvousGracefulExitError("the run is over")
-            if order["kind"] == kind:
-                return order
-            if order["kind"] == "end":
-                raise Ended
-
-    def num_nodes_waiting(self) -> int:
-        """More than none is torchelastic's word for: this round is over, come to the next."""
-        return int(self.ended)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def shutdown(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return "nbddp"
-
-    def get_run_id(self) -> str:
-        return str(self.round.get("run_id", ""))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-class Ended(Exception):
-    """The kernel has ended a round before it began here."""
-
-
 class Agent(SimpleElasticAgent):
     """torchelastic's control loop over a crew of ours; whatever happens to a rank is told to the kernel."""
 
@@ -201,9 +71,8 @@ class Agent(SimpleElasticAgent):
         self._rounds = rounds
         self._around: contextlib.ExitStack | None = None
         self._crew: Crew | None = None
-        self._told: dict[int, _Told] = {}
+        self._news: News | None = None
         self._more = False  # to tell, than there was time for
-        self._gauges = Gauges(order["device"], {})
 
     # ------------------------------------------------------------------ what torchelastic asks for
 
@@ -225,7 +94,6 @@ class Agent(SimpleElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._oom_kills = oom.kills()
         self._around = contextlib.ExitStack()
         try:
             workers = self._start_crew(worker_group, self._around)
@@ -242,25 +110,25 @@ class Agent(SimpleElasticAgent):
             around.callback(outputs[-1].close)
         method = self._rounds.round["start_method"] if forkserver.available() else "spawn"
         temp_dir = around.enter_context(forkserver.folder_of_a_run()) if method == "forkserver" else ""
-        crew = self._crew = Crew(method)
-        around.callback(crew.close)
-        around.callback(self._tell_of_all)
-        around.enter_context(crew)
         jobs = [self._job(place, temp_dir) for place in self._places(worker_group)]
-        self._gauges = Gauges(self._order["device"], jobs[0].environ)
-        self._told = {job.rank: _Told() for job in jobs}
+        crew = self._crew = Crew(method)
+        news = self._news = News(crew, self._pipe, Gauges(self._order["device"], jobs[0].environ))
+        around.callback(crew.close)
+        around.callback(news.tell_all)
+        around.enter_context(crew)
         self._pipe.wake = crew.wake
         crew.start(jobs, outputs, self._pipe.block, None, ())
         return crew.workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """One turn: orders in, news out. How the ranks are is for the kernel to judge."""
-        if self._crew is not None:
-            self._crew.watch(0.0 if self._more else _TICK_S)
-        else:
+        if self._crew is None or self._news is None:
             time.sleep(_TICK_S)  # it could not start: the kernel is about to end the round
-        self._obey(self._crew)
-        self._more = self._tell()
+            self._obey(None)
+        else:
+            self._crew.watch(0.0 if self._more else _TICK_S)
+            self._obey(self._crew)
+            self._more = self._news.tell()
         return RunResult(state=WorkerState.HEALTHY)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -269,7 +137,7 @@ class Agent(SimpleElasticAgent):
         if self._around is not None:
             around, self._around = self._around, None
             around.close()
-            self._crew = None
+            self._crew = self._news = None
             self._pipe.send({"kind": "ended", "round": self._rounds.round["number"]})
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
@@ -344,80 +212,3 @@ class Agent(SimpleElasticAgent):
                     crew.dismiss_reported()
                 elif order["kind"] == "stacks":
                     self._pipe.send({"kind": "stacks", "ask": order["ask"], "dumps": crew.stacks(order["within_s"])})
-
-    # ------------------------------------------------------------------ news out
-
-    def _tell_of_all(self) -> None:
-        """What the ranks wrote before they ended, whole."""
-        while self._tell():
-            pass
-
-    def _tell(self) -> bool:
-        """What is new of each rank. Returns whether there may be more."""
-        if self._crew is None:
-            return False
-        if self._pipe.backlog > _MOST_BACKLOG:
-            time.sleep(_TICK_S)
-            return True
-        more = [self._tell_of(worker, self._told[worker.rank]) for worker in self._crew.workers]
-        if more:
-            self._tell_of_memory(self._crew)
-        return any(more)
-
-    def _tell_of(self, worker: Worker, told: _Told) -> bool:
-        rank = worker.rank
-        if (worker.ready, worker.called) != told.state:
-            told.state = (worker.ready, worker.called)
-            self._pipe.send({"kind": "state", "rank": rank, "ready": worker.ready, "called": worker.called})
-        # What it has written before what has become of it: the end of its output belongs to its error.
-        output = os.pread(worker.output.fileno(), _READ_BYTES, told.printed)
-        told.printed += len(output)
-        if output:
-            self._pipe.send({"kind": "output", "rank": rank}, output)
-        metrics = worker.read_metrics()
-        if metrics:
-            self._pipe.send({"kind": "metrics", "rank": rank}, metrics)
-        if output or metrics:
-            return True
-        if worker.report is not None and not told.report:
-            told.report = True
-            self._tell_report(worker, worker.report)
-        if worker.exitcode is not None and not told.exit:
-            told.exit = True
-            self._pipe.send(
-                {
-                    "kind": "exit",
-                    "rank": rank,
-                    "exitcode": worker.exitcode,
-                    "at": worker.exited_at,
-                    "orphaned": worker.orphaned,
-                    "out_of_memory": oom.kills() != self._oom_kills,
-                }
-            )
-        return False
-
-    def _tell_report(self, worker: Worker, report: wire.Finished | wire.Failed | wire.Exited) -> None:
-        head = {"kind": "report", "rank": worker.rank, "type": type(report).__name__, **vars(report)}
-        if not isinstance(report, wire.Exited):
-            block = frames.BlockFrames(worker.result_fd, report.nbytes, kind="result", rank=worker.rank)
-            self._pipe.send_all(block)
-        self._pipe.send(head)
-
-    def _tell_of_memory(self, crew: Crew) -> None:
-        before = dict(self._gauges.processes), dict(self._gauges.gpus)
-        self._gauges.read([worker.pid for worker in crew.workers])
-        if before != (self._gauges.processes, self._gauges.gpus):
-            first = crew.workers[0].rank
-            processes = {first + local: used for local, used in self._gauges.processes.items()}
-            gpus = {first + local: memory for local, memory in self._gauges.gpus.items()}
-            self._pipe.send({"kind": "gauges", "processes": processes, "gpus": gpus})
-
-
-class _Told:
-    """What the kernel knows of a rank."""
-
-    def __init__(self) -> None:
-        self.printed = 0
-        self.state = (False, False)
-        self.report = False
-        self.exit = False

@@ -56,6 +56,7 @@ class AnyWorker(Protocol):
         exitcode: as ``multiprocessing.Process.exitcode``; None while it lives.
         exited_at: monotonic time at which that was seen.
         orphaned: its fork server is gone, which would have told its exit code.
+        out_of_memory: did the system kill it for want of memory?
         lost: why nothing more can be heard of its host; "" otherwise.
     """
 
@@ -68,6 +69,7 @@ class AnyWorker(Protocol):
     exitcode: int | None
     exited_at: float | None
     orphaned: bool
+    out_of_memory: bool
     lost: str
 
     @property
@@ -81,6 +83,26 @@ class AnyWorker(Protocol):
 
     def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Any:
         """The object that it left in its result block."""
+
+
+class Ranks:
+    """What can be said of the ranks of an attempt, whoever starts them."""
+
+    workers: Sequence[Any]
+
+    @property
+    def alive(self) -> bool:
+        """Does any live?"""
+        return any(worker.alive for worker in self.workers)
+
+    @property
+    def ready(self) -> bool:
+        """Have all reported that device and group are up?"""
+        return all(worker.ready for worker in self.workers)
+
+    def signs_of_life(self) -> object:
+        """Something that changes whenever a rank prints, logs, gets further, or ends."""
+        return [worker.signs_of_life() for worker in self.workers]
 
 
 class AnyCrew(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 
 from nbddp import wire
 from nbddp.errors import HostLost, LaunchError, NbddpError, PayloadError, RankDied, RankError
-from nbddp.kernel import oom, stacks
+from nbddp.kernel import stacks
 from nbddp.kernel.crew import AnyWorker
 from nbddp.worker.entry import BAD_FORK
 
@@ -66,13 +66,11 @@ class Naming:
     Attributes:
         name: the function's.
         known: what travelled by value, for results that refer to it.
-        oom_kills: of the system, before the run.
     """
 
     name: str
     ranks: int
     known: Sequence[Any]
-    oom_kills: int
 
     def cause_of(self, worker: AnyWorker) -> BaseException | None:
         """The exception that it raised, as far as it can be had here; None from one that did not say."""
@@ -102,7 +100,7 @@ class Naming:
         return died if worker.ready else LaunchError(f"before it was ready, {died}")
 
     def _out_of_memory(self, worker: AnyWorker) -> str:
-        if worker.exitcode != -signal.SIGKILL or oom.kills() == self.oom_kills:
+        if not worker.out_of_memory:
             return ""
         return (
             "was killed by the system's OOM killer: the machine or container is out of memory. "

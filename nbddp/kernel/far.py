@@ -15,7 +15,9 @@ from nbddp.block import write_at
 from nbddp.errors import HostLost, LaunchError
 from nbddp.frames import Head
 from nbddp.kernel.addresses import Meeting, meeting_of
-from nbddp.kernel.hosts import Cluster, Host
+from nbddp.kernel.crew import Ranks
+from nbddp.kernel.host import Host
+from nbddp.kernel.hosts import Cluster
 from nbddp.kernel.output import RankOutput
 from nbddp.kernel.plan import Plan
 from nbddp.payload import Packed
@@ -148,7 +150,7 @@ class Far:
         self._login.close()
 
 
-class FarCrew:
+class FarCrew(Ranks):
     """All ranks of one attempt, on the hosts of a cluster that are there."""
 
     def __init__(self, plan: Plan, cluster: Cluster, site: Far, start_method: str) -> None:
@@ -302,10 +304,6 @@ class FarCrew:
         """End a :meth:`watch` under way in another thread."""
         self._news.put(None)
 
-    def signs_of_life(self) -> object:
-        """Something that changes whenever a rank prints, logs, gets further, or ends."""
-        return [worker.signs_of_life() for worker in self.workers]
-
     def dismiss_reported(self) -> None:
         """Let the ranks leave that have reported."""
         reported = sum(worker.report is not None for worker in self.workers)
@@ -335,11 +333,3 @@ class FarCrew:
     def _tell(self, head: Head) -> None:
         for host in self._hosts:
             host.send(head)
-
-    @property
-    def alive(self) -> bool:
-        return any(worker.alive for worker in self.workers)
-
-    @property
-    def ready(self) -> bool:
-        return all(worker.ready for worker in self.workers)

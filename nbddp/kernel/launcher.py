@@ -22,7 +22,8 @@ import psutil
 
 from nbddp import frames, payload, wire
 from nbddp.errors import LaunchError
-from nbddp.kernel import forkserver, stacks
+from nbddp.kernel import forkserver, oom, stacks
+from nbddp.kernel.crew import Ranks
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.worker import entry
 from nbddp.worker.output import STACKS_SIGNAL
@@ -47,18 +48,7 @@ class _Inherited:
 
 
 class Worker:
-    """One rank, as the kernel sees it.
-
-    Attributes:
-        rank: its number.
-        output: what it prints.
-        ready: has it reported that device and group are up?
-        called: has it reported that the function begins?
-        report: its last word, or None.
-        exitcode: as ``multiprocessing.Process.exitcode``; None while it lives.
-        exited_at: monotonic time at which that was seen.
-        orphaned: its fork server is gone, which would have told its exit code; the rank goes on.
-    """
+    """One rank on this machine; its attributes are those of ``crew.AnyWorker``."""
 
     host: str | None = None
     lost = ""
@@ -75,6 +65,8 @@ class Worker:
         self.exitcode: int | None = None
         self.exited_at: float | None = None
         self.orphaned = False
+        self.out_of_memory = False
+        self._oom_kills = oom.kills()
         self._process = process
         self._channel: Connection | None = channel
         self._fds = fds
@@ -145,6 +137,7 @@ class Worker:
             self.orphaned = True
         elif exitcode is not None:
             self.exitcode, self.exited_at = exitcode, time.monotonic()
+            self.out_of_memory = exitcode == -signal.SIGKILL and oom.kills() != self._oom_kills
 
     def _take(self, message: wire.Message) -> None:
         if isinstance(message, wire.Ready):
@@ -252,8 +245,8 @@ def _is_zombie(process: psutil.Process) -> bool:
     return bool(process.status() == psutil.STATUS_ZOMBIE)
 
 
-class Crew:
-    """All ranks of one attempt."""
+class Crew(Ranks):
+    """All ranks of one attempt, on this machine."""
 
     def __init__(self, start_method: str) -> None:
         self.workers: list[Worker] = []
@@ -350,10 +343,6 @@ class Crew:
         for worker in self.workers:
             worker.hear()
 
-    def signs_of_life(self) -> object:
-        """Something that changes whenever a rank prints, logs, gets further, or ends."""
-        return [worker.signs_of_life() for worker in self.workers]
-
     def wake(self) -> None:
         """End a :meth:`watch` under way in another thread."""
         with contextlib.suppress(OSError):
@@ -383,11 +372,3 @@ class Crew:
             dumps |= {worker.rank: worker.stacks_since(before) for worker, before in asked.items()}
             asked = {worker: before for worker, before in asked.items() if not stacks.is_whole(dumps[worker.rank])}
         return {rank: dump for rank, dump in dumps.items() if dump}
-
-    @property
-    def alive(self) -> bool:
-        return any(worker.alive for worker in self.workers)
-
-    @property
-    def ready(self) -> bool:
-        return all(worker.ready for worker in self.workers)

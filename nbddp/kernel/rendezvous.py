@@ -64,6 +64,35 @@ def open_rendezvous(world_size: int) -> Iterator[Rendezvous]:
         store.close()
 
 
+def listen(address: str, world_size: int) -> socket.socket:
+    """A socket for a store, on a port that the system chooses."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen(max(128, 2 * world_size))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def host_store(listener: socket.socket, world_size: int) -> TCPStore:
+    """A ``TCPStore`` on that socket, which it closes; so do we if there is none. Raises DistError."""
+    with listener:
+        address, port = listener.getsockname()
+        store = TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+            timeout=_OPEN_S,
+        )
+        listener.detach()
+    return store
+
+
 class _Store:
     """A ``TCPStore`` that opens on a thread of its own: its constructor is a client, too, which may wait as told above.
 
@@ -75,37 +104,19 @@ class _Store:
         self._lock = threading.Lock()
         self._closed = False
         self._store: TCPStore | None = None
-        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            self._listener.bind((HOST, 0))
-            self._listener.listen(max(128, 2 * world_size))
-            self.port: int = self._listener.getsockname()[1]
-        except OSError:
-            self._listener.close()
-            raise
+        self._listener = listen(HOST, world_size)
+        self.port: int = self._listener.getsockname()[1]
         start_thread(self._open, "nbddp-store", lambda _: self._open())
 
     def _open(self) -> None:
         try:
             with room_for(_FDS_OF_A_STORE):  # without, its client would try for minutes
-                store = self._new_store()
+                store = host_store(self._listener, self._world_size)
         except (DistError, OSError):
             self._listener.close()  # who would use it is refused, and says so
             return
-        self._listener.detach()  # the store closes it
         with self._lock:
             self._store = None if self._closed else store
-
-    def _new_store(self) -> TCPStore:
-        return TCPStore(
-            HOST,
-            self.port,
-            self._world_size,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=self._listener.fileno(),
-            timeout=_OPEN_S,
-        )
 
     def close(self) -> None:
         with self._lock:

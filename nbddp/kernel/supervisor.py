@@ -17,7 +17,7 @@ from torch.distributed import DistError
 
 from nbddp import wire
 from nbddp.errors import HostLost, LaunchError, NbddpError, PayloadError, RankDied, RankError, RunTimeout, in_a_line
-from nbddp.kernel import failure, forkserver, oom, stacks
+from nbddp.kernel import failure, forkserver, stacks
 from nbddp.kernel.crew import AnyCrew, AnyWorker, Site
 from nbddp.kernel.history import History
 from nbddp.kernel.launcher import LEAVE_GRACE_S
@@ -76,7 +76,7 @@ class Supervisor:
         self._over = False
         self._callbacks: list[Callable[[], None]] = []
         self._start_method = plan.start_method
-        self._naming = failure.Naming(plan.name, plan.nprocs, packed.by_value, oom.kills())
+        self._naming = failure.Naming(plan.name, plan.nprocs, packed.by_value)
         self._stillness = _Stillness(plan.stall_after_s)
         self._first: NbddpError | None = None  # of a run that has been restarted
         self._was_here = ""  # where the ranks were when the run was stopped

@@ -1,0 +1,101 @@
+"""Host side. What becomes of the ranks of one round, told to the kernel as it happens."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from nbddp import frames, wire
+from nbddp.kernel.gauges import Gauges
+from nbddp.kernel.launcher import Crew, Worker
+
+if TYPE_CHECKING:
+    from nbddp.host.service import Pipe
+
+_NAP_S = 0.05
+_MOST_BACKLOG = 16 << 20  # bytes that the kernel has not read: what the ranks log then waits in their pipes
+_READ_BYTES = 256 << 10
+
+
+class News:
+    """Of one crew: output, metrics, states, last words, ends, memory."""
+
+    def __init__(self, crew: Crew, pipe: Pipe, gauges: Gauges) -> None:
+        self._crew = crew
+        self._pipe = pipe
+        self._gauges = gauges
+        self._told: dict[int, _Told] = {}
+
+    def tell_all(self) -> None:
+        """What the ranks wrote before they ended, whole."""
+        while self.tell():
+            pass
+
+    def tell(self) -> bool:
+        """What is new of each rank. Returns whether there may be more."""
+        if self._pipe.backlog > _MOST_BACKLOG:
+            time.sleep(_NAP_S)
+            return True
+        more = [self._tell_of(worker, self._told.setdefault(worker.rank, _Told())) for worker in self._crew.workers]
+        if more:
+            self._tell_of_memory()
+        return any(more)
+
+    def _tell_of(self, worker: Worker, told: _Told) -> bool:
+        rank = worker.rank
+        if (worker.ready, worker.called) != told.state:
+            told.state = (worker.ready, worker.called)
+            self._pipe.send({"kind": "state", "rank": rank, "ready": worker.ready, "called": worker.called})
+        # What it has written before what has become of it: the end of its output belongs to its error.
+        output = os.pread(worker.output.fileno(), _READ_BYTES, told.printed)
+        told.printed += len(output)
+        if output:
+            self._pipe.send({"kind": "output", "rank": rank}, output)
+        metrics = worker.read_metrics()
+        if metrics:
+            self._pipe.send({"kind": "metrics", "rank": rank}, metrics)
+        if output or metrics:
+            return True
+        if worker.report is not None and not told.report:
+            told.report = True
+            self._tell_report(worker, worker.report)
+        if worker.exitcode is not None and not told.exit:
+            told.exit = True
+            self._pipe.send(
+                {
+                    "kind": "exit",
+                    "rank": rank,
+                    "exitcode": worker.exitcode,
+                    "at": worker.exited_at,
+                    "orphaned": worker.orphaned,
+                    "out_of_memory": worker.out_of_memory,
+                }
+            )
+        return False
+
+    def _tell_report(self, worker: Worker, report: wire.Finished | wire.Failed | wire.Exited) -> None:
+        head = {"kind": "report", "rank": worker.rank, "type": type(report).__name__, **vars(report)}
+        if not isinstance(report, wire.Exited):
+            block = frames.BlockFrames(worker.result_fd, report.nbytes, kind="result", rank=worker.rank)
+            self._pipe.send_all(block)
+        self._pipe.send(head)
+
+    def _tell_of_memory(self) -> None:
+        before = dict(self._gauges.processes), dict(self._gauges.gpus)
+        self._gauges.read([worker.pid for worker in self._crew.workers])
+        if before != (self._gauges.processes, self._gauges.gpus):
+            first = self._crew.workers[0].rank
+            processes = {first + local: used for local, used in self._gauges.processes.items()}
+            gpus = {first + local: memory for local, memory in self._gauges.gpus.items()}
+            self._pipe.send({"kind": "gauges", "processes": processes, "gpus": gpus})
+
+
+class _Told:
+    """What the kernel knows of a rank."""
+
+    def __init__(self) -> None:
+        self.printed = 0
+        self.state = (False, False)
+        self.report = False
+        self.exit = False
