@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -73,13 +74,19 @@ def test_a_host_without_an_ssh_server(rig: Rig) -> None:
     assert "no ssh server" in said
 
 
+@contextlib.contextmanager
+def holding(path: Path, text: str) -> Iterator[None]:
+    """That file holds this for a while."""
+    before = path.read_text()
+    path.write_text(text)
+    yield
+    path.write_text(before)
+
+
 @pytest.fixture
 def no_key(rig: Rig) -> Iterator[None]:
-    keys = rig.folder / "gpu2.authorized"
-    before = keys.read_text()
-    keys.write_text("")
-    yield
-    keys.write_text(before)
+    with holding(rig.folder / "gpu2.authorized", ""):
+        yield
 
 
 @pytest.mark.usefixtures("no_key")
@@ -92,12 +99,10 @@ def test_a_key_that_is_refused_ends_in_a_prompt_for_a_password(rig: Rig) -> None
 @pytest.fixture
 def other_key(rig: Rig) -> Iterator[None]:
     known = rig.folder / "known_hosts"
-    before = known.read_text()
-    lines = before.splitlines()
+    lines = known.read_text().splitlines()
     swapped = [f"{a.split()[0]} {' '.join(b.split()[1:])}" for a, b in zip(lines, lines[1:] + lines[:1])]
-    known.write_text("\n".join(swapped) + "\n")
-    yield
-    known.write_text(before)
+    with holding(known, "\n".join(swapped) + "\n"):
+        yield
 
 
 @pytest.mark.usefixtures("other_key")

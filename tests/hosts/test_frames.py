@@ -8,6 +8,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,16 @@ def test_what_follows_a_block_comes_before_its_end(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------- the sender
 
 
-def test_a_reader_that_does_not_read_stops_who_sends() -> None:
-    reader, writer = os.pipe()
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_a_reader_that_does_not_read_stops_who_sends(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
     sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
     began = time.monotonic()
     for _ in range(100):
@@ -168,12 +177,10 @@ def test_a_reader_that_does_not_read_stops_who_sends() -> None:
         found += sum(1 for _ in parser.feed(os.read(reader, 1 << 20)))
     wait_until(lambda: sender.backlog == 0)
     sender.close(1)
-    os.close(reader)
-    os.close(writer)
 
 
-def test_an_idle_pipe_is_silent() -> None:
-    reader, writer = os.pipe()
+def test_an_idle_pipe_is_silent(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
     sender = frames.Sender(writer, 0.05, lambda: {"kind": "beat"}, "test-sender")
     parser = frames.Parser()
     found: list[Any] = []
@@ -182,8 +189,6 @@ def test_an_idle_pipe_is_silent() -> None:
         found += parser.feed(os.read(reader, 1000))
     assert [head["kind"] for head, _ in found[:3]] == ["beat"] * 3
     sender.close(1)
-    os.close(reader)
-    os.close(writer)
 
 
 def test_a_broken_pipe_ends_in_a_thread_that_stays() -> None:
@@ -197,8 +202,8 @@ def test_a_broken_pipe_ends_in_a_thread_that_stays() -> None:
     os.close(writer)
 
 
-def test_frames_of_two_threads_are_mixed() -> None:
-    reader, writer = os.pipe()
+def test_frames_of_two_threads_are_mixed(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
     sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
 
     def talk(name: str) -> None:
@@ -218,5 +223,3 @@ def test_frames_of_two_threads_are_mixed() -> None:
     for thread in threads:
         thread.join()
     sender.close(1)
-    os.close(reader)
-    os.close(writer)
