@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from nbddp.kernel.waiting import Latch, start_thread
+from nbddp.waiting import Latch, start_thread
 
 MARK = b"\x00nbddp frames 1\n"
 BEATS = 0.2  # of the heartbeat's time: so often each side is heard

@@ -20,7 +20,7 @@ from nbddp.frames import Head
 from nbddp.host.agent import run_agent
 from nbddp.host.facts import facts
 from nbddp.kernel import forkserver
-from nbddp.kernel.waiting import start_thread
+from nbddp.waiting import start_thread
 
 _FIRST_S = 120.0  # for the kernel's answer to our first frame: other hosts may be slow
 _FIRST_BEAT_S = 0.2

@@ -16,9 +16,9 @@ from nbddp import frames
 from nbddp.errors import LaunchError
 from nbddp.frames import Head
 from nbddp.kernel.login import advice_on
-from nbddp.kernel.waiting import Latch, start_thread
 from nbddp.payload import Packed
 from nbddp.versions import difference
+from nbddp.waiting import Latch, start_thread
 
 HELLO_S = 120.0  # a first import of torch over a network file system takes a minute
 SETTLE_S = 0.2

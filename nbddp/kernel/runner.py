@@ -23,10 +23,10 @@ from nbddp.kernel.local import Local
 from nbddp.kernel.output import labelled
 from nbddp.kernel.plan import STALL_AFTER_S, Plan, check_call, make_plan
 from nbddp.kernel.supervisor import Supervisor
-from nbddp.kernel.waiting import start_thread
 from nbddp.panel.live import view_for
 from nbddp.panel.text import duration
 from nbddp.panel.view import RankStatus, Status, View
+from nbddp.waiting import start_thread
 
 STOP_GRACE_S = 5.0  # between KeyboardInterrupt in the ranks and SIGKILL
 _REDRAW_S = 0.1

@@ -24,9 +24,9 @@ from nbddp.kernel.launcher import LEAVE_GRACE_S
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.stacks import Where
-from nbddp.kernel.waiting import Latch, start_thread
 from nbddp.payload import Packed
 from nbddp.tracebacks import drop_our_frames
+from nbddp.waiting import Latch, start_thread
 
 _TICK_S = 0.1  # how often metrics and output are read while nothing else happens
 _PEERS_GRACE_S = 0.2  # for the other ranks' finally blocks when one has failed

@@ -13,8 +13,8 @@ from types import FrameType
 
 import pytest
 
-from nbddp.kernel import waiting
-from nbddp.kernel.waiting import Latch
+from nbddp import waiting
+from nbddp.waiting import Latch
 
 TRIALS = 1000
 NUMBER = signal.SIGUSR2

@@ -1,4 +1,4 @@
-"""Kernel side. Waiting and starting threads where a KeyboardInterrupt may come between any two instructions.
+"""Both sides. Waiting and starting threads where a KeyboardInterrupt may come between any two instructions.
 
 ``threading.Event``, ``Condition`` and ``Thread.start`` are Python code around a lock: an interrupt in the middle leaves
 it taken, and the thread that is waited for can never say that it is done. A raw lock's ``with`` is one instruction.
