@@ -9,7 +9,7 @@ import bisect
 import operator
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 
 ALIGN = 64
 _MAP_FROM_NBYTES = 1 << 20  # below this a copy is cheaper than a mapping, and pins nothing
-_WRITE_CHUNK = 64 << 20
 
 
 def open_block(name: str) -> int:
@@ -47,7 +46,7 @@ def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
     view = memoryview(data).cast("B")
     done = 0
     while done < view.nbytes:
-        done += os.pwrite(fd, view[done : done + _WRITE_CHUNK], offset + done)
+        done += os.pwrite(fd, view[done:], offset + done)
 
 
 @dataclass(frozen=True)
@@ -97,14 +96,14 @@ class Layout:
         start, stop, offset = self._regions[index]
         return offset + address - start if address < stop else 0
 
-    def write(self, fd: int, pieces: list[Piece]) -> None:
-        """Copy every byte of the pieces once, however often they overlap."""
+    def disjoint(self, pieces: list[Piece]) -> Iterator[tuple[int, memoryview]]:
+        """Every byte of the pieces once, however often they overlap, and its offset."""
         written = 0
         for piece in sorted(pieces, key=lambda p: (p.address, -p.data.nbytes)):
             stop = piece.address + piece.data.nbytes
             start = max(piece.address, written)
             if start < stop:
-                write_at(fd, piece.data[start - piece.address :], self.offset(start))
+                yield self.offset(start), piece.data[start - piece.address :]
                 written = stop
 
 

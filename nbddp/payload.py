@@ -22,7 +22,7 @@ import linecache
 import os
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,15 +45,27 @@ from nbddp.block import (
 )
 from nbddp.packing import PackedStorage, Packer, Reading, reading_now, refuse_uninherited, refuse_unshippable
 
-__all__ = ["Packed", "Unpacked", "open_block", "pack", "probe", "refuse_uninherited", "refuse_unshippable", "unpack"]
+__all__ = [
+    "Packed",
+    "Pickled",
+    "Unpacked",
+    "open_block",
+    "pack",
+    "prepare",
+    "probe",
+    "refuse_uninherited",
+    "refuse_unshippable",
+    "unpack",
+]
 
 _SMALL_NBYTES = 1 << 20  # gaps up to here cost nothing worth a copy
+_CHUNK_NBYTES = 64 << 20  # between two looks whether it is still wanted
 _HEADER = struct.Struct("<QQQ")  # where the pickle stream starts, where the table starts, end
 
 
 @dataclass
 class Packed:
-    """What :func:`pack` wrote, and what must go along with it.
+    """What is in a block, and what must go along with it.
 
     Attributes:
         nbytes: size of the block.
@@ -67,6 +79,28 @@ class Packed:
     by_value: list[Any]
 
 
+class Pickled:
+    """An object pickled and laid out, its arrays still where they are.
+
+    Attributes:
+        packed: what the block will be.
+    """
+
+    def __init__(self, packed: Packed, parts: list[tuple[int, memoryview]]) -> None:
+        self.packed = packed
+        self._parts = parts
+
+    def write(self, fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Copy all of it into the block ``fd``, for as long as that is ``wanted``, and let go of the arrays."""
+        os.ftruncate(fd, self.packed.nbytes)
+        parts, self._parts = self._parts, []
+        for offset, data in parts:
+            for start in range(0, data.nbytes, _CHUNK_NBYTES):
+                if not wanted():
+                    return
+                write_at(fd, data[start : start + _CHUNK_NBYTES], offset + start)
+
+
 @dataclass
 class Unpacked:
     """The object out of a block, with the functions and classes that came by value."""
@@ -76,7 +110,14 @@ class Unpacked:
 
 
 def pack(obj: object, fd: int, *, known: Sequence[Any] = (), inheriting: bool = True, back: bool = False) -> Packed:
-    """Write ``obj`` into the block ``fd``.
+    """Write ``obj`` into the block ``fd``; as :func:`prepare` and :meth:`Pickled.write`."""
+    pickled = prepare(obj, known=known, inheriting=inheriting, back=back)
+    pickled.write(fd)
+    return pickled.packed
+
+
+def prepare(obj: object, *, known: Sequence[Any] = (), inheriting: bool = True, back: bool = False) -> Pickled:
+    """Pickle ``obj`` and see how large its block will be.
 
     Args:
         known: functions and classes that the reader has already, in the order of its own list; they
@@ -91,7 +132,7 @@ def pack(obj: object, fd: int, *, known: Sequence[Any] = (), inheriting: bool = 
     with contextlib.closing(Packer(stream, known=known, inheriting=inheriting, back=back)) as pickler:
         # The list fills while obj is pickled, and comes after it: all its members are memo references.
         pickler.dump((obj, pickler.by_value))
-        return _write(fd, pickler, stream.getbuffer())
+        return _lay_out(pickler, stream.getbuffer())
 
 
 def probe(obj: object, *, inheriting: bool = True) -> None:
@@ -182,7 +223,7 @@ class _Table:
     sources: dict[str, list[str]]
 
 
-def _write(fd: int, pickler: Packer, stream: memoryview) -> Packed:
+def _lay_out(pickler: Packer, stream: memoryview) -> Pickled:
     pieces = [Piece.of(view) for view in pickler.buffers]
     storages = [_LaidOut.of(entry) for entry in pickler.storages.values()]
     in_sight = [*pieces, *(piece for storage in storages for piece in storage.seen)]
@@ -203,12 +244,10 @@ def _write(fd: int, pickler: Packer, stream: memoryview) -> Packed:
     table_at = stream_at + stream.nbytes
     encoded = pickle.dumps(table, protocol=5)
     end = table_at + len(encoded)
-    os.ftruncate(fd, end)
-    layout.write(fd, [*in_sight, *pieces_of_arrays])
-    write_at(fd, _HEADER.pack(stream_at, table_at, end), 0)
-    write_at(fd, stream, stream_at)
-    write_at(fd, encoded, table_at)
-    return Packed(end, pickler.inherited, pickler.by_value)
+    header = memoryview(_HEADER.pack(stream_at, table_at, end))
+    data = layout.disjoint([*in_sight, *pieces_of_arrays])
+    parts = [(0, header), *data, (stream_at, stream), (table_at, memoryview(encoded))]
+    return Pickled(Packed(end, pickler.inherited, pickler.by_value), parts)
 
 
 def _without_wide_gaps(arrays: list[npt.NDArray[Any]], others: list[tuple[int, int]]) -> list[npt.NDArray[Any]]:

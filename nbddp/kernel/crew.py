@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from nbddp import wire
 from nbddp.kernel.output import RankOutput
-from nbddp.payload import Packed
+from nbddp.payload import Packed, Pickled
 
 
 class AnyGauges(Protocol):
@@ -32,6 +32,13 @@ class Site(Protocol):
 
     @property
     def gauges(self) -> AnyGauges: ...
+
+    def take(self, pickled: Pickled, wanted: Callable[[], bool]) -> None:
+        """Copy the run's data to where the ranks of all attempts can have them, for as long as that is ``wanted``.
+
+        Raises:
+            OSError, LaunchError: there is no room for them.
+        """
 
     def new_crew(self, start_method: str) -> AnyCrew:
         """For one attempt."""
@@ -121,8 +128,8 @@ class AnyCrew(Protocol):
 
     def __exit__(self, *exc_info: object) -> None: ...
 
-    def launch(self, packed: Packed, block: int, outputs: Sequence[RankOutput], restart_count: int) -> None:
-        """Start all ranks with what lies in ``block``."""
+    def launch(self, packed: Packed, outputs: Sequence[RankOutput], restart_count: int) -> None:
+        """Start all ranks with what their site has taken."""
 
     def watch(self, timeout_s: float) -> None:
         """Wait for news, at most so long, and take it in."""

@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbddp import payload, wire
@@ -20,7 +20,7 @@ from nbddp.kernel.host import Host
 from nbddp.kernel.hosts import Cluster
 from nbddp.kernel.output import RankOutput
 from nbddp.kernel.plan import Plan
-from nbddp.payload import Packed
+from nbddp.payload import Packed, Pickled
 
 _ENDED_S = 5.0  # for the hosts to say that everything there is gone
 _ON_THE_WAY_S = 0.5
@@ -132,7 +132,14 @@ class Far:
         self._plan = plan
         self._cluster = cluster
         self._login = login  # ends with the run, if it was made for it
+        self.block = -1
         cluster.reserve(plan.name)
+
+    def take(self, pickled: Pickled, wanted: Callable[[], bool]) -> None:
+        """Into a block here, from which it is sent."""
+        self.block = payload.open_block(self._plan.name)
+        self._login.callback(os.close, self.block)
+        pickled.write(self.block, wanted)
 
     def new_crew(self, start_method: str) -> FarCrew:
         """For one attempt, on the hosts that are there."""
@@ -211,7 +218,7 @@ class FarCrew(Ranks):
     def disown(self) -> None:
         """In a process forked from the kernel: the pipes to the hosts see to themselves."""
 
-    def launch(self, packed: Packed, block: int, outputs: Sequence[RankOutput], restart_count: int) -> None:
+    def launch(self, packed: Packed, outputs: Sequence[RankOutput], restart_count: int) -> None:
         """Send the payload where it is not yet, and let the round begin on every host that is there.
 
         Raises:
@@ -236,7 +243,7 @@ class FarCrew(Ranks):
             if host.has(packed):
                 host.send(begin)
             else:
-                host.send_payload(block, packed, [self._cluster.run_order(self._plan, packed, host), begin])
+                host.send_payload(self._site.block, packed, [self._cluster.run_order(self._plan, packed, host), begin])
 
     def _round(self, group_rank: int, host: Host, meeting: Meeting, restart_count: int) -> Head:
         return {

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 
-from nbddp import wire
+from nbddp import payload, wire
 from nbddp.kernel import forkserver
 from nbddp.kernel.gauges import Gauges
 from nbddp.kernel.launcher import Crew
 from nbddp.kernel.output import RankOutput
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.rendezvous import HOST, Rendezvous, open_rendezvous
-from nbddp.payload import Packed
+from nbddp.payload import Packed, Pickled
 
 
 class Local:
@@ -22,32 +23,41 @@ class Local:
         self.gauges = Gauges(plan.device, plan.environ)
         self.layout: list[tuple[str, int]] = []
         self._plan = plan
+        self._open = contextlib.ExitStack()
+        self._block = -1
+
+    def take(self, pickled: Pickled, wanted: Callable[[], bool]) -> None:
+        """Into a block that the ranks map."""
+        self._block = payload.open_block(self._plan.name)
+        self._open.callback(os.close, self._block)
+        pickled.write(self._block, wanted)
 
     def new_crew(self, start_method: str) -> LocalCrew:
         """For one attempt."""
-        return LocalCrew(self._plan, start_method)
+        return LocalCrew(self._plan, start_method, self._block)
 
     def may_go_on(self) -> bool:
         """It is always there."""
         return True
 
     def close(self) -> None:
-        """Nothing is kept from attempt to attempt."""
+        """Let go of the data."""
+        self._open.close()
 
 
 class LocalCrew(Crew):
     """A crew, and what is there for as long as its processes are."""
 
-    def __init__(self, plan: Plan, start_method: str) -> None:
+    def __init__(self, plan: Plan, start_method: str, block: int) -> None:
         super().__init__(start_method)
+        self._block = block
         self._plan = plan
         self._around = contextlib.ExitStack()
 
-    def launch(self, packed: Packed, block: int, outputs: Sequence[RankOutput], restart_count: int) -> None:
+    def launch(self, packed: Packed, outputs: Sequence[RankOutput], restart_count: int) -> None:
         """Start all ranks.
 
         Args:
-            block: the fd that ``packed`` tells of.
             restart_count: how often the run has started again before.
 
         Raises:
@@ -58,7 +68,7 @@ class LocalCrew(Crew):
         by_server = self._start_method == "forkserver"
         temp_dir = self._around.enter_context(forkserver.folder_of_a_run()) if by_server else ""
         jobs = self._jobs(rendezvous, temp_dir, packed.nbytes, restart_count)
-        self.start(jobs, outputs, block, rendezvous.file, packed.inherited)
+        self.start(jobs, outputs, self._block, rendezvous.file, packed.inherited)
 
     def __exit__(self, *exc_info: object) -> None:
         with self._around:

@@ -9,12 +9,12 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from nbddp import culprit, errors, payload
-from nbddp.errors import LaunchError, NbddpError
+from nbddp.errors import NbddpError
 from nbddp.kernel.crew import Site
 from nbddp.kernel.far import Far
 from nbddp.kernel.history import History
@@ -163,11 +163,10 @@ def launch(
     """Pack, start, and unless told otherwise watch until the end."""
     with contextlib.ExitStack() as unless_begun:
         unless_begun.callback(site.close)
-        packed, block = _pack(plan, fn, args, kwargs)
-        unless_begun.callback(block.close)  # an interrupt: nobody owns the block yet
-        if len(packed.inherited) > _MOST_BY_FORK_SERVER:
+        pickled = _pickled(plan, fn, args, kwargs)
+        if len(pickled.packed.inherited) > _MOST_BY_FORK_SERVER:
             plan = dataclasses.replace(plan, start_method="spawn")
-        started = Run(plan, packed, block, site, blocking=wait)
+        started = Run(plan, pickled, site, blocking=wait)
         unless_begun.pop_all()
     try:
         started._begin(wait=wait, show=show)
@@ -192,23 +191,13 @@ def going() -> list[Run]:
     return sorted(_live, key=lambda run: -run.seconds)
 
 
-def _pack(
-    plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[payload.Packed, BinaryIO]:
-    """The function and its data in a block, before any process exists."""
-    with contextlib.ExitStack() as unless_packed:
-        try:
-            fd = payload.open_block(plan.name)
-        except OSError as error:
-            raise LaunchError(f"the system has no memory block for {plan.name}: {error}") from error
-        block = unless_packed.enter_context(open(fd, "r+b", buffering=0))
-        try:
-            packed = payload.pack((fn, args, kwargs), block.fileno(), inheriting=not plan.shares)
-        except Exception as error:  # whatever a user's __reduce__ raises
-            named = {plan.name: fn, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
-            raise culprit.explain(named, error, what=f"cannot send {plan.name} to the ranks") from None
-        unless_packed.pop_all()  # the run closes it
-    return packed, block
+def _pickled(plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> payload.Pickled:
+    """The function and its data, before any process exists."""
+    try:
+        return payload.prepare((fn, args, kwargs), inheriting=not plan.shares)
+    except Exception as error:  # whatever a user's __reduce__ raises
+        named = {plan.name: fn, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
+        raise culprit.explain(named, error, what=f"cannot send {plan.name} to the ranks") from None
 
 
 class Run:
@@ -220,14 +209,12 @@ class Run:
         history: the metrics so far.
     """
 
-    def __init__(
-        self, plan: Plan, packed: payload.Packed, block: BinaryIO, site: Site, *, blocking: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, pickled: payload.Pickled, site: Site, *, blocking: bool = False) -> None:
         self.name = plan.name
         self.nprocs = plan.nprocs
         self.history = History(plan.nprocs)
         self._plan = plan
-        self._supervisor = Supervisor(plan, packed, block, self.history, site)
+        self._supervisor = Supervisor(plan, pickled, self.history, site)
         self._blocking = blocking
         self._views: list[View] = []
         self._followed = False
@@ -335,6 +322,8 @@ class Run:
                 self._open_view(wanted=bool(show))
             if wait:
                 self._watch()
+            else:
+                self._supervisor.taken.wait()
         except KeyboardInterrupt:
             self._stop_insistently()
             self._redraw()

@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any
 
 from torch.distributed import DistError
 
@@ -24,7 +24,7 @@ from nbddp.kernel.launcher import LEAVE_GRACE_S
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.stacks import Where
-from nbddp.payload import Packed
+from nbddp.payload import Pickled
 from nbddp.tracebacks import drop_our_frames
 from nbddp.waiting import Latch, start_thread
 
@@ -46,15 +46,17 @@ class Supervisor:
         state: ``starting running finished failed stopped``.
         error: what a failed run raises.
         values: by rank, of a finished run.
+        taken: set when the data have been copied: whoever has them may change them from here on.
         done: set when every process is gone and every fd is closed.
         restarts, restart_reason: how often all ranks have started again, and the last time after what.
         hang: where the ranks are when nothing has moved for ``stall_after`` seconds; else "".
     """
 
-    def __init__(self, plan: Plan, packed: Packed, block: BinaryIO, history: History, site: Site) -> None:
+    def __init__(self, plan: Plan, pickled: Pickled, history: History, site: Site) -> None:
         self.state = "starting"
         self.error: BaseException | None = None
         self.values: list[Any] | None = None
+        self.taken = Latch()
         self.done = Latch()
         self.outputs: list[RankOutput] = []
         self.began = time.monotonic()
@@ -65,8 +67,8 @@ class Supervisor:
         self._plan = plan
         self._site = site
         self._deadline = self.began + (plan.timeout_s or float("inf"))
-        self._packed = packed
-        self._block = block
+        self._pickled: Pickled | None = pickled
+        self._packed = pickled.packed
         self._history = history
         self._lock = threading.Lock()  # over what another thread may ask of the crew while its fds are open
         self._crew: AnyCrew | None = None
@@ -76,7 +78,7 @@ class Supervisor:
         self._over = False
         self._callbacks: list[Callable[[], None]] = []
         self._start_method = plan.start_method
-        self._naming = failure.Naming(plan.name, plan.nprocs, packed.by_value)
+        self._naming = failure.Naming(plan.name, plan.nprocs, self._packed.by_value)
         self._stillness = _Stillness(plan.stall_after_s)
         self._first: NbddpError | None = None  # of a run that has been restarted
         self._was_here = ""  # where the ranks were when the run was stopped
@@ -179,13 +181,13 @@ class Supervisor:
             self._tell_of_the_end()
 
     def _tell_of_the_end(self) -> None:
-        self._block.close()
         self._packed.inherited.clear()
         self._history.settle()
         self.ended = time.monotonic()
         with self._lock:
             self._over = True
             callbacks, self._callbacks = self._callbacks, []
+        self.taken.open()
         self.done.open()
         for callback in callbacks:
             callback()
@@ -207,8 +209,15 @@ class Supervisor:
             for _ in range(self._plan.nprocs):
                 self.outputs.append(RankOutput(open_output()))
                 stack.callback(self.outputs[-1].close)
+            self._take_data()
             while self.state == "starting":
                 self._attempt_if_wanted()
+
+    def _take_data(self) -> None:
+        assert self._pickled is not None
+        self._site.take(self._pickled, lambda: self._stop_grace_s is None)
+        self._pickled = None
+        self.taken.open()
 
     def _attempt_if_wanted(self) -> None:
         """One attempt; afterwards the state is ``starting`` if there is to be another."""
@@ -246,7 +255,7 @@ class Supervisor:
             stack.enter_context(crew)
             with self._lock:
                 self._crew = crew
-            crew.launch(self._packed, self._block.fileno(), self.outputs, self.restarts)
+            crew.launch(self._packed, self.outputs, self.restarts)
             self._naming = dataclasses.replace(self._naming, ranks=len(crew.workers))
             self._history.resize(len(crew.workers))
             self._follow(crew)
