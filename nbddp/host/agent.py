@@ -25,7 +25,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from nbddp import wire
+from nbddp import folders, wire
 from nbddp.errors import LaunchError
 from nbddp.frames import Head
 from nbddp.host.news import News
@@ -187,7 +187,7 @@ class Agent(SimpleElasticAgent):
             deterministic=order["deterministic"],
             threads=threads,
             environ=environ,
-            sys_path=[*sys.path, *(path for path in order["sys_path"] if os.path.isdir(path) and path not in sys.path)],
+            sys_path=folders.first(order["folders"], sys.path),
             cwd=order["cwd"] if os.path.isdir(order["cwd"]) else os.path.expanduser("~"),
             temp_dir=temp_dir,
             argv=order["argv"],

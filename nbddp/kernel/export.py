@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nbddp import culprit, jobfile, payload
+from nbddp import culprit, folders, jobfile, payload
 from nbddp.kernel.plan import check_call
 
 
@@ -50,7 +50,7 @@ def export(
                 raise  # a full disk
             raise explained from None
 
-    jobfile.write(path, jobfile.JOB, name, fill, _folders())
+    jobfile.write(path, jobfile.JOB, name, fill, tuple(folders.users(sys.path)))
 
 
 def load_result(path: str | os.PathLike[str]) -> Any:
@@ -66,10 +66,3 @@ def load_result(path: str | os.PathLike[str]) -> Any:
         return payload.unpack(fd, head.nbytes).value
     finally:
         os.close(fd)
-
-
-def _folders() -> tuple[str, ...]:
-    """Where the notebook's own modules come from: what is on its path and not of its Python."""
-    pythons = {os.path.realpath(prefix) + os.sep for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
-    found = dict.fromkeys(os.path.realpath(path or os.curdir) for path in sys.path)
-    return tuple(path for path in found if os.path.isdir(path) and not (path + os.sep).startswith(tuple(pythons)))

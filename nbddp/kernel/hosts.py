@@ -18,11 +18,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nbddp import folders
 from nbddp.errors import HostLost, LaunchError
 from nbddp.frames import Head
 from nbddp.kernel.host import HELLO_S, SETTLE_S, Host
 from nbddp.kernel.login import SRUN, SSH, command_for, slurm_nodes
 from nbddp.payload import Packed
+from nbddp.waiting import start_thread
 
 if TYPE_CHECKING:
     from nbddp.kernel.plan import Plan
@@ -50,6 +52,7 @@ class Cluster:
         self._run_name = ""
         self._rounds = itertools.count(1)
         self._all: list[Host] = []
+        weakref.finalize(self, _log_out_unasked, self._all, os.getpid()).atexit = False  # _close_all is first
         try:
             for name in hosts:
                 self._all.append(Host(name, command_of(name), heartbeat_s))
@@ -68,13 +71,11 @@ class Cluster:
         return run(fn, args, kwargs, hosts=self, **options)
 
     def close(self) -> None:
-        """Log out everywhere."""
-        for host in self._all:
-            host.send({"kind": "bye"})
-        deadline = time.monotonic() + _BYE_S
-        for host in self._all:
-            host.close(deadline)
-        self._all = []
+        """Log out everywhere; a run that still goes on there fails."""
+        if self._run_name:
+            for host in self._all:
+                host.give_up(f"the cluster was closed while {self._run_name} went on: wait() for it before that")
+        _log_out(self._all)
 
     def __enter__(self) -> Cluster:
         return self
@@ -133,7 +134,7 @@ class Cluster:
             "deterministic": plan.deterministic,
             "gpus": plan.gpus,
             "env": dict(plan.env),
-            "sys_path": plan.sys_path,
+            "folders": folders.users(plan.sys_path),
             "cwd": plan.cwd,
             "argv": plan.argv,
             "max_restarts": plan.max_restarts,
@@ -180,7 +181,8 @@ def cluster(
         hosts: as your ``ssh`` knows them; ``"localhost"`` is this machine, without a login. ``"slurm"``: the
             nodes of the allocation that this notebook runs in.
         launcher: a command that runs another on a host, instead of ssh, with ``{host}`` in it:
-            ``["kubectl", "exec", "-i", "{host}", "--"]``.
+            ``["kubectl", "exec", "-i", "{host}", "--"]``. It is given the words of that command as they are; if
+            ``ssh`` is one of its own, as one line for a shell.
         python: the interpreter on the hosts. Default: this one's path if it exists there, else ``python3``.
         heartbeat: seconds of silence after which a host counts as lost, and after which a host that hears nothing
             from the notebook ends its ranks.
@@ -203,6 +205,21 @@ def cluster(
     if launcher is not None and not any("{host}" in word for word in template):
         raise LaunchError(f"launcher={list(launcher)} does not say where the host's name goes: put '{{host}}' in it")
     return Cluster(names, lambda host: command_for(host, template, python), float(heartbeat))
+
+
+def _log_out(hosts: list[Host]) -> None:
+    for host in hosts:
+        host.send({"kind": "bye"})
+    deadline = time.monotonic() + _BYE_S
+    for host in hosts:
+        host.close(deadline)
+    hosts.clear()
+
+
+def _log_out_unasked(hosts: list[Host], owner: int) -> None:
+    """Of a cluster that nobody has any more: a cell that makes one was run again. It shall not wait for that."""
+    if hosts and os.getpid() == owner:
+        start_thread(lambda: _log_out(hosts), "nbddp-logout", lambda _: _log_out(hosts))
 
 
 Hosts = Sequence[str] | str | Cluster | None  # as ``run(hosts=...)`` takes them

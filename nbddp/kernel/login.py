@@ -47,8 +47,9 @@ def command_for(host: str, template: Sequence[str], python: str | None) -> list[
         return [os.path.expanduser(python or sys.executable), "-m", "nbddp.host"]
     words = [word.replace("{host}", host) for word in template]
     agent = ["sh", "-c", _script(python)]
-    # ssh hands its words to the login shell there as one line; the others start them as they are.
-    return [*words, shlex.join(agent)] if os.path.basename(words[0]) == "ssh" else [*words, *agent]
+    # ssh, also behind sshpass or env, hands its words to the login shell there as one line; others start them as such.
+    by_ssh = any(os.path.basename(word) == "ssh" for word in template)
+    return [*words, shlex.join(agent)] if by_ssh else [*words, *agent]
 
 
 def _script(python: str | None) -> str:

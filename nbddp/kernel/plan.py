@@ -164,7 +164,7 @@ def make_plan(
         name=name,
         nprocs=ranks,
         device=device_type,
-        backend=_choose_backend(backend, device_type) if init else None,
+        backend=_choose_backend(backend, device_type, here=hosts is None) if init else None,
         contract=contract,
         pass_rank=pass_rank,
         seed=seed,
@@ -176,7 +176,9 @@ def make_plan(
         stall_after_s=stall_after,
         start_method=_choose_start_method(start_method),
         argv=[name, *argv],
-        environ=environment(device_type, gpus, deterministic, threads if contract else None, env),
+        environ=environment(
+            device_type, gpus if hosts is None else None, deterministic, threads if contract else None, env
+        ),
         sys_path=[path or os.getcwd() for path in sys.path],
         cwd=os.getcwd(),
         gpus=tuple(gpus) if gpus is not None else None,
@@ -258,20 +260,26 @@ def _choose_device(device: str | torch.device | None, gpus: Sequence[int] | None
         if found is None and gpus is not None:
             raise LaunchError(f"gpus={list(gpus)}, but torch sees no GPU here. Leave gpus out to run on the CPU")
         return found or ("cpu", 0)
+    device_type = _type_of(device, gpus)
+    if device_type == "cpu":
+        return "cpu", 0
+    count = _device_count(device_type)
+    if count == 0:
+        raise LaunchError(f"device={device_type!r}, but torch sees none here. Use device='cpu', or leave it out")
+    return device_type, count
+
+
+def _type_of(device: str | torch.device, gpus: Sequence[int] | None) -> str:
+    """What ``device=`` says."""
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise LaunchError(f"device={device!r} is no torch device: {str(error).splitlines()[0]}") from None
     if wanted.index is not None:
         raise LaunchError(f"device={str(device)!r} names one device; say device={wanted.type!r}, gpus=[{wanted.index}]")
-    if wanted.type == "cpu":
-        if gpus is not None:
-            raise LaunchError(f"gpus={list(gpus)} and device='cpu' exclude each other; leave one out")
-        return "cpu", 0
-    count = _device_count(wanted.type)
-    if count == 0:
-        raise LaunchError(f"device={wanted.type!r}, but torch sees none here. Use device='cpu', or leave it out")
-    return wanted.type, count
+    if wanted.type == "cpu" and gpus is not None:
+        raise LaunchError(f"gpus={list(gpus)} and device='cpu' exclude each other; leave one out")
+    return wanted.type
 
 
 def accelerator() -> tuple[str, int] | None:
@@ -334,7 +342,7 @@ def choose_shares(
     Raises:
         LaunchError: names the host.
     """
-    device_type = _type_on_all(hosts, device)
+    device_type = _type_on_all(hosts, device, gpus)
     if isinstance(nprocs, Mapping):
         _check_mapping(nprocs, hosts)
     shares = {}
@@ -361,23 +369,22 @@ def _choose_min_hosts(min_hosts: int | None, hosts: int) -> int:
     return min_hosts
 
 
-def _type_on_all(hosts: Mapping[str, Mapping[str, int]], device: str | torch.device | None) -> str:
+def _type_on_all(
+    hosts: Mapping[str, Mapping[str, int]], device: str | torch.device | None, gpus: Sequence[int] | None
+) -> str:
     if device is None:
         found = {next(iter(devices), "cpu") for devices in hosts.values()}
         if len(found) > 1:
             told = ", ".join(f"{host} has {next(iter(devices), 'none')}" for host, devices in hosts.items())
             raise LaunchError(f"not every host has the same kind of device: {told}. Say device='cpu', or leave one out")
         return found.pop()
-    try:
-        wanted = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise LaunchError(f"device={device!r} is no torch device: {str(error).splitlines()[0]}") from None
+    device_type = _type_of(device, gpus)
     for host, devices in hosts.items():
-        if wanted.type != "cpu" and not devices.get(wanted.type):
+        if device_type != "cpu" and not devices.get(device_type):
             raise LaunchError(
-                f"device={wanted.type!r}, but torch sees none on {host}. Use device='cpu', or leave it out"
+                f"device={device_type!r}, but torch sees none on {host}. Use device='cpu', or leave it out"
             )
-    return wanted.type
+    return device_type
 
 
 def _check_mapping(nprocs: Mapping[str, int], hosts: Mapping[str, Any]) -> None:
@@ -386,7 +393,8 @@ def _check_mapping(nprocs: Mapping[str, int], hosts: Mapping[str, Any]) -> None:
         raise LaunchError(f"{host}: nprocs={dict(nprocs)} {problem}")
 
 
-def _choose_backend(backend: str | None, device_type: str) -> str:
+def _choose_backend(backend: str | None, device_type: str, *, here: bool) -> str:
+    """Args: here: is it this machine's torch that has to have it?"""
     if backend is None:
         backend = dist.Backend.default_device_backend_map.get(device_type, "gloo")
     if not isinstance(backend, str):
@@ -396,7 +404,7 @@ def _choose_backend(backend: str | None, device_type: str) -> str:
         if name not in dist.Backend.backend_list or name == "undefined":
             known = ", ".join(b for b in dist.Backend.backend_list if b != "undefined")
             raise LaunchError(f"backend={backend!r} is not known; torch knows {known}")
-        if not dist.is_backend_available(name):
+        if here and not dist.is_backend_available(name):
             usable = [b for b in dist.Backend.backend_list if b != "undefined" and dist.is_backend_available(b)]
             raise LaunchError(f"backend={backend!r}: this torch was built without {name}. It has {', '.join(usable)}")
         if name == "nccl" and device_type == "cpu":

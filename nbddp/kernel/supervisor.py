@@ -71,6 +71,7 @@ class Supervisor:
         self._packed = pickled.packed
         self._history = history
         self._lock = threading.Lock()  # over what another thread may ask of the crew while its fds are open
+        self._asking = threading.RLock()  # the same, for what takes a while: a request to stop does not wait for it
         self._crew: AnyCrew | None = None
         self._rank_states: list[str] = []
         self._pids: list[int] = []
@@ -122,9 +123,10 @@ class Supervisor:
 
     def stacks(self) -> str:
         """Where each rank is, as text."""
-        with self._lock:
-            if self._crew is not None and self._crew.workers:
-                return stacks.report(*self._settled(self._crew))
+        with self._asking:
+            crew = self._crew
+            if crew is not None and crew.workers:
+                return stacks.report(*self._settled(crew))
         text = f"{self._plan.name} is {self.state}: no rank is running"
         return f"{text}; when it was stopped: {self._was_here}" if self._was_here else text
 
@@ -226,7 +228,8 @@ class Supervisor:
         try:
             return self._attempt()
         except failure.BadFork:
-            forkserver.mark_unfit()
+            if not self._plan.shares:  # else it is a host's fork server
+                forkserver.mark_unfit()
             self._start_method = "spawn"
         except (RankError, RankDied, HostLost, LaunchError) as error:  # the others would fail again
             if self._stop_grace_s is not None or self.restarts == self._plan.max_restarts:
@@ -262,7 +265,7 @@ class Supervisor:
 
     def _let_go(self) -> None:
         self.rank_states(), self.pids()  # the last ones, for who asks later
-        with self._lock:
+        with self._asking, self._lock:
             assert self._crew is not None
             self._crew.close()
             self._crew = None
@@ -301,7 +304,8 @@ class Supervisor:
         return found, found == self._where(crew, _STACKS_S)
 
     def _where(self, crew: AnyCrew, timeout_s: float) -> list[Where]:
-        dumps = crew.stacks(timeout_s)
+        with self._asking:
+            dumps = crew.stacks(timeout_s)
         if threading.current_thread() is self._thread:  # another may be interrupted between reading and feeding
             self._feed(crew)
         steps = [rank.step for rank in self._history.ranks]

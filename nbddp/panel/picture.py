@@ -132,6 +132,8 @@ class Picture:
         if not hosts:
             return
         yield _table_head("Host", "Ranks", "State", "Step")
+        if len(hosts) > _ROWS:
+            hosts = sorted(hosts, key=lambda host: host.state != "failed")  # the one to see is not cut off
         for host in hosts[:_ROWS]:
             step = "–" if host.step is None else f"{host.step:,}"
             color = _STATE_COLORS.get(host.state, _COLOR)

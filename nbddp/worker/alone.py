@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from nbddp import culprit, jobfile, payload, wire
+from nbddp import culprit, folders, jobfile, payload, wire
 from nbddp.errors import LaunchError, NbddpError, PayloadError
 from nbddp.tracebacks import drop_our_frames
 from nbddp.worker import entry, group, loopback, metrics, output, place
@@ -61,6 +61,8 @@ def _live(options: argparse.Namespace) -> None:
     block, head = jobfile.open_block(options.job, jobfile.JOB)
     job = _job(head)
     sink = _open_metrics(options.metrics, job)
+    if options.result and job.rank == 0:
+        _check_folder(options.result)
     if job.local_world_size < job.world_size:
         loopback.let_other_hosts_in()
     notebook = entry.set_up(job, entry.Ends(sink, output=1, stacks=2, payload=block, result=-1, store=None))
@@ -100,7 +102,7 @@ def _job(head: jobfile.Head) -> wire.Job:
         deterministic=False,
         threads=torch.get_num_threads(),  # by OMP_NUM_THREADS, which torchrun sets
         environ=environ,
-        sys_path=[*sys.path, *(path for path in head.folders if path not in sys.path and os.path.isdir(path))],
+        sys_path=folders.first(head.folders, sys.path),
         cwd=os.getcwd(),
         temp_dir="",
         argv=[head.name],
@@ -116,10 +118,10 @@ def _open_metrics(path: str | None, job: wire.Job) -> int:
         return os.open(os.devnull, os.O_WRONLY)
     path = wire.metrics_path(path, job.rank)
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    _lock(fd, path)
     size = os.fstat(fd).st_size
     if size and not os.pread(fd, wire.BEGIN.size, 0)[1:].startswith(wire.BEGIN_MARK):
         raise LaunchError(f"--metrics: {path} is there and is something else; choose another name")
-    _lock(fd, path)
     os.ftruncate(fd, size - size % wire.RECORD.size)  # of a rank that was killed while it wrote
     os.write(fd, wire.BEGIN.pack(wire.KIND_BEGIN, wire.BEGIN_MARK, job.world_size, job.rank, time.time()))
     return fd
@@ -133,6 +135,15 @@ def _lock(fd: int, path: str) -> None:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise LaunchError(f"--metrics: another process is writing {path}; each job has its own") from None
         # A file system without locks: nobody can tell.
+
+
+def _check_folder(path: str) -> None:
+    """Now, and not after hours of training."""
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder):
+        raise LaunchError(f"--result: there is no folder {folder}; make it first")
+    if not os.access(folder, os.W_OK):
+        raise LaunchError(f"--result: nothing can be written to the folder {folder}; choose another")
 
 
 def _unpack(job: wire.Job, fd: int, notebook: Any) -> Callable[[], Any]:

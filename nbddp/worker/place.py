@@ -28,7 +28,7 @@ def contract(environ: Mapping[str, str]) -> dict[str, str]:
     """
     given = {name: environ[name] for name in (*_NEEDED, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)}
     if "RANK" not in given and "WORLD_SIZE" not in given:
-        given = {**given, **_by_slurm(environ)} if "SLURM_PROCID" in environ else {**given, **_ALONE}
+        given = {**(_by_slurm(environ) if "SLURM_PROCID" in environ else _ALONE), **given}
     if given.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in given:
         given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     given = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **given}
@@ -45,13 +45,13 @@ def restarts(environ: Mapping[str, str]) -> int:
 
 
 def _by_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    found = {
+    return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ.get("SLURM_NTASKS", ""),
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": _tasks_here(environ),
+        "MASTER_PORT": _PORT,
     }
-    return {"MASTER_PORT": _PORT, **found} if "MASTER_ADDR" in environ else found
 
 
 def _tasks_here(environ: Mapping[str, str]) -> str:

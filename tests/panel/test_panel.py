@@ -298,6 +298,11 @@ def test_a_hundred_hosts_fit_into_the_picture() -> None:
     html = Picture(History(800), now, FakeRun(History(800), now)).bundle()["text/html"]
     assert html.count("<tr>") == 1 + 40 + 1
     assert "and 60 more" in html
+    now = with_state(
+        on_hosts("stopped", *(f"gpu{i}" for i in range(100)), each=8, failed_rank=8 * 57), 8 * 57, "failed"
+    )
+    html = Picture(History(800), now, FakeRun(History(800), now)).bundle()["text/html"]
+    assert html.index("gpu57<") < html.index("gpu0<")
 
 
 # ---------------------------------------------------------------------------- restarts, and a run that stands still

@@ -38,7 +38,7 @@ export class Logs {
     while (this._tabs.length < rows.length) this._addTab(this._tabs.length);
     this._tabs.forEach((tab, rank) => {
       tab.dataset.empty = this._store.logs.get(rank)?.empty ?? true;
-      if (rows[rank]?.host) tab.title = `on ${rows[rank].host}`;
+      tab.title = rows[rank]?.host ? `on ${rows[rank].host}` : "";
     });
     const lines = [...this._store.logs.values()].reduce((sum, log) => sum + log.all().length + log.dropped, 0);
     say(this._count, lines ? `${count(lines)} line${lines === 1 ? "" : "s"}` : "no output yet");

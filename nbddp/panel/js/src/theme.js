@@ -1,6 +1,6 @@
 // Light or dark, from the colours the page really has, and when that changes.
 
-const SETTLE_MS = [0, 120, 600]; // JupyterLab sets its attribute first and loads the style sheet after
+const SETTLE_MS = [0, 120, 600]; // colours may be animated
 
 /** Is the background behind this element dark? */
 export function isDark(element) {
@@ -23,10 +23,13 @@ export function watchTheme(callback) {
   for (const node of [document.documentElement, document.body]) observer.observe(node, { attributeFilter });
   const query = matchMedia("(prefers-color-scheme: dark)");
   query.addEventListener("change", later);
+  // JupyterLab sets its attribute first, and the style sheet comes when it comes; "load" does not bubble.
+  document.addEventListener("load", later, true);
   return () => {
     timers.forEach(clearTimeout);
     observer.disconnect();
     query.removeEventListener("change", later);
+    document.removeEventListener("load", later, true);
   };
 }
 
