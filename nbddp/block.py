@@ -34,7 +34,9 @@ def map_block(fd: int, nbytes: int) -> memoryview:
         copy = bytearray(nbytes)
         read = 0
         while read < nbytes:
-            read += os.preadv(fd, [memoryview(copy)[read:]], read)
+            if not (more := os.preadv(fd, [memoryview(copy)[read:]], read)):
+                raise EOFError(f"a block of {nbytes} bytes ends after {read}")
+            read += more
         return memoryview(copy)
     # Not mmap.mmap: it keeps a duplicate of the fd open for as long as the mapping lives.
     storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", shared=False, nbytes=nbytes)

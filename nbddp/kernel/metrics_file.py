@@ -79,7 +79,7 @@ class _Part:
 
 def _parts(path: str) -> list[_Part]:
     data = Path(path).read_bytes()
-    if not data[1:].startswith(wire.BEGIN_MARK):
+    if not data.startswith(wire.BEGIN_MARK, 1):
         return []
     whole = len(data) // _SIZE  # the last record of a rank that was killed may be torn
     kinds = np.frombuffer(data, dtype=RECORD_DTYPE, count=whole)["kind"]
