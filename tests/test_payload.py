@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -368,13 +367,11 @@ def test_a_slice_of_a_huge_tensor_sends_the_slice(cell: Cells) -> None:
     part = huge[1000:2000]
     part.fill_(2)
     names = cell("def train(part): return float(part.sum()), part.untyped_storage().nbytes()")
-    began = time.monotonic()
     values = run(names.train, part).values
     assert values == [(2000.0, huge.untyped_storage().nbytes())] * 2
     with open("/proc/self/status") as file:
         high_water = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
     assert high_water < 4 << 20  # kB
-    assert time.monotonic() - began < 10
 
 
 def test_share_memory_tensors_are_one_for_all(cell: Cells) -> None:

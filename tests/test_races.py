@@ -69,10 +69,10 @@ def test_a_flood_of_metrics_keeps_stop_waiting(cell: Cells) -> None:
     """)
     started = start(names.train)
     wait_until(lambda: "x" in started.history)
-    wait_until(lambda: max(len(series.steps) for series in started.history.by_rank("x").values()) > 50_000)
+    wait_until(lambda: max(len(series.steps) for series in started.history.by_rank("x").values()) > 50_000, 60)
     began = time.monotonic()
     started.stop(0.5)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert started.state == "stopped"
 
 
@@ -84,7 +84,7 @@ def test_a_run_whose_time_is_over_is_started_again(cell: Cells) -> None:
             time.sleep(60)  # here it hangs
     """)
     with pytest.raises(nbddp.RunTimeout, match="here it hangs"):
-        run(names.train, timeout=1, max_restarts=2)
+        run(names.train, timeout=4, max_restarts=2)
     last = nbddp.last_run()
     assert last is not None
     assert last.logs(0) == "attempt 0\n"
@@ -108,14 +108,14 @@ def test_stop_waits_for_a_thread_that_the_function_left(cell: Cells) -> None:
     names = cell("""
         import threading, time
         def train():
-            threading.Thread(target=time.sleep, args=(20,)).start()
+            threading.Thread(target=time.sleep, args=(40,)).start()
             return 7
     """)
     started = start(names.train)
-    time.sleep(0.3)
+    wait_until(lambda: started._supervisor.rank_states() == ["finished"] * 2)
     began = time.monotonic()
     started.stop(0.2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     assert started.values == [7, 7]
 
 
@@ -199,7 +199,7 @@ def test_a_view_that_breaks_leaves_the_ranks_alone(cell: Cells, monkeypatch: pyt
     last = nbddp.last_run()
     assert last is not None
     last.stop()
-    assert (last.state, time.monotonic() - began < 30) == ("stopped", True)
+    assert (last.state, time.monotonic() - began < 45) == ("stopped", True)
 
 
 def _script(folder: Any, source: str, **env: str) -> subprocess.Popen[str]:
@@ -226,7 +226,7 @@ def test_a_fork_of_the_kernel_keeps_the_ranks_alive(in_folder: Any) -> None:
     child, *ranks = map(int, kernel.stdout.readline().split())
     kernel.wait(10)
     try:
-        wait_until(lambda: not any(map(psutil.pid_exists, ranks)), timeout_s=5)
+        wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
         assert psutil.pid_exists(child)
     finally:
         os.kill(child, signal.SIGKILL)

@@ -93,8 +93,8 @@ def test_a_stop_while_ranks_begin_again_is_missed(cell: Cells) -> None:
     going = run(names.train, max_restarts=10_000, wait=False)
     wait_until(lambda: going._status().restarts >= 2)
     began = time.monotonic()
-    going.stop()
-    assert time.monotonic() - began < 2
+    going.stop(60)
+    assert time.monotonic() - began < 10
     assert going.state in ("stopped", "failed")  # it stopped, or failed of the attempt that was under way
     assert 2 <= going._status().restarts < 1000
 
@@ -152,7 +152,7 @@ def test_a_timeout_after_a_restart_knows_of_none(cell: Cells) -> None:
             time.sleep(1000)
     """)
     with pytest.raises(nbddp.RunTimeout, match="That was after 1 restart; the first failure was RankError") as raised:
-        run(names.train, max_restarts=2, timeout=2)
+        run(names.train, max_restarts=2, timeout=5)
     assert raised.value.restarts == 1
     last = nbddp.last_run()
     assert last is not None

@@ -253,7 +253,7 @@ def test_an_exit_code_is_taken_for_success(in_folder: Path) -> None:
     with pytest.raises(nbddp.RankDied, match=r"rank 1 of 2 called sys.exit\(3\)") as caught:
         script("a.py")
     assert caught.value.exitcode == 3
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     (in_folder / "a.py").write_text("import sys\nsys.exit('no data')")
     with pytest.raises(nbddp.RankDied, match="no data"):
         script("a.py")

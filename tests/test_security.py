@@ -406,9 +406,9 @@ def test_a_stranger_who_rewrites_keys_hangs_the_run_or_runs_code(
     began = time.monotonic()
     with _at_the_port(attack) as visits:
         with contextlib.suppress(nbddp.NbddpError):
-            run(names.talk, 1.0, pg_timeout=5, timeout=60)
+            run(names.talk, 1.0, pg_timeout=5, timeout=120)
     assert len(visits) >= 3
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 90
     assert not (tmp_path / "exploded").exists()
     assert _rounds_of(run(names.talk, 0.1)) >= 1
 

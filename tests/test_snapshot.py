@@ -150,9 +150,7 @@ def test_restarted_ranks_begin_at_zero(in_folder: Path, cell: Cells) -> None:
             return first, nbddp.restart_count()
         """
     )
-    began = time.monotonic()
     assert run(names.train, max_restarts=2).values == [(4, 2), (4, 2)]
-    assert time.monotonic() - began < 10
     Path("s.pt").unlink()
     with pytest.raises(nbddp.RankError, match="in epoch 3"):
         run(names.train, max_restarts=1)

@@ -66,7 +66,7 @@ def test_the_failing_process_is_named(cell: Cells) -> None:
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="-- Process 1 terminated") as caught:
         nbddp.spawn(names.train, nprocs=3)
     assert caught.value.error_index == 1
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 def test_an_exit_code_is_worded_as_torch_does(cell: Cells) -> None:
@@ -242,7 +242,7 @@ def test_children_of_a_killed_rank_end_too(cell: Cells, tmp_path: Any) -> None:
     os.kill(context.pids()[0], signal.SIGKILL)
     with pytest.raises(torch.multiprocessing.ProcessExitedException, match="SIGKILL"):
         context.join()
-    wait_until(lambda: not psutil.pid_exists(int((tmp_path / "ready").read_text())), 3)
+    wait_until(lambda: not psutil.pid_exists(int((tmp_path / "ready").read_text())))
 
 
 def test_zero_processes_are_refused_not_a_silent_success(cell: Cells) -> None:

@@ -169,8 +169,7 @@ def test_the_curve_grows_while_the_cell_is_busy(notebook: Notebook) -> None:
     expect(notebook.panel.locator(".nbddp-chart canvas")).to_have_count(2)
     first = number(notebook.tile("Step"))
     before = notebook.panel.locator(".nbddp-plot").first.screenshot()
-    time.sleep(1.5)
-    assert number(notebook.tile("Step")) > first + 50
+    wait_until(lambda: number(notebook.tile("Step")) > first + 50)
     assert notebook.panel.locator(".nbddp-plot").first.screenshot() != before
     assert notebook.panel.locator(".nbddp-family").all_inner_texts() == ["Loss", "Accuracy"]
     assert notebook.page.locator(".jp-CodeCell").nth(1).locator(".jp-InputPrompt").inner_text() == "[*]:"
@@ -194,9 +193,11 @@ def test_at_most_ten_messages_a_second_at_any_rate_of_metrics(notebook: Notebook
     expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
     notebook.page.wait_for_timeout(500)
     frames.clear()
+    began = time.monotonic()
     notebook.page.wait_for_timeout(2000)
-    assert 0 < len(frames) <= 22, "20 frames and a little for the server's own"
-    assert sum(frames) < 400_000
+    seconds = time.monotonic() - began
+    assert 0 < len(frames) <= 10 * seconds + 2, "ten a second, and a little for the server's own"
+    assert sum(frames) < 200_000 * seconds
 
 
 def _stop_works(notebook: Notebook, *more_cells: str) -> None:
@@ -252,8 +253,7 @@ def test_a_background_run_is_drawn_in_its_own_cell(notebook: Notebook) -> None:
     expect(notebook.output(2)).to_have_text("free")
     expect(notebook.output(1).locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
     first = number(notebook.tile("Step"))
-    time.sleep(1)
-    assert number(notebook.tile("Step")) > first
+    wait_until(lambda: number(notebook.tile("Step")) > first)
     notebook.run_to_end(3)
     second = notebook.output(3).locator(".nbddp")
     expect(second.locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
@@ -570,11 +570,11 @@ def test_a_front_end_where_stop_cannot_work_names_the_way_that_does(notebook: No
     button = panel.get_by_role("button", name="Stop")
     expect(button).to_be_enabled()
     button.click()
-    expect(panel.locator(".nbddp-hint")).to_have_text("use ■ in the toolbar", timeout=4000)
+    expect(panel.locator(".nbddp-hint")).to_have_text("use ■ in the toolbar", timeout=20_000)
     expect(button).to_be_enabled()
     notebook.run_to_end(3)
     panel = notebook.output(3).locator(".nbddp")
-    expect(panel.locator(".nbddp-hint")).to_have_text("to stop, use ■ in the toolbar", timeout=4000)
+    expect(panel.locator(".nbddp-hint")).to_have_text("to stop, use ■ in the toolbar", timeout=20_000)
     expect(panel.locator(".nbddp-stop")).to_be_hidden()
 
 

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 import nbddp
-from tests.hosts.rig import NotHere, Rig
+from tests.hosts.rig import GONE_S, NotHere, Rig
 
-GONE_S = 2.0
-_AFTERMATH_S = 10.0  # of a test whose subject is something else: a resource tracker that has just begun ends late
 HEARTBEAT_S = 3.0
 
 
@@ -44,7 +42,7 @@ def _hosts_stay_clean(request: pytest.FixtureRequest) -> Iterator[None]:
     for name, host in rig.hosts.items():
         rig.cable(name, "up")
         try:
-            host.wait_until_clean(_AFTERMATH_S, *before[name])
+            host.wait_until_clean(GONE_S, *before[name])
         except AssertionError as problem:
             problems.append(str(problem))
             host.clean_up(*before[name])

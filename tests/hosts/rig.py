@@ -39,6 +39,7 @@ NAMES = ("gpu1", "gpu2", "gpu3")
 _TOOLS = ("ip", "ss", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount")
 _UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _UPTIMES_S = (4_000_000, 1_000, 77)  # what the hosts' clocks are ahead of ours
+GONE_S = 10.0  # what should be gone at once, on a machine with other work; less than the heartbeat
 _START_S = 10.0
 _GREETING = 'echo "Welcome to $(hostname)!"; echo "You have new mail." >&2\n'
 
@@ -188,7 +189,7 @@ class Machine:
 
     def wait_until_clean(
         self,
-        timeout_s: float,
+        timeout_s: float = GONE_S,
         pids: Collection[int] = (),
         files: Collection[str] = (),
     ) -> float:
@@ -213,7 +214,7 @@ class Machine:
 
     def _processes_of_ours(self, pids: Collection[int]) -> list[psutil.Process]:
         # With its cable pulled, a server does not hear of its client's end.
-        return [p for p in self.processes() if p.pid not in pids and not _told(p).split(" ", 2)[2].startswith("sshd: ")]
+        return [p for p in self.processes() if p.pid not in pids and not is_sshd(p)]
 
 
 class Rig(contextlib.AbstractContextManager["Rig"]):
@@ -257,9 +258,9 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
             self._pulled.add(name)
         elif name in self._pulled:
             self._pulled.remove(name)
-            for process in self.hosts[name].processes():  # sessions whose client has gone meanwhile
-                if process.name() == "sshd":
-                    process.kill()
+            for process in self.hosts[name].processes():
+                if is_sshd(process):
+                    process.kill()  # a session whose client has gone meanwhile
 
     def isolate(self, *names: str, state: str = "on") -> None:
         """Let these hosts reach this process and not each other, as a firewall between machines does; or ``"off"``."""
@@ -298,6 +299,11 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
             names = "\\n".join(self.hosts)
             _write_program(folder / "scontrol", f'[ "$*" = "show hostnames gpu[1-3]" ] && printf "{names}\\n"')
         return str(folder)
+
+    def wait_until_clean(self, *names: str) -> None:
+        """Wait until nothing is left on these hosts, or on any."""
+        for name in names or self.hosts:
+            self.hosts[name].wait_until_clean()
 
     def close(self) -> None:
         """Everything goes: the namespaces with their first processes, the cables with the namespaces."""
@@ -467,6 +473,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.kill(process.pid, signal.SIGKILL)  # --kill-child takes the namespace along
         process.wait()
+
+
+def is_sshd(process: psutil.Process) -> bool:
+    """A session's, too: since OpenSSH 9.8 that is a program of its own, ``sshd-session``."""
+    with contextlib.suppress(psutil.Error):
+        return process.name().startswith("sshd")
+    return False
 
 
 def _says(process: psutil.Process, text: str) -> bool:

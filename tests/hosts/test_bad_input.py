@@ -8,7 +8,7 @@ import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.support import Cells, run
 
 pytestmark = pytest.mark.slow
 
-SOON_S = 25.0  # two hosts import torch at the same time, on the two cores of one machine
+SOON_S = 90.0  # hosts import torch at the same time on a machine with other work; the login's own limit is 120 s
 
 
 def refused(rig: Rig, *hosts: str, **options: Any) -> str:
@@ -56,61 +56,54 @@ def preloading(host: str, folder: Path, source: str) -> str:
 # ---------------------------------------------------------------------------- who cannot be logged in to
 
 
-def test_a_host_that_nobody_knows(rig: Rig) -> None:
-    said = refused(rig, "gpu1", "gpu9")
-    assert said.startswith("gpu9: ")
-    assert "~/.ssh/config" in said
-
-
-def test_a_host_that_is_off(rig: Rig) -> None:
-    said = refused(rig, "gpu1", "nobody-there")
-    assert said.startswith("nobody-there: ")
-    assert "is it up" in said
-
-
-def test_a_host_without_an_ssh_server(rig: Rig) -> None:
-    said = refused(rig, "no-server", "gpu1")
-    assert said.startswith("no-server: ")
-    assert "no ssh server" in said
-
-
 @contextlib.contextmanager
 def holding(path: Path, text: str) -> Iterator[None]:
     """That file holds this for a while."""
     before = path.read_text()
     path.write_text(text)
-    yield
-    path.write_text(before)
-
-
-@pytest.fixture
-def no_key(rig: Rig) -> Iterator[None]:
-    with holding(rig.folder / "gpu2.authorized", ""):
+    try:
         yield
+    finally:
+        path.write_text(before)
 
 
-@pytest.mark.usefixtures("no_key")
-def test_a_key_that_is_refused_ends_in_a_prompt_for_a_password(rig: Rig) -> None:
-    said = refused(rig, "gpu1", "gpu2")
-    assert said.startswith("gpu2: ")
-    assert "ssh-copy-id gpu2" in said
+def no_key(rig: Rig) -> contextlib.AbstractContextManager[None]:
+    return holding(rig.folder / "gpu2.authorized", "")
 
 
-@pytest.fixture
-def other_key(rig: Rig) -> Iterator[None]:
+def other_keys(rig: Rig) -> contextlib.AbstractContextManager[None]:
     known = rig.folder / "known_hosts"
     lines = known.read_text().splitlines()
     swapped = [f"{a.split()[0]} {' '.join(b.split()[1:])}" for a, b in zip(lines, lines[1:] + lines[:1])]
-    with holding(known, "\n".join(swapped) + "\n"):
-        yield
+    return holding(known, "\n".join(swapped) + "\n")
 
 
-@pytest.mark.usefixtures("other_key")
-def test_a_host_that_may_be_another_is_trusted(rig: Rig) -> None:
-    said = refused(rig, "gpu1")
-    assert said.startswith("gpu1: ")
-    assert "host key" in said
-    assert "ssh gpu1" in said
+def as_it_is(_rig: Rig) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "hosts", "bad", "says"),
+    [
+        pytest.param(as_it_is, ["gpu1", "gpu9"], "gpu9", ["~/.ssh/config"], id="nobody knows it"),
+        pytest.param(as_it_is, ["gpu1", "nobody-there"], "nobody-there", ["is it up"], id="off"),
+        pytest.param(as_it_is, ["no-server", "gpu1"], "no-server", ["no ssh server"], id="no ssh server"),
+        # And no prompt for a password, which nobody sees.
+        pytest.param(no_key, ["gpu1", "gpu2"], "gpu2", ["ssh-copy-id gpu2"], id="it refuses the key"),
+        pytest.param(other_keys, ["gpu1"], "gpu1", ["host key", "ssh gpu1"], id="it may be another"),
+    ],
+)
+def test_a_host_that_cannot_be_logged_in_to(
+    rig: Rig,
+    spoilt: Callable[[Rig], contextlib.AbstractContextManager[None]],
+    hosts: list[str],
+    bad: str,
+    says: list[str],
+) -> None:
+    with spoilt(rig):
+        said = refused(rig, *hosts)
+    assert said.startswith(f"{bad}: ")
+    assert not [words for words in says if words not in said], said
 
 
 # ---------------------------------------------------------------------------- what is missing there
@@ -279,7 +272,7 @@ def test_a_host_without_room_for_the_payload(rig: Rig, cell: Cells, tmp_path: Pa
         began = time.monotonic()
         with pytest.raises((nbddp.LaunchError, nbddp.HostLost), match="gpu2"):
             run(names.train, b"x" * 20_000_000, hosts=hosts)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 40  # the heartbeat comes later
 
 
 # ---------------------------------------------------------------------------- who is no nbddp
@@ -316,7 +309,7 @@ def test_what_answers_there_is_no_nbddp(liar: str, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(nbddp.LaunchError, match="box1"):
         nbddp.cluster(["box1"], launcher=[sys.executable, str(program), "{host}"], heartbeat=5.0)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30  # the liar itself ends after 60 s
 
 
 def test_the_home_is_the_notebooks(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

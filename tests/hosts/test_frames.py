@@ -170,7 +170,7 @@ def test_a_reader_that_does_not_read_stops_who_sends(pipe: tuple[int, int]) -> N
     began = time.monotonic()
     for _ in range(100):
         sender.send({"kind": "x"}, b"y" * 100_000)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10  # nobody reads till then
     assert sender.backlog > 9_000_000
     parser, found = frames.Parser(), 0
     while found < 100:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.conftest import GONE_S
 from tests.hosts.rig import Rig
 from tests.support import Notebook, wait_until
 from tests.test_notebooks import executed
@@ -45,8 +44,7 @@ def wait_for_ranks(folder: Path, number: int = 4) -> None:
 def test_a_plain_list_of_hosts_is_not_enough(there: Notebook, rig: Rig) -> None:
     shown = there.ok("nbddp.run(train, (0,), hosts=['gpu1', 'gpu2'], **options()).values", START_S).shown
     assert "[(0, 4), (1, 4), (2, 4), (3, 4)]" in shown
-    for host in rig.hosts.values():
-        host.wait_until_clean(GONE_S)
+    rig.wait_until_clean()
 
 
 def test_the_magic_does_not_know_hosts(there: Notebook, rig: Rig) -> None:
@@ -63,37 +61,40 @@ def test_a_killed_notebook_leaves_something_on_a_host(there: Notebook, rig: Rig,
     there.begin("nbddp.run(train, hosts=['gpu1', 'gpu2'], **options())")
     wait_for_ranks(in_folder)
     there.kill()
-    for name in ("gpu1", "gpu2"):
-        rig.hosts[name].wait_until_clean(GONE_S)
+    rig.wait_until_clean()
 
 
 def test_a_notebook_that_is_killed_while_it_sends(there: Notebook, rig: Rig, in_folder: Path) -> None:
     there.ok("with nbddp.cluster(['gpu1', 'gpu2']) as c: pass\nimport numpy\nbig = numpy.ones(100_000_000)", START_S)
     there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
+    agent = rig.hosts["gpu2"].agent()
+    agent.suspend()  # so that it has no end
     before = rig.passed("gpu2")[0]
     there.begin("nbddp.run(lambda big: 1, (big,), hosts=c, **options())")
-    wait_until(lambda: rig.passed("gpu2")[0] - before > 50_000_000, 30)
-    there.kill()
-    for name in ("gpu1", "gpu2"):
-        rig.hosts[name].wait_until_clean(GONE_S)
+    try:
+        wait_until(lambda: rig.passed("gpu2")[0] - before > 1_000_000, 30)
+        there.kill()
+    finally:
+        agent.resume()
+    rig.wait_until_clean()
 
 
 @pytest.mark.parametrize("how", ["kill", "killpg"])
 def test_an_interrupt_is_late_or_the_last(there: Notebook, rig: Rig, in_folder: Path, how: str) -> None:
+    there.ok("from nbddp.kernel import runner\nrunner.STOP_GRACE_S = 60.0")
     there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
     going = there.begin("nbddp.run(train, hosts=c, **options())")
     wait_for_ranks(in_folder)
     began = time.monotonic()
     there.interrupt(how)
     said = there.end_of(going)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert (said.status, said.ename) == ("error", "KeyboardInterrupt")
     assert not rig.hosts["gpu1"].ranks() + rig.hosts["gpu2"].ranks()
     shown = there.ok("nbddp.run(train, (0,), hosts=c, **options()).values", START_S).shown
     assert "[(0, 4), (1, 4), (2, 4), (3, 4)]" in shown
     there.ok("c.close()")
-    for name in ("gpu1", "gpu2"):
-        rig.hosts[name].wait_until_clean(GONE_S)
+    rig.wait_until_clean()
 
 
 def test_an_interrupt_during_the_login_leaves_it(there: Notebook, rig: Rig) -> None:
@@ -106,8 +107,8 @@ def test_an_interrupt_during_the_login_leaves_it(there: Notebook, rig: Rig) -> N
         began = time.monotonic()
         there.interrupt()
         assert there.end_of(going).ename == "KeyboardInterrupt"
-        assert time.monotonic() - began < 5
-        rig.hosts["gpu1"].wait_until_clean(GONE_S)
+        assert time.monotonic() - began < 10
+        rig.wait_until_clean("gpu1")
     finally:
         home.write_text(greeting)
         for process in rig.hosts["gpu2"].processes():
@@ -120,8 +121,7 @@ def test_a_notebook_that_is_closed_leaves_something(there: Notebook, rig: Rig, i
     there.begin("c = nbddp.cluster(['gpu1', 'gpu2'])\nnbddp.run(train, hosts=c, **options())")
     wait_for_ranks(in_folder)
     getattr(there, end)()
-    for name in ("gpu1", "gpu2"):
-        rig.hosts[name].wait_until_clean(GONE_S)
+    rig.wait_until_clean()
 
 
 def test_a_forked_child_of_the_notebook_keeps_the_hosts(there: Notebook, rig: Rig, in_folder: Path) -> None:
@@ -139,8 +139,7 @@ def test_a_forked_child_of_the_notebook_keeps_the_hosts(there: Notebook, rig: Ri
     """)
     there.kill()
     try:
-        for name in ("gpu1", "gpu2"):
-            rig.hosts[name].wait_until_clean(GONE_S)
+        rig.wait_until_clean()
     finally:
         os.kill(int((in_folder / "child").read_text()), 9)
 

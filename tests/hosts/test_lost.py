@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 import nbddp
-from tests.hosts.conftest import GONE_S, HEARTBEAT_S
-from tests.hosts.rig import Rig
+from tests.hosts.conftest import HEARTBEAT_S
+from tests.hosts.rig import GONE_S, Rig, is_sshd
 from tests.support import Cells, run, script, wait_until
 
 pytestmark = pytest.mark.slow
 
 Login = Callable[..., nbddp.Cluster]
+SOON_S = 10.0  # at once, on a machine with other work; a heartbeat of 60 s comes later
 SLEEPING = """
     import nbddp, time
     def train():
@@ -84,7 +85,7 @@ def test_two_deaths_are_counted_differently_on_each_host(cell: Cells, warm: nbdd
     assert run(cell(RESUMING).train, [6, 11], hosts=warm, max_restarts=2).values == [(12.0, 10, 2, 2)] * 4
 
 
-def test_the_others_go_on_for_seconds_after_a_rank_was_killed(
+def test_the_others_go_on_until_the_heartbeat_after_a_rank_was_killed(
     cell: Cells, warm: nbddp.Cluster, in_folder: Path
 ) -> None:
     names = cell("""
@@ -106,7 +107,7 @@ def test_the_others_go_on_for_seconds_after_a_rank_was_killed(
     died = float((in_folder / "died").read_text())
     for rank in (0, 2, 3):
         alive = (in_folder / f"alive-{rank}").read_text().rpartition("\n")[0].splitlines()
-        assert 0 < float(alive[-1]) - died < 2
+        assert 0 < float(alive[-1]) - died < SOON_S
 
 
 def test_no_restart_is_left_and_nobody_says_who_died_where(cell: Cells, warm: nbddp.Cluster) -> None:
@@ -139,7 +140,7 @@ def test_an_exception_there_is_late_or_without_its_lines(cell: Cells, warm: nbdd
     with pytest.raises(nbddp.RankError) as raised:
         run(names.train, hosts=warm)
     now, error = time.time(), raised.value
-    assert now - float(str(error.cause).partition(":")[0]) < 1
+    assert now - float(str(error.cause).partition(":")[0]) < SOON_S
     assert type(error.cause) is names.BadBatch
     assert (error.host, error.rank, error.world_size) == ("gpu2", 3, 4)
     assert str(error).startswith("rank 3 of 4 ")
@@ -180,10 +181,10 @@ def test_a_killed_agent_leaves_its_ranks_or_is_noticed_late(
     going = begin(cell(SLEEPING).train, hosts, 4)
     assert len(rig.hosts[lost].ranks()) == 2
     rig.hosts[lost].agent().kill()
-    with within(1.5), pytest.raises(nbddp.HostLost, match=lost) as raised:
+    with within(SOON_S), pytest.raises(nbddp.HostLost, match=lost) as raised:
         going.wait()
     assert raised.value.host == lost
-    rig.hosts[lost].wait_until_clean(GONE_S)
+    rig.wait_until_clean(lost)
     with pytest.raises(nbddp.HostLost, match=lost):
         run(cell(SLEEPING).train, hosts=hosts)
 
@@ -191,12 +192,10 @@ def test_a_killed_agent_leaves_its_ranks_or_is_noticed_late(
 def test_a_killed_login_leaves_its_ranks(cell: Cells, cluster: Login, rig: Rig, in_folder: Path) -> None:
     """The sshd of the session, on the host: a scheduler's clean-up, or its OOM killer."""
     going = begin(cell(SLEEPING).train, cluster(heartbeat=60.0), 4)
-    sshd = next(p for p in rig.hosts["gpu2"].processes() if p.name() == "sshd")
-    sshd.kill()
-    with within(1.5), pytest.raises(nbddp.HostLost, match="gpu2"):
+    next(process for process in rig.hosts["gpu2"].processes() if is_sshd(process)).kill()
+    with within(SOON_S), pytest.raises(nbddp.HostLost, match="gpu2"):
         going.wait()
-    for host in rig.hosts.values():
-        host.wait_until_clean(GONE_S) if host.name == "gpu2" else None
+    rig.wait_until_clean("gpu2")
 
 
 def test_a_pulled_cable_is_noticed_late_or_leaves_ranks(cell: Cells, cluster: Login, rig: Rig, in_folder: Path) -> None:
@@ -204,10 +203,10 @@ def test_a_pulled_cable_is_noticed_late_or_leaves_ranks(cell: Cells, cluster: Lo
     time.sleep(HEARTBEAT_S)  # an idle connection is no silent one
     assert going.state == "running"
     rig.cable("gpu2", "down")
-    with within(HEARTBEAT_S + 1), pytest.raises(nbddp.HostLost, match="gpu2") as raised:
+    with within(HEARTBEAT_S + SOON_S), pytest.raises(nbddp.HostLost, match="gpu2") as raised:
         going.wait()
     assert raised.value.host == "gpu2"
-    rig.hosts["gpu2"].wait_until_clean(HEARTBEAT_S + 1)
+    rig.hosts["gpu2"].wait_until_clean(HEARTBEAT_S + GONE_S)
 
 
 def test_a_frozen_agent_is_waited_for(cell: Cells, cluster: Login, rig: Rig, in_folder: Path) -> None:
@@ -215,11 +214,11 @@ def test_a_frozen_agent_is_waited_for(cell: Cells, cluster: Login, rig: Rig, in_
     agent = rig.hosts["gpu2"].agent()
     agent.suspend()
     try:
-        with within(HEARTBEAT_S + 1), pytest.raises(nbddp.HostLost, match="gpu2"):
+        with within(HEARTBEAT_S + SOON_S), pytest.raises(nbddp.HostLost, match="gpu2"):
             going.wait()
     finally:
         agent.resume()
-    rig.hosts["gpu2"].wait_until_clean(HEARTBEAT_S + 1)
+    rig.hosts["gpu2"].wait_until_clean(HEARTBEAT_S + GONE_S)
 
 
 @pytest.mark.parametrize("lost", ["gpu1", "gpu2"])
@@ -241,7 +240,7 @@ def test_a_run_shrinks_below_its_least(cell: Cells, cluster: Login, rig: Rig, in
     hosts = cluster("gpu1", "gpu2", heartbeat=60.0)
     going = begin(cell(SLEEPING).train, hosts, 2, nprocs=1, max_restarts=5)
     rig.hosts["gpu2"].agent().kill()
-    with within(2), pytest.raises(nbddp.HostLost, match="gpu2"):
+    with within(SOON_S), pytest.raises(nbddp.HostLost, match="gpu2"):
         going.wait()
     assert going._status().restarts == 0
 
@@ -255,7 +254,7 @@ def test_a_host_that_is_lost_while_its_ranks_start(cell: Cells, cluster: Login, 
     going = run(names.train, b"x" * 10_000_000, hosts=hosts, wait=False)
     time.sleep(0.3)
     agent.kill()
-    with within(2), pytest.raises((nbddp.HostLost, nbddp.LaunchError), match="gpu2"):
+    with within(SOON_S), pytest.raises((nbddp.HostLost, nbddp.LaunchError), match="gpu2"):
         going.wait()
 
 
@@ -274,8 +273,8 @@ def test_a_stop_leaves_ranks_or_ends_the_cluster(cell: Cells, warm: nbddp.Cluste
                 open(f"closed-{nbddp.rank()}", "w").close()
     """)
     going = begin(names.train, warm, 4)
-    with within(2):
-        going.stop()
+    with within(SOON_S):
+        going.stop(60)
     assert going.state == "stopped"
     assert len([f for f in os.listdir() if f.startswith("closed-")]) == 4
     assert not rig.hosts["gpu1"].ranks() + rig.hosts["gpu2"].ranks()
@@ -299,25 +298,35 @@ def test_a_rank_that_takes_no_notice_of_a_stop_stays(
                     pass
     """)
     going = begin(names.train, warm, 4)
-    with within(2):
+    with within(SOON_S):
         going.stop(0.5)
     assert not rig.hosts["gpu1"].ranks() + rig.hosts["gpu2"].ranks()
 
 
 def test_a_timeout_does_not_reach_the_hosts(cell: Cells, warm: nbddp.Cluster, rig: Rig) -> None:
     names = cell("import time\ndef train(): time.sleep(1000)")
-    with within(6), pytest.raises(nbddp.RunTimeout):
+    with within(3 + SOON_S), pytest.raises(nbddp.RunTimeout):
         run(names.train, hosts=warm, timeout=3)
     assert not rig.hosts["gpu1"].ranks() + rig.hosts["gpu2"].ranks()
 
 
-def test_a_cluster_that_was_forgotten_stays_logged_in(cell: Cells, rig: Rig) -> None:
-    """``run(hosts=[...])`` logs in for itself, and out at its end, after a failure too."""
+def test_a_failed_run_with_a_list_of_hosts_stays_logged_in(
+    cell: Cells, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``run(hosts=[...])`` logs in for itself, and out at its end."""
+    monkeypatch.setenv("PATH", rig.plain_ssh() + os.pathsep + os.environ["PATH"])
+    with pytest.raises(nbddp.RankError) as raised:
+        run(cell("def train(): raise ValueError").train, hosts=["gpu1", "gpu2"])
+    assert raised.value.host in ("gpu1", "gpu2")
+    rig.wait_until_clean()
+
+
+def test_a_cluster_is_closed_by_a_failed_run_or_open_after_its_block(cell: Cells, rig: Rig) -> None:
     with nbddp.cluster(["gpu1"], launcher=rig.ssh) as opened:
         with pytest.raises(nbddp.RankError):
             run(cell("def train(): raise ValueError").train, hosts=opened)
         assert run(cell("def fine(): return 1").fine, hosts=opened).values == [1, 1]
-    rig.hosts["gpu1"].wait_until_clean(GONE_S)
+    rig.wait_until_clean("gpu1")
     with pytest.raises(nbddp.LaunchError, match="closed"):
         run(cell("def fine(): return 1").fine, hosts=opened)
 
@@ -343,13 +352,12 @@ def test_a_child_of_the_notebook_that_ends_logs_out(rig: Rig) -> None:
         *rig.ssh,
     )
     assert done.stdout == "[2, 2]\n", done.stderr
-    for name in ("gpu1", "gpu2"):
-        rig.hosts[name].wait_until_clean(GONE_S)
+    rig.wait_until_clean()
 
 
 def test_sigterm_of_a_scheduler_leaves_ranks(cell: Cells, cluster: Login, rig: Rig, in_folder: Path) -> None:
     going = begin(cell(SLEEPING).train, cluster(heartbeat=60.0), 4)
     rig.hosts["gpu2"].agent().send_signal(signal.SIGTERM)
-    with within(1.5), pytest.raises(nbddp.HostLost, match="gpu2"):
+    with within(SOON_S), pytest.raises(nbddp.HostLost, match="gpu2"):
         going.wait()
-    rig.hosts["gpu2"].wait_until_clean(GONE_S)
+    rig.wait_until_clean("gpu2")

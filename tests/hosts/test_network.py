@@ -6,7 +6,7 @@ import ast
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -14,6 +14,7 @@ import pytest
 
 import nbddp
 from tests.hosts.rig import Rig
+from tests.hosts.test_bad_input import preloading
 from tests.hosts.test_lost import begin
 from tests.support import Cells, listening_ports, run
 
@@ -52,7 +53,7 @@ def test_something_listens_for_everybody(cell: Cells, warm: nbddp.Cluster, rig: 
     assert not any(ports for _, ports in children)
     # Between runs there is nothing but what was there before nbddp was.
     assert {name: rig.hosts[name].listening() for name in warm.hosts} == idle
-    assert all(program == "sshd" for name in idle for _, program in idle[name])
+    assert all(program.startswith("sshd") for name in idle for _, program in idle[name])
 
 
 def test_the_ranks_meet_at_an_address_that_others_cannot_reach(
@@ -183,21 +184,74 @@ def test_hosts_that_cannot_reach_each_other_wait_for_ever(
         began = time.monotonic()
         with pytest.raises(nbddp.LaunchError, match="gpu2") as raised:
             run(names.train, hosts=hosts)
-        assert time.monotonic() - began < 45
+        assert time.monotonic() - began < 60  # torch's own patience is one of minutes
         assert rig.hosts["gpu1"].address in str(raised.value)  # what it could not reach
         assert "firewall" in str(raised.value)
         going = run(names.train, hosts=hosts, wait=False)
         time.sleep(1)
         began = time.monotonic()
         going.stop(0.5)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10  # the agents try for 15 s
     finally:
         rig.isolate("gpu1", "gpu2", state="off")
     assert run(names.train, hosts=hosts).values == [4] * 4
 
 
-def test_the_process_on_a_host_unpickles_something() -> None:
+# ---------------------------------------------------------------------------- pickles
+
+UNPICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "Unpickler", "unpickle", "unpack", "recv"}
+
+
+def words(path: Path) -> Iterator[str]:
+    """Every name in that file, and every part of what it imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) != "json.loads":
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield from node.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module or "").split(".")
+
+
+def test_the_process_on_a_host_can_unpickle() -> None:
     """Neither what the kernel sends, nor what the other hosts write into the store that they meet at."""
     for path in [Path(nbddp.__file__).parent / "frames.py", *(Path(nbddp.__file__).parent / "host").glob("*.py")]:
-        names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(ast.parse(path.read_text()))}
-        assert not names & {"pickle", "cloudpickle", "unpack", "unpickle", "Unpickler"}, path
+        assert not set(words(path)) & {*UNPICKLES, "load", "loads"}, path
+
+
+@pytest.mark.parametrize("host", ["gpu1", "gpu2"])
+def test_the_process_on_a_host_unpickles_something(
+    cell: Cells, cluster: Callable[..., nbddp.Cluster], tmp_path: Path, host: str
+) -> None:
+    """The first one has the store. Arguments, results, errors and news of the ranks pass by, and a restart."""
+    python = preloading(
+        host,
+        tmp_path,
+        f"""
+        import os, pickle, sys
+        def watch(event, args):
+            if event == "pickle.find_class":
+                with open({str(tmp_path / "unpickled")!r}, "a") as file:
+                    print(*args, file=file)
+        if "nbddp.host" in sys.orig_argv:
+            sys.addaudithook(watch)
+            pickle.loads(pickle.dumps(os.getpid))
+        """,
+    )
+    names = cell("""
+        import nbddp
+        class Thing: pass
+        def train(thing):
+            nbddp.barrier()
+            nbddp.log(loss=1.0)
+            print("here")
+            if nbddp.restart_count() == 0: raise ValueError(thing)
+            return thing
+    """)
+    found = run(names.train, names.Thing(), hosts=cluster(python=python), max_restarts=1)
+    assert [type(value) for value in found.values] == [names.Thing] * 4
+    first, *more = (tmp_path / "unpickled").read_text().splitlines()
+    assert first == "posix getpid", "the watch itself"
+    assert {line.split()[0] for line in more} == {"nbddp.wire"}, "the words of its own ranks"

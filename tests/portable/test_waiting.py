@@ -76,7 +76,7 @@ def test_an_interrupted_waiter_keeps_the_other_side_from_opening(impatience: Imp
             except Interrupted:
                 continue
         impatience.lasts = False
-        assert opened.wait(5), f"the opener hangs, in trial {trial}"
+        assert opened.wait(30), f"the opener hangs, in trial {trial}"
     assert impatience.raised > TRIALS / 2
 
 
@@ -90,20 +90,20 @@ def test_a_thread_whose_start_is_interrupted_never_runs(impatience: Impatience) 
             started = False
         impatience.lasts = False
         if started:
-            assert ran.wait(5), f"it does not run, in trial {trial}"
+            assert ran.wait(30), f"it does not run, in trial {trial}"
 
 
 def test_a_latch_waits_as_long_as_it_is_told_and_opens_for_all() -> None:
     latch, through = Latch(), []
     began = time.monotonic()
     assert not latch.wait(0.05)
-    assert 0.05 <= time.monotonic() - began < 1
+    assert 0.05 <= time.monotonic() - began < 10
     for _ in range(5):
-        start_thread(lambda: through.append(latch.wait(10)), "waiter")
+        start_thread(lambda: through.append(latch.wait(30)), "waiter")
     time.sleep(0.05)
     assert through == []
     latch.open()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while len(through) < 5 and time.monotonic() < deadline:
         time.sleep(0.005)
     assert through == [True] * 5
@@ -132,4 +132,4 @@ def test_a_signal_that_wakes_nobody_is_lost() -> None:
             latch.wait(20)
     finally:
         signal.signal(NUMBER, before)
-    assert heard[0] - began < 2
+    assert heard[0] - began < 10

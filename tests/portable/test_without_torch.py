@@ -103,7 +103,7 @@ def test_rank_that_swallows_everything_outlives_a_killed_kernel() -> None:
     assert kernel.returncode == -signal.SIGKILL
     rank, child, session = map(int, kernel.stdout.split())
     assert session == rank
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 10
     while any(map(_runs, (rank, child))) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _runs(rank)
