@@ -216,7 +216,7 @@ def test_a_meeting_point_that_nobody_named_is_asked_for(cell: Cells, tmp_path: P
     nbddp.export(cell(OWN_GROUP).main, tmp_path / "job.nbddp", (True,))
     ended = alone(tmp_path / "job.nbddp", **slurm(0))
     assert ended.returncode == 1
-    assert ended.stderr.startswith("nbddp: MASTER_ADDR and MASTER_PORT missing. Slurm names no meeting point")
+    assert ended.stderr.startswith("nbddp: MASTER_ADDR missing. Slurm names no meeting point")
     assert ended.stderr.count("\n") == 1
 
 
@@ -255,6 +255,7 @@ def test_what_a_launcher_says_less_than_torchrun_is_filled_in() -> None:
     found = place.contract(tasks)
     here = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert found == {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "29500", **here}
+    assert place.contract({**tasks, "MASTER_PORT": "1234"})["MASTER_PORT"] == "1234"
     assert place.restarts(tasks) == 4
     assert place.restarts({**tasks, "TORCHELASTIC_RESTART_COUNT": "1"}) == 1
 
@@ -344,6 +345,15 @@ def test_a_result_that_cannot_be_kept_is_named(cell: Cells, tmp_path: Path) -> N
     assert ended.returncode == 1
     assert ended.stderr.startswith("nbddp: what train returned cannot be kept: the result → ['log']: an open file")
     assert os.listdir(tmp_path) == ["job.nbddp"]
+
+
+@pytest.mark.parametrize("folder", ["none", "file"])
+def test_a_result_that_has_no_folder_is_told_before_the_training(cell: Cells, tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").touch()
+    nbddp.export(cell("def train(): print('hours')").train, tmp_path / "job.nbddp")
+    ended = alone(tmp_path / "job.nbddp", "--result", tmp_path / folder / "r")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == f"nbddp: --result: there is no folder {tmp_path}/{folder}; make it first\n"
 
 
 # ---------------------------------------------------------------------------- restarts
@@ -726,6 +736,18 @@ def test_a_module_beside_the_notebook_is_found_and_a_missing_one_is_named(
         "nbddp: train and its data cannot be unpacked here: ModuleNotFoundError: No module named 'datautils_of_job'. "
     )
     del sys.modules["datautils_of_job"]
+
+
+def test_a_module_beside_the_notebook_hides_an_installed_one(
+    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hydra.py").write_text("where = 'beside the notebook'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hydra", raising=False)
+    nbddp.export(cell("def train():\n    import hydra\n    return hydra.where").train, tmp_path / "job.nbddp")
+    ended = alone(tmp_path / "job.nbddp", "--result", tmp_path / "r")
+    assert ended.returncode == 0, ended.stderr
+    assert nbddp.load_result(tmp_path / "r") == "beside the notebook"
 
 
 def test_large_data_arrives_and_is_not_written_to(cell: Cells, tmp_path: Path) -> None:
