@@ -45,6 +45,11 @@ class Head:
     versions: dict[str, str]
     folders: list[str]
 
+    def __post_init__(self) -> None:
+        kinds = {"kind": str, "name": str, "nbytes": int, "versions": dict, "folders": list}
+        if not all(isinstance(getattr(self, field), kind) for field, kind in kinds.items()):
+            raise TypeError("a head of something else")
+
 
 def write(
     path: str | os.PathLike[str], kind: str, name: str, fill: Callable[[int], int], folders: tuple[str, ...] = ()
@@ -85,8 +90,8 @@ def _read_head(file: BinaryIO, kind: str) -> Head:
         length, mark = _END.unpack(file.read())
         file.seek(-_END.size - length, os.SEEK_END)
         head = Head(**json.loads(file.read(length))) if mark == _MARK else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         head = None
-    if head is None or head.kind != kind or head.nbytes + length + _END.size != size:
+    if head is None or head.kind != kind or size != _END.size + length + head.nbytes:
         raise NbddpError(f"{file.name} was not written by {_WRITER[kind]}, or is cut off")
     return head
