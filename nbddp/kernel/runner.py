@@ -29,7 +29,7 @@ from nbddp.panel.view import RankStatus, Status, View
 from nbddp.waiting import start_thread
 
 STOP_GRACE_S = 5.0  # between KeyboardInterrupt in the ranks and SIGKILL
-_REDRAW_S = 0.1
+_REDRAW_S = 0.2
 _EXIT_S = 2.0
 _MOST_BY_FORK_SERVER = 200  # fds of queues and shared tensors; multiprocessing's limit is 256 in all
 

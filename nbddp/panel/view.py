@@ -92,7 +92,7 @@ class Source(Protocol):
 
 
 class View(Protocol):
-    """Shows a run. Called on one thread, at most ten times a second, and once more when it is over.
+    """Shows a run. Called on one thread, at most five times a second, and once more when it is over.
 
     Attributes:
         live: does it change after its first update without a cell that waits?
