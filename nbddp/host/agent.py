@@ -47,8 +47,7 @@ _AT_ONCE = 1e-6  # torchelastic sleeps between two looks; ours wait for news
 
 def run_agent(order: Head, pipe: Pipe) -> None:
     """Live one run, from the kernel's order until it says that the run is over."""
-    # Events are named after the host, which would ask the DNS server for it at each.
-    elastic._get_fq_hostname = socket.gethostname
+    _leave_dns_alone()
     rounds = Rounds(pipe)
     spec = WorkerSpec(
         role="default",
@@ -59,6 +58,12 @@ def run_agent(order: Head, pipe: Pipe) -> None:
         monitor_interval=_AT_ONCE,
     )
     Agent(spec, order, pipe, rounds).run()
+
+
+def _leave_dns_alone() -> None:
+    """torchelastic names each of its events after the host, and asks the DNS server for that (torch 2.6 to 2.13)."""
+    if hasattr(elastic, "_get_fq_hostname"):
+        elastic._get_fq_hostname = socket.gethostname
 
 
 class Agent(SimpleElasticAgent):
@@ -131,7 +136,7 @@ class Agent(SimpleElasticAgent):
             self._more = self._news.tell()
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:  # the second: torch 2.6, 2.7
         """End every rank and all its children, and tell their last words."""
         self._pipe.wake = lambda: None
         if self._around is not None:
