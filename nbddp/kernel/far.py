@@ -173,6 +173,7 @@ class FarCrew(Ranks):
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._refused: LaunchError | None = None
         self._ending = False
+        self._told: set[str] = set()  # of this round, or on the way to it
         self._ended: set[str] = set()
         self._dismissed = 0
         self._dumps: dict[int, str] = {}
@@ -186,7 +187,7 @@ class FarCrew(Ranks):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """End every rank on every host that is still heard of; one that does not answer is given up."""
+        """End every rank on every host that knows of the round; one that does not answer is given up."""
         self._ending = True
         self._drop_payload()
         for host in self._waiting_for():
@@ -208,7 +209,7 @@ class FarCrew(Ranks):
                     self._by_rank[rank].lose("the run ended before it began there")
 
     def _waiting_for(self) -> list[Host]:
-        return [host for host in self._hosts if not host.lost and host.name not in self._ended]
+        return [host for host in self._hosts if not host.lost and host.name in self._told - self._ended]
 
     def close(self) -> None:
         """Give up every fd."""
@@ -231,7 +232,8 @@ class FarCrew(Ranks):
             ranks = range(first, first + dict(self._plan.shares)[host.name])
             first = ranks.stop
             self._ranks_of[host.name] = ranks
-            self.workers += [FarWorker(rank, host, outputs[rank]) for rank in ranks]
+            for rank in ranks:
+                self.workers.append(FarWorker(rank, host, outputs[rank]))
             self._site.layout = [*self._site.layout[: ranks.start], *((host.name, i) for i in range(len(ranks)))]
         self._by_rank = {worker.rank: worker for worker in self.workers}
         # The first host last: its store is told to the others, who must have heard of the round by then.
@@ -244,6 +246,7 @@ class FarCrew(Ranks):
                 host.send(begin)
             else:
                 host.send_payload(self._site.block, packed, [self._cluster.run_order(self._plan, packed, host), begin])
+            self._told.add(host.name)
 
     def _round(self, group_rank: int, host: Host, meeting: Meeting, restart_count: int) -> Head:
         return {

@@ -104,9 +104,9 @@ class Host:
 
     def send_payload(self, block: int, packed: Packed, then: Sequence[Head]) -> None:
         """Queue it, and the orders that need it; it is read from the block when it is its turn."""
-        self._prepared = packed
         if not self.lost:
             self._payload = frames.BlockFrames(block, packed.nbytes, then=then, kind="payload")
+            self._prepared = packed
             self._sender.send_all(self._payload)
 
     def drop_payload(self) -> bool:

@@ -1,0 +1,73 @@
+"""How rounds end on hosts that are well: soon, all of it, and the hosts stay."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import nbddp
+from nbddp.kernel import far
+from tests.hosts.test_lost import within
+from tests.support import Cells, run
+
+pytestmark = pytest.mark.slow
+
+BOTH = "<Cluster of gpu1, gpu2>"
+
+
+def still_there(cell: Cells, hosts: nbddp.Cluster) -> None:
+    """The hosts are, and run."""
+    assert repr(hosts) == BOTH
+    assert run(cell("def fine(): return 1").fine, hosts=hosts).values == [1] * 4
+
+
+# ---------------------------------------------------------------------------- a round that cannot begin
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_an_error_before_the_round_costs_the_hosts(
+    cell: Cells, warm: nbddp.Cluster, monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    rounds = itertools.count()
+
+    def meet(facts: Any) -> Any:
+        if next(rounds) == restarts:
+            raise OSError("no way to meet")
+        return far_meeting(facts)
+
+    far_meeting = far.meeting_of
+    monkeypatch.setattr(far, "meeting_of", meet)
+    names = cell("import nbddp\ndef train():\n    nbddp.barrier()\n    raise ValueError")
+    with within(4), pytest.raises(nbddp.NbddpError, match="no way to meet"):
+        run(names.train, hosts=warm, max_restarts=1)
+    still_there(cell, warm)
+
+
+@contextlib.contextmanager
+def files_left(spare: int) -> Iterator[None]:
+    """This process may open so many more."""
+    taken = {int(fd) for fd in os.listdir("/proc/self/fd")}
+    free = (fd for fd in itertools.count() if fd not in taken)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, spare, None)), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_limit_of_open_files_costs_the_hosts(cell: Cells, warm: nbddp.Cluster) -> None:
+    names = cell("def train(): return 1")
+    for spare in range(30):
+        with within(4), contextlib.suppress(nbddp.NbddpError, OSError), files_left(spare):
+            run(names.train, hosts=warm)
+            break
+        assert repr(warm) == BOTH, f"with {spare} files to open"
+    assert 8 < spare < 29  # a run on two hosts opens some of them
+    still_there(cell, warm)
