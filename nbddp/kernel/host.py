@@ -164,17 +164,24 @@ class Host:
         try:
             self._read_all(parser)
             self._lose(self._last_words(parser.noise) if not self.facts else "its connection ended" + self._how())
+        except OSError as error:
+            self._lose(f"this machine could not take in what it said ({error})")
         except Exception as error:  # a deaf host is a lost one
             self._lose(f"it said what this nbddp does not understand ({type(error).__name__}: {error})")
         finally:
+            self._process.kill()  # its ranks shall not go on for nobody
             self._heard_all.open()
 
     def _read_all(self, parser: frames.Parser) -> None:
+        while data := self._read_some():
+            self._heard_at = time.monotonic()
+            for head, body in parser.feed(data):
+                self._take(head, body)
+
+    def _read_some(self) -> bytes:
         with contextlib.suppress(OSError):
-            while data := os.read(self._in.fileno(), _READ_BYTES):
-                self._heard_at = time.monotonic()
-                for head, body in parser.feed(data):
-                    self._take(head, body)
+            return os.read(self._in.fileno(), _READ_BYTES)
+        return b""
 
     def _cannot_listen(self, error: RuntimeError) -> None:
         self._lose(str(error))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nbddp
 from nbddp.kernel import far
-from tests.hosts.test_lost import within
+from tests.hosts.conftest import GONE_S
+from tests.hosts.rig import Rig
+from tests.hosts.test_lost import SLEEPING, Login, within
 from tests.support import Cells, run
 
 pytestmark = pytest.mark.slow
@@ -71,3 +75,36 @@ def test_a_limit_of_open_files_costs_the_hosts(cell: Cells, warm: nbddp.Cluster)
         assert repr(warm) == BOTH, f"with {spare} files to open"
     assert 8 < spare < 29  # a run on two hosts opens some of them
     still_there(cell, warm)
+
+
+# ---------------------------------------------------------------------------- a host that is not heard any more
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(OSError(errno.ENOSPC, "No space left on device"), "No space left"), (KeyError("rank"), "KeyError: 'rank'")],
+)
+def test_ranks_go_on_after_their_host_cannot_be_heard(
+    cell: Cells,
+    cluster: Login,
+    rig: Rig,
+    in_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    says: str,
+) -> None:
+    take = far.FarWorker.take
+
+    def refuse(self: far.FarWorker, head: Any, body: bytes, offset_s: float) -> None:
+        if head["kind"] == "output" and self.host == "gpu2":
+            raise error
+        take(self, head, body, offset_s)
+
+    hosts = cluster(heartbeat=60.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(far.FarWorker, "take", refuse)
+        names = cell(SLEEPING.replace("time.sleep(1000)", "print(flush=True); time.sleep(1000)"))
+        with within(20), pytest.raises(nbddp.HostLost, match="gpu2") as raised:
+            run(names.train, hosts=hosts)
+    assert says in str(raised.value)
+    rig.hosts["gpu2"].wait_until_clean(GONE_S)
