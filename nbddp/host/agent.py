@@ -121,6 +121,7 @@ class Agent(SimpleElasticAgent):
         around.callback(crew.close)
         around.callback(news.tell_all)
         around.enter_context(crew)
+        around.callback(news.drop_results)
         self._pipe.wake = crew.wake
         crew.start(jobs, outputs, self._pipe.block, None, ())
         return crew.workers
@@ -209,9 +210,10 @@ class Agent(SimpleElasticAgent):
                 order = self._pipe.orders.get_nowait()
                 if order["kind"] == "end":
                     self._rounds.ended = True
-                elif crew is None:
+                elif crew is None or self._news is None:
                     continue
                 elif order["kind"] == "interrupt":
+                    self._news.drop_results()
                     crew.interrupt()
                 elif order["kind"] == "leave":
                     crew.dismiss_reported()

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nbddp import frames, wire
+from nbddp.frames import Head
 from nbddp.kernel.gauges import Gauges
 from nbddp.kernel.launcher import Crew, Worker
 
@@ -26,11 +27,21 @@ class News:
         self._pipe = pipe
         self._gauges = gauges
         self._told: dict[int, _Told] = {}
+        self._results: list[tuple[frames.BlockFrames, Head]] = []
+        self._results_wanted = True
 
     def tell_all(self) -> None:
         """What the ranks wrote before they ended, whole."""
         while self.tell():
             pass
+
+    def drop_results(self) -> None:
+        """Nobody reads them any more: the rest shall not wait behind gigabytes."""
+        self._results_wanted = False
+        for block, report in self._results:
+            if block.drop():
+                self._pipe.send(report)
+        self._results.clear()
 
     def tell(self) -> bool:
         """What is new of each rank. Returns whether there may be more."""
@@ -76,10 +87,11 @@ class News:
 
     def _tell_report(self, worker: Worker, report: wire.Finished | wire.Failed | wire.Exited) -> None:
         head = {"kind": "report", "rank": worker.rank, "type": type(report).__name__, **vars(report)}
-        if not isinstance(report, wire.Exited):
-            block = frames.BlockFrames(worker.result_fd, report.nbytes, kind="result", rank=worker.rank)
-            self._pipe.send_all(block)
-        self._pipe.send(head)
+        if isinstance(report, wire.Exited) or not self._results_wanted:
+            return self._pipe.send(head)
+        block = frames.BlockFrames(worker.result_fd, report.nbytes, then=[head], kind="result", rank=worker.rank)
+        self._results.append((block, head))
+        return self._pipe.send_all(block)
 
     def _tell_of_memory(self) -> None:
         before = dict(self._gauges.processes), dict(self._gauges.gpus)

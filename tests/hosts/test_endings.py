@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from nbddp.kernel import far
 from tests.hosts.conftest import GONE_S
 from tests.hosts.rig import Rig
 from tests.hosts.test_lost import SLEEPING, Login, within
-from tests.support import Cells, run
+from tests.support import Cells, run, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -108,3 +109,54 @@ def test_ranks_go_on_after_their_host_cannot_be_heard(
             run(names.train, hosts=hosts)
     assert says in str(raised.value)
     rig.hosts["gpu2"].wait_until_clean(GONE_S)
+
+
+# ---------------------------------------------------------------------------- a result on its way
+
+
+SENDING = """
+    import nbddp, os, time
+    def train():
+        nbddp.barrier()
+        if nbddp.restart_count():
+            return nbddp.restart_count()
+        if nbddp.rank() == 2:
+            return bytes(300_000_000)
+        while not os.path.exists("comes"):
+            time.sleep(0.05)
+        if nbddp.rank() == 0:
+            raise ValueError
+        time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def _slow_results(monkeypatch: pytest.MonkeyPatch, in_folder: Path) -> None:
+    """20 MB/s at most, and there is a file when the first has come."""
+    take = far.FarWorker.take
+
+    def take_slowly(self: far.FarWorker, head: Any, body: bytes, offset_s: float) -> None:
+        if head["kind"] == "result":
+            (in_folder / "comes").touch()
+            time.sleep(0.05)
+        take(self, head, body, offset_s)
+
+    monkeypatch.setattr(far.FarWorker, "take", take_slowly)
+
+
+@pytest.mark.usefixtures("_slow_results")
+def test_a_host_that_sends_a_result_is_taken_for_a_stuck_one(cell: Cells, warm: nbddp.Cluster) -> None:
+    with within(8):
+        found = run(cell(SENDING).train, hosts=warm, max_restarts=1)
+    assert found.values == [1] * 4
+    assert repr(warm) == BOTH
+
+
+@pytest.mark.usefixtures("_slow_results")
+def test_a_stop_waits_for_a_result(cell: Cells, warm: nbddp.Cluster) -> None:
+    going = run(cell(SENDING.replace("raise ValueError", "pass")).train, hosts=warm, wait=False)
+    wait_until(lambda: os.path.exists("comes"))
+    with within(3):
+        going.stop()
+    assert going.state == "stopped"
+    still_there(cell, warm)
