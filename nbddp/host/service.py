@@ -80,6 +80,8 @@ class Pipe:
                 os.ftruncate(self.block, 0)
             write_at(self.block, body, head["at"])
         elif head["kind"] != "beat":
+            if head["kind"] == "over":  # here, so that it comes before the next payload
+                os.ftruncate(self.block, 0)
             self.orders.put(head)
             self.wake()
 

@@ -117,6 +117,11 @@ class Host:
         self._prepared = None
         return True
 
+    def end_run(self) -> None:
+        """No further round: neither side keeps the run's data."""
+        self._prepared = None
+        self.send({"kind": "over"})
+
     def look_for_silence(self) -> bool:
         """Give it up if nothing has come for the heartbeat's time. Returns whether it is under suspicion.
 
