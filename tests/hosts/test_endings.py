@@ -160,3 +160,35 @@ def test_a_stop_waits_for_a_result(cell: Cells, warm: nbddp.Cluster) -> None:
         going.stop()
     assert going.state == "stopped"
     still_there(cell, warm)
+
+
+# ---------------------------------------------------------------------------- somebody who prints for ever
+
+
+PRINTING = """
+    import nbddp, os, subprocess, threading
+    def print_for_ever():
+        while True:
+            os.write(1, b"x\\n")
+    def returns():
+        print("the end of", nbddp.rank(), flush=True)
+        threading.Thread(target=print_for_ever, daemon=True).start()
+        return 1
+    def dies():
+        subprocess.Popen(["timeout", "6", "sh", "-c", "while :; do echo x; done"], start_new_session=True)
+        os._exit(3)
+"""
+
+
+def test_a_rank_that_keeps_printing_never_ends(cell: Cells, warm: nbddp.Cluster) -> None:
+    with within(5):
+        found = run(cell(PRINTING).returns, hosts=warm, nprocs=1)
+    assert found.values == [1, 1]
+    assert found.logs(1).startswith("the end of 1\n")
+    assert repr(warm) == BOTH
+
+
+def test_a_child_that_keeps_printing_hides_the_end_of_its_rank(cell: Cells, warm: nbddp.Cluster) -> None:
+    with within(5), pytest.raises((nbddp.RankDied, nbddp.LaunchError), match="exit code 3"):
+        run(cell(PRINTING).dies, hosts=warm, nprocs=1)
+    assert repr(warm) == BOTH
