@@ -291,8 +291,15 @@ class FarCrew(Ranks):
             self._site.gauges.take(head)
         elif kind == "lost":
             for rank in self._ranks_of[host.name]:
-                self._by_rank[rank].lose(host.lost)
+                self._by_rank[rank].lose(host.lost + self._way_on())
         self.wake()
+
+    def _way_on(self) -> str:
+        """What a run that ends with one of its hosts has not been told to do; "" if nothing can be done."""
+        others = len(self._hosts) - 1
+        missing = ["max_restarts=1"] * (not self._plan.max_restarts)
+        missing += [f"min_hosts={others}"] * (self._plan.min_hosts > others)
+        return f"; with {', '.join(missing)} the others would have started again" if others and missing else ""
 
     # ------------------------------------------------------------------ what the run asks for
 

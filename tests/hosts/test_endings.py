@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import itertools
 import os
@@ -18,7 +19,7 @@ import nbddp
 from nbddp.kernel import far
 from tests.hosts.conftest import GONE_S
 from tests.hosts.rig import Rig
-from tests.hosts.test_lost import SLEEPING, Login, within
+from tests.hosts.test_lost import SLEEPING, Login, begin, within
 from tests.support import Cells, run, wait_until
 
 pytestmark = pytest.mark.slow
@@ -109,6 +110,33 @@ def test_ranks_go_on_after_their_host_cannot_be_heard(
             run(names.train, hosts=hosts)
     assert says in str(raised.value)
     rig.hosts["gpu2"].wait_until_clean(GONE_S)
+
+
+def test_a_notebook_in_one_long_call_loses_its_hosts_without_a_word(
+    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+) -> None:
+    going = begin(cell(SLEEPING).train, cluster(heartbeat=2.0), 4)
+    ctypes.PyDLL(None).sleep(4)  # with the GIL: no thread of this process runs
+    with within(2), pytest.raises(nbddp.HostLost, match=r"nothing came from the notebook for 2 s .*heartbeat=8\)"):
+        going.wait()
+    for name in ("gpu1", "gpu2"):
+        rig.hosts[name].wait_until_clean(GONE_S)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "with max_restarts=1, min_hosts=1 the others would have started again"),
+        ({"max_restarts": 2}, "with min_hosts=1 the others would have started again"),
+    ],
+)
+def test_a_lost_host_leaves_its_user_without_a_way_on(
+    cell: Cells, cluster: Login, rig: Rig, in_folder: Path, options: dict[str, int], says: str
+) -> None:
+    going = begin(cell(SLEEPING).train, cluster(heartbeat=60.0), 2, nprocs=1, **options)
+    rig.hosts["gpu2"].agent().kill()
+    with within(3), pytest.raises(nbddp.HostLost, match=says):
+        going.wait()
 
 
 # ---------------------------------------------------------------------------- a result on its way
