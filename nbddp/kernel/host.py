@@ -84,7 +84,8 @@ class Host:
         """
         self._greeted.wait(max(0.0, deadline - time.monotonic()))
         if not self.facts:
-            raise LaunchError(f"{self.name}: {self.lost or f'no answer within {HELLO_S:.0f} s'}")
+            why = self.lost or self._with_advice(f"no answer within {HELLO_S:.0f} s", "; it said: ", self._said())
+            raise LaunchError(f"{self.name}: {why}")
         there, here = difference(self.facts["versions"])
         if there:
             raise LaunchError(
@@ -226,8 +227,13 @@ class Host:
     def _last_words(self, noise: bytes) -> str:
         self._wait_for_its_end()
         said = self._said() or noise.decode("utf-8", "replace").strip().splitlines()
-        ended = f"its login ended with exit code {self._process.returncode}"
-        last = f"{ended}: {said[-1].strip()}" if said else ended
+        code = self._process.returncode
+        ended = "its login closed its output" if code is None else f"its login ended with exit code {code}"
+        return self._with_advice(ended, ": ", said)
+
+    def _with_advice(self, what: str, then: str, said: list[str]) -> str:
+        """What has happened, its last line, and what to do about that."""
+        last = f"{what}{then}{said[-1].strip()}" if said else what
         advice = advice_on(self.name, "\n".join(said))
         return f"{advice} ({last})" if advice else last
 
