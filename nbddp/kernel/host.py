@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -53,19 +54,7 @@ class Host:
         self._greeted = Latch()
         self._prepared: object = None
         self._payload: frames.BlockFrames | None = None
-        self._stderr: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the login
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                start_new_session=True,  # an interrupt of the notebook is not for it
-                bufsize=0,
-            )
-        except OSError as error:
-            self._stderr.close()
-            raise LaunchError(f"{name}: {command[0]} cannot be started: {error}") from error
+        self._process, self._stderr = self._log_in(command)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._out, self._in = self._process.stdin, self._process.stdout
@@ -75,6 +64,24 @@ class Host:
         self._sender = frames.Sender(self._out.fileno(), beat_s, lambda: {"kind": "beat"}, f"nbddp-to-{name}")
         self._heard_all = Latch()
         start_thread(self._read, f"nbddp-from-{name}", self._cannot_listen)
+
+    def _log_in(self, command: Sequence[str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+        with contextlib.ExitStack() as unless_started:
+            try:
+                stderr = unless_started.enter_context(tempfile.TemporaryFile())
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    start_new_session=True,  # an interrupt of the notebook is not for it
+                    bufsize=0,
+                )
+            except OSError as error:
+                advice = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+                raise LaunchError(f"{self.name}: {command[0]} cannot be started: {error}{advice}") from error
+            unless_started.pop_all()
+        return process, stderr
 
     def greet(self, deadline: float) -> None:
         """Wait for its first words, compare versions, and say welcome.

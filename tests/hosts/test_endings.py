@@ -20,7 +20,7 @@ from nbddp.kernel import far
 from tests.hosts.conftest import GONE_S
 from tests.hosts.rig import Rig
 from tests.hosts.test_lost import SLEEPING, Login, begin, within
-from tests.support import Cells, run, wait_until
+from tests.support import Cells, open_fds, run, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def test_an_error_before_the_round_costs_the_hosts(
 @contextlib.contextmanager
 def files_left(spare: int) -> Iterator[None]:
     """This process may open so many more."""
-    taken = {int(fd) for fd in os.listdir("/proc/self/fd")}
+    taken = open_fds()
     free = (fd for fd in itertools.count() if fd not in taken)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, spare, None)), before[1]))

@@ -6,6 +6,7 @@ import pytest
 
 import nbddp
 from nbddp.kernel import host, hosts
+from tests.hosts.test_endings import files_left
 
 BUSY = "srun: Job step creation temporarily disabled, retrying (Requested nodes are busy)"
 
@@ -29,3 +30,15 @@ def test_a_launcher_that_waits_for_ever_does_not_say_for_what(monkeypatch: pytes
 def test_a_launcher_that_closes_its_output_ends_with_a_code_that_is_none() -> None:
     said = refused("exec >&-; echo 'that was all' >&2; exec sleep 60")
     assert said == "box1: its login closed its output: that was all"
+
+
+def test_a_limit_of_open_files_is_no_error_of_ours() -> None:
+    for spare in range(20):
+        try:
+            with files_left(spare), nbddp.cluster(["localhost"]):
+                break
+        except nbddp.LaunchError as error:
+            said = str(error)
+        assert said.startswith("localhost: ")
+        assert said.endswith("(ulimit -n)")
+    assert 4 < spare < 19
