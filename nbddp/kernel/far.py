@@ -15,7 +15,7 @@ from nbddp.block import write_at
 from nbddp.errors import HostLost, LaunchError
 from nbddp.frames import Head
 from nbddp.kernel.addresses import Meeting, meeting_of
-from nbddp.kernel.crew import Ranks
+from nbddp.kernel.crew import Rank, Ranks
 from nbddp.kernel.host import Host
 from nbddp.kernel.hosts import Cluster
 from nbddp.kernel.output import RankOutput
@@ -29,35 +29,15 @@ _LOST_EXIT = 255
 _REPORTS: dict[str, Any] = {"Finished": wire.Finished, "Failed": wire.Failed, "Exited": wire.Exited}
 
 
-class FarWorker:
-    """One rank on another host; its attributes are those of ``crew.AnyWorker``."""
+class FarWorker(Rank):
+    """One rank on another host."""
 
     def __init__(self, rank: int, host: Host, output: RankOutput) -> None:
-        self.rank = rank
-        self.host: str | None = host.name
-        self.output = output
-        self.ready = False
-        self.called = False
-        self.report: wire.Finished | wire.Failed | wire.Exited | None = None
-        self.exitcode: int | None = None
-        self.exited_at: float | None = None
-        self.orphaned = False
-        self.out_of_memory = False
-        self.lost = ""
+        super().__init__(rank, output, host.name)
         self.pid = 0  # there
         self._lock = threading.Lock()
         self._metrics = bytearray()
-        self._logged = 0
         self._result = payload.open_block(f"result-{rank}")
-
-    @property
-    def alive(self) -> bool:
-        return self.exitcode is None
-
-    def signs_of_life(self) -> object:
-        """Something that changes whenever it prints, logs, gets further, or ends."""
-        printed = os.fstat(self.output.fileno()).st_size
-        return printed, self._logged, self.ready, self.called, self.report is None, self.alive
 
     def read_metrics(self) -> bytes:
         """The metric records that have come."""
