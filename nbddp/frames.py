@@ -104,6 +104,7 @@ class BlockFrames:
         self._sent = False
         self._lock = threading.Lock()
         self._then = then
+        self._fd = -1
         self._fd = os.dup(fd)  # whoever owns the block may close it meanwhile
         self._nbytes = nbytes
         self._head = head
@@ -125,7 +126,8 @@ class BlockFrames:
             return not self._sent
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 def widen(fd: int) -> None:

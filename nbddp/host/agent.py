@@ -47,8 +47,7 @@ _AT_ONCE = 1e-6  # torchelastic sleeps between two looks; ours wait for news
 
 def run_agent(order: Head, pipe: Pipe) -> None:
     """Live one run, from the kernel's order until it says that the run is over."""
-    # Events are named after the host, which would ask the DNS server for it at each.
-    elastic._get_fq_hostname = socket.gethostname
+    _leave_dns_alone()
     rounds = Rounds(pipe)
     spec = WorkerSpec(
         role="default",
@@ -59,6 +58,12 @@ def run_agent(order: Head, pipe: Pipe) -> None:
         monitor_interval=_AT_ONCE,
     )
     Agent(spec, order, pipe, rounds).run()
+
+
+def _leave_dns_alone() -> None:
+    """torchelastic names each of its events after the host, and asks the DNS server for that (torch 2.6 to 2.13)."""
+    if hasattr(elastic, "_get_fq_hostname"):
+        elastic._get_fq_hostname = socket.gethostname
 
 
 class Agent(SimpleElasticAgent):
@@ -116,6 +121,7 @@ class Agent(SimpleElasticAgent):
         around.callback(crew.close)
         around.callback(news.tell_all)
         around.enter_context(crew)
+        around.callback(news.drop_results)
         self._pipe.wake = crew.wake
         crew.start(jobs, outputs, self._pipe.block, None, ())
         return crew.workers
@@ -131,7 +137,7 @@ class Agent(SimpleElasticAgent):
             self._more = self._news.tell()
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:  # the second: torch 2.6, 2.7
         """End every rank and all its children, and tell their last words."""
         self._pipe.wake = lambda: None
         if self._around is not None:
@@ -204,9 +210,10 @@ class Agent(SimpleElasticAgent):
                 order = self._pipe.orders.get_nowait()
                 if order["kind"] == "end":
                     self._rounds.ended = True
-                elif crew is None:
+                elif crew is None or self._news is None:
                     continue
                 elif order["kind"] == "interrupt":
+                    self._news.drop_results()
                     crew.interrupt()
                 elif order["kind"] == "leave":
                     crew.dismiss_reported()

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nbddp import frames, wire
+from nbddp.frames import Head
 from nbddp.kernel.gauges import Gauges
 from nbddp.kernel.launcher import Crew, Worker
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _NAP_S = 0.05
 _MOST_BACKLOG = 16 << 20  # bytes that the kernel has not read: what the ranks log then waits in their pipes
 _READ_BYTES = 256 << 10
+_ALL = float("inf")  # bytes
 
 
 class News:
@@ -26,11 +28,21 @@ class News:
         self._pipe = pipe
         self._gauges = gauges
         self._told: dict[int, _Told] = {}
+        self._results: list[tuple[frames.BlockFrames, Head]] = []
+        self._results_wanted = True
 
     def tell_all(self) -> None:
         """What the ranks wrote before they ended, whole."""
         while self.tell():
             pass
+
+    def drop_results(self) -> None:
+        """Nobody reads them any more: the rest shall not wait behind gigabytes."""
+        self._results_wanted = False
+        for block, report in self._results:
+            if block.drop():
+                self._pipe.send(report)
+        self._results.clear()
 
     def tell(self) -> bool:
         """What is new of each rank. Returns whether there may be more."""
@@ -47,6 +59,7 @@ class News:
         if (worker.ready, worker.called) != told.state:
             told.state = (worker.ready, worker.called)
             self._pipe.send({"kind": "state", "rank": rank, "ready": worker.ready, "called": worker.called})
+        told.notice_end_of(worker)
         # What it has written before what has become of it: the end of its output belongs to its error.
         output = os.pread(worker.output.fileno(), _READ_BYTES, told.printed)
         told.printed += len(output)
@@ -55,31 +68,33 @@ class News:
         metrics = worker.read_metrics()
         if metrics:
             self._pipe.send({"kind": "metrics", "rank": rank}, metrics)
-        if output or metrics:
-            return True
-        if worker.report is not None and not told.report:
+        self._tell_of_its_end(worker, told, told.printed if output else _ALL)
+        return bool(metrics or (output and not told.exit))
+
+    def _tell_of_its_end(self, worker: Worker, told: _Told, printed: float) -> None:
+        if worker.report is not None and not told.report and printed >= told.report_after:
             told.report = True
             self._tell_report(worker, worker.report)
-        if worker.exitcode is not None and not told.exit:
+        if worker.exitcode is not None and not told.exit and printed >= told.exit_after:
             told.exit = True
             self._pipe.send(
                 {
                     "kind": "exit",
-                    "rank": rank,
+                    "rank": worker.rank,
                     "exitcode": worker.exitcode,
                     "at": worker.exited_at,
                     "orphaned": worker.orphaned,
                     "out_of_memory": worker.out_of_memory,
                 }
             )
-        return False
 
     def _tell_report(self, worker: Worker, report: wire.Finished | wire.Failed | wire.Exited) -> None:
         head = {"kind": "report", "rank": worker.rank, "type": type(report).__name__, **vars(report)}
-        if not isinstance(report, wire.Exited):
-            block = frames.BlockFrames(worker.result_fd, report.nbytes, kind="result", rank=worker.rank)
-            self._pipe.send_all(block)
-        self._pipe.send(head)
+        if isinstance(report, wire.Exited) or not self._results_wanted:
+            return self._pipe.send(head)
+        block = frames.BlockFrames(worker.result_fd, report.nbytes, then=[head], kind="result", rank=worker.rank)
+        self._results.append((block, head))
+        return self._pipe.send_all(block)
 
     def _tell_of_memory(self) -> None:
         before = dict(self._gauges.processes), dict(self._gauges.gpus)
@@ -92,10 +107,19 @@ class News:
 
 
 class _Told:
-    """What the kernel knows of a rank."""
+    """What the kernel knows of a rank, and how much of its output is to come before its report and its exit."""
 
     def __init__(self) -> None:
         self.printed = 0
         self.state = (False, False)
         self.report = False
         self.exit = False
+        self.report_after = self.exit_after = _ALL
+
+    def notice_end_of(self, worker: Worker) -> None:
+        """Remember where its output ended first: a thread or child of it may go on to print for ever."""
+        size = os.fstat(worker.output.fileno()).st_size
+        if worker.report is not None:
+            self.report_after = min(self.report_after, size)
+        if worker.exitcode is not None:
+            self.exit_after = min(self.exit_after, size)

@@ -24,6 +24,7 @@ from nbddp.waiting import start_thread
 
 _FIRST_S = 120.0  # for the kernel's answer to our first frame: other hosts may be slow
 _FIRST_BEAT_S = 0.2
+_LONGER = 4  # times the heartbeat, where that is too short
 _READ_BYTES = 1 << 20
 _LAST_WORDS_S = 5.0
 
@@ -67,9 +68,21 @@ class Pipe:
 
     def _hear_all(self) -> None:
         parser = frames.Parser()
-        while select.select([self._fd], [], [], self._silence_s)[0] and (data := os.read(self._fd, _READ_BYTES)):
+        while self._is_spoken_to() and (data := os.read(self._fd, _READ_BYTES)):
             for head, body in parser.feed(data):
                 self._take(head, body)
+
+    def _is_spoken_to(self) -> bool:
+        if select.select([self._fd], [], [], self._silence_s)[0]:
+            return True
+        os.set_blocking(2, False)  # nobody may read it, and the ranks shall not live on for that
+        print(
+            f"nothing came from the notebook for {self._silence_s:.0f} s (it was busy in one long call, asleep, or cut "
+            f"off); nbddp.cluster(hosts, heartbeat={_LONGER * self._silence_s:.0f}) waits longer",
+            file=sys.stderr,
+            flush=True,
+        )
+        return False
 
     def _take(self, head: Head, body: bytes) -> None:
         if head["kind"] == "welcome":
@@ -80,6 +93,8 @@ class Pipe:
                 os.ftruncate(self.block, 0)
             write_at(self.block, body, head["at"])
         elif head["kind"] != "beat":
+            if head["kind"] == "over":  # here, so that it comes before the next payload
+                os.ftruncate(self.block, 0)
             self.orders.put(head)
             self.wake()
 

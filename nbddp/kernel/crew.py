@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -90,6 +91,33 @@ class AnyWorker(Protocol):
 
     def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Any:
         """The object that it left in its result block."""
+
+
+class Rank:
+    """What the kernel knows of a rank, whoever starts it; its attributes are those of :class:`AnyWorker`."""
+
+    def __init__(self, rank: int, output: RankOutput, host: str | None = None) -> None:
+        self.rank = rank
+        self.host = host
+        self.output = output
+        self.ready = False
+        self.called = False
+        self.report: wire.Finished | wire.Failed | wire.Exited | None = None
+        self.exitcode: int | None = None
+        self.exited_at: float | None = None
+        self.orphaned = False
+        self.out_of_memory = False
+        self.lost = ""
+        self._logged = 0  # bytes of metrics
+
+    @property
+    def alive(self) -> bool:
+        return self.exitcode is None
+
+    def signs_of_life(self) -> object:
+        """Something that changes whenever it prints, logs, gets further, or ends."""
+        printed = os.fstat(self.output.fileno()).st_size
+        return printed, self._logged, self.ready, self.called, self.report is None, self.alive
 
 
 class Ranks:

@@ -15,7 +15,7 @@ from nbddp.block import write_at
 from nbddp.errors import HostLost, LaunchError
 from nbddp.frames import Head
 from nbddp.kernel.addresses import Meeting, meeting_of
-from nbddp.kernel.crew import Ranks
+from nbddp.kernel.crew import Rank, Ranks
 from nbddp.kernel.host import Host
 from nbddp.kernel.hosts import Cluster
 from nbddp.kernel.output import RankOutput
@@ -29,35 +29,15 @@ _LOST_EXIT = 255
 _REPORTS: dict[str, Any] = {"Finished": wire.Finished, "Failed": wire.Failed, "Exited": wire.Exited}
 
 
-class FarWorker:
-    """One rank on another host; its attributes are those of ``crew.AnyWorker``."""
+class FarWorker(Rank):
+    """One rank on another host."""
 
     def __init__(self, rank: int, host: Host, output: RankOutput) -> None:
-        self.rank = rank
-        self.host: str | None = host.name
-        self.output = output
-        self.ready = False
-        self.called = False
-        self.report: wire.Finished | wire.Failed | wire.Exited | None = None
-        self.exitcode: int | None = None
-        self.exited_at: float | None = None
-        self.orphaned = False
-        self.out_of_memory = False
-        self.lost = ""
+        super().__init__(rank, output, host.name)
         self.pid = 0  # there
         self._lock = threading.Lock()
         self._metrics = bytearray()
-        self._logged = 0
         self._result = payload.open_block(f"result-{rank}")
-
-    @property
-    def alive(self) -> bool:
-        return self.exitcode is None
-
-    def signs_of_life(self) -> object:
-        """Something that changes whenever it prints, logs, gets further, or ends."""
-        printed = os.fstat(self.output.fileno()).st_size
-        return printed, self._logged, self.ready, self.called, self.report is None, self.alive
 
     def read_metrics(self) -> bytes:
         """The metric records that have come."""
@@ -173,6 +153,7 @@ class FarCrew(Ranks):
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._refused: LaunchError | None = None
         self._ending = False
+        self._told: set[str] = set()  # of this round, or on the way to it
         self._ended: set[str] = set()
         self._dismissed = 0
         self._dumps: dict[int, str] = {}
@@ -186,7 +167,7 @@ class FarCrew(Ranks):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """End every rank on every host that is still heard of; one that does not answer is given up."""
+        """End every rank on every host that knows of the round; one that does not answer is given up."""
         self._ending = True
         self._drop_payload()
         for host in self._waiting_for():
@@ -208,7 +189,7 @@ class FarCrew(Ranks):
                     self._by_rank[rank].lose("the run ended before it began there")
 
     def _waiting_for(self) -> list[Host]:
-        return [host for host in self._hosts if not host.lost and host.name not in self._ended]
+        return [host for host in self._hosts if not host.lost and host.name in self._told - self._ended]
 
     def close(self) -> None:
         """Give up every fd."""
@@ -231,7 +212,8 @@ class FarCrew(Ranks):
             ranks = range(first, first + dict(self._plan.shares)[host.name])
             first = ranks.stop
             self._ranks_of[host.name] = ranks
-            self.workers += [FarWorker(rank, host, outputs[rank]) for rank in ranks]
+            for rank in ranks:
+                self.workers.append(FarWorker(rank, host, outputs[rank]))
             self._site.layout = [*self._site.layout[: ranks.start], *((host.name, i) for i in range(len(ranks)))]
         self._by_rank = {worker.rank: worker for worker in self.workers}
         # The first host last: its store is told to the others, who must have heard of the round by then.
@@ -244,6 +226,7 @@ class FarCrew(Ranks):
                 host.send(begin)
             else:
                 host.send_payload(self._site.block, packed, [self._cluster.run_order(self._plan, packed, host), begin])
+            self._told.add(host.name)
 
     def _round(self, group_rank: int, host: Host, meeting: Meeting, restart_count: int) -> Head:
         return {
@@ -288,8 +271,15 @@ class FarCrew(Ranks):
             self._site.gauges.take(head)
         elif kind == "lost":
             for rank in self._ranks_of[host.name]:
-                self._by_rank[rank].lose(host.lost)
+                self._by_rank[rank].lose(host.lost + self._way_on())
         self.wake()
+
+    def _way_on(self) -> str:
+        """What a run that ends with one of its hosts has not been told to do; "" if nothing can be done."""
+        others = len(self._hosts) - 1
+        missing = ["max_restarts=1"] * (not self._plan.max_restarts)
+        missing += [f"min_hosts={others}"] * (self._plan.min_hosts > others)
+        return f"; with {', '.join(missing)} the others would have started again" if others and missing else ""
 
     # ------------------------------------------------------------------ what the run asks for
 

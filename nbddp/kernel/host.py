@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -53,19 +54,7 @@ class Host:
         self._greeted = Latch()
         self._prepared: object = None
         self._payload: frames.BlockFrames | None = None
-        self._stderr: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the login
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                start_new_session=True,  # an interrupt of the notebook is not for it
-                bufsize=0,
-            )
-        except OSError as error:
-            self._stderr.close()
-            raise LaunchError(f"{name}: {command[0]} cannot be started: {error}") from error
+        self._process, self._stderr = self._log_in(command)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._out, self._in = self._process.stdin, self._process.stdout
@@ -76,6 +65,24 @@ class Host:
         self._heard_all = Latch()
         start_thread(self._read, f"nbddp-from-{name}", self._cannot_listen)
 
+    def _log_in(self, command: Sequence[str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+        with contextlib.ExitStack() as unless_started:
+            try:
+                stderr = unless_started.enter_context(tempfile.TemporaryFile())
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    start_new_session=True,  # an interrupt of the notebook is not for it
+                    bufsize=0,
+                )
+            except OSError as error:
+                advice = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+                raise LaunchError(f"{self.name}: {command[0]} cannot be started: {error}{advice}") from error
+            unless_started.pop_all()
+        return process, stderr
+
     def greet(self, deadline: float) -> None:
         """Wait for its first words, compare versions, and say welcome.
 
@@ -84,7 +91,8 @@ class Host:
         """
         self._greeted.wait(max(0.0, deadline - time.monotonic()))
         if not self.facts:
-            raise LaunchError(f"{self.name}: {self.lost or f'no answer within {HELLO_S:.0f} s'}")
+            why = self.lost or self._with_advice(f"no answer within {HELLO_S:.0f} s", "; it said: ", self._said())
+            raise LaunchError(f"{self.name}: {why}")
         there, here = difference(self.facts["versions"])
         if there:
             raise LaunchError(
@@ -104,9 +112,9 @@ class Host:
 
     def send_payload(self, block: int, packed: Packed, then: Sequence[Head]) -> None:
         """Queue it, and the orders that need it; it is read from the block when it is its turn."""
-        self._prepared = packed
         if not self.lost:
             self._payload = frames.BlockFrames(block, packed.nbytes, then=then, kind="payload")
+            self._prepared = packed
             self._sender.send_all(self._payload)
 
     def drop_payload(self) -> bool:
@@ -116,6 +124,11 @@ class Host:
             return False
         self._prepared = None
         return True
+
+    def end_run(self) -> None:
+        """No further round: neither side keeps the run's data."""
+        self._prepared = None
+        self.send({"kind": "over"})
 
     def look_for_silence(self) -> bool:
         """Give it up if nothing has come for the heartbeat's time. Returns whether it is under suspicion.
@@ -164,17 +177,24 @@ class Host:
         try:
             self._read_all(parser)
             self._lose(self._last_words(parser.noise) if not self.facts else "its connection ended" + self._how())
+        except OSError as error:
+            self._lose(f"this machine could not take in what it said ({error})")
         except Exception as error:  # a deaf host is a lost one
             self._lose(f"it said what this nbddp does not understand ({type(error).__name__}: {error})")
         finally:
+            self._process.kill()  # its ranks shall not go on for nobody
             self._heard_all.open()
 
     def _read_all(self, parser: frames.Parser) -> None:
+        while data := self._read_some():
+            self._heard_at = time.monotonic()
+            for head, body in parser.feed(data):
+                self._take(head, body)
+
+    def _read_some(self) -> bytes:
         with contextlib.suppress(OSError):
-            while data := os.read(self._in.fileno(), _READ_BYTES):
-                self._heard_at = time.monotonic()
-                for head, body in parser.feed(data):
-                    self._take(head, body)
+            return os.read(self._in.fileno(), _READ_BYTES)
+        return b""
 
     def _cannot_listen(self, error: RuntimeError) -> None:
         self._lose(str(error))
@@ -214,8 +234,13 @@ class Host:
     def _last_words(self, noise: bytes) -> str:
         self._wait_for_its_end()
         said = self._said() or noise.decode("utf-8", "replace").strip().splitlines()
-        ended = f"its login ended with exit code {self._process.returncode}"
-        last = f"{ended}: {said[-1].strip()}" if said else ended
+        code = self._process.returncode
+        ended = "its login closed its output" if code is None else f"its login ended with exit code {code}"
+        return self._with_advice(ended, ": ", said)
+
+    def _with_advice(self, what: str, then: str, said: list[str]) -> str:
+        """What has happened, its last line, and what to do about that."""
+        last = f"{what}{then}{said[-1].strip()}" if said else what
         advice = advice_on(self.name, "\n".join(said))
         return f"{advice} ({last})" if advice else last
 

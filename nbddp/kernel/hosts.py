@@ -153,7 +153,7 @@ class Cluster:
         """No further round of this run: the hosts wait for the next run."""
         self._run_name = ""
         for host in self._all:
-            host.send({"kind": "over"})
+            host.end_run()
 
     def disown(self) -> None:
         """In a process forked from the kernel: hold nothing open by which the hosts see the kernel live."""

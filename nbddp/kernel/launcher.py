@@ -23,7 +23,7 @@ import psutil
 from nbddp import frames, payload, wire
 from nbddp.errors import LaunchError
 from nbddp.kernel import forkserver, oom, stacks
-from nbddp.kernel.crew import Ranks
+from nbddp.kernel.crew import Rank, Ranks
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.worker import entry
 from nbddp.worker.output import STACKS_SIGNAL
@@ -47,25 +47,13 @@ class _Inherited:
         return operator.methodcaller("detach"), (reduction.DupFd(self._fd),)
 
 
-class Worker:
-    """One rank on this machine; its attributes are those of ``crew.AnyWorker``."""
-
-    host: str | None = None
-    lost = ""
+class Worker(Rank):
+    """One rank on this machine."""
 
     def __init__(self, rank: int, process: Any, channel: Connection, output: RankOutput, fds: dict[str, int]) -> None:
-        self.rank = rank
-        self.output = output
-        self.ready = False
-        self.called = False
+        super().__init__(rank, output)
         self._dismissed = False
-        self._logged = 0  # bytes of metrics
         self._spawned = not isinstance(process, forkserver.WorkerProcess)
-        self.report: wire.Finished | wire.Failed | wire.Exited | None = None
-        self.exitcode: int | None = None
-        self.exited_at: float | None = None
-        self.orphaned = False
-        self.out_of_memory = False
         self._oom_kills = oom.kills()
         self._process = process
         self._channel: Connection | None = channel
@@ -87,10 +75,6 @@ class Worker:
         return self._fds["result"]
 
     @property
-    def alive(self) -> bool:
-        return self.exitcode is None
-
-    @property
     def _runs(self) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
             return self._identity is not None and self._identity.is_running() and not _is_zombie(self._identity)
@@ -100,11 +84,6 @@ class Worker:
         """What becomes readable when there is news of this rank."""
         sentinel = self._process.sentinel if self.alive and not self.orphaned else None
         return [x for x in (self._channel, sentinel) if x is not None]
-
-    def signs_of_life(self) -> object:
-        """Something that changes whenever it prints, logs, gets further, or ends."""
-        printed = os.fstat(self.output.fileno()).st_size
-        return printed, self._logged, self.ready, self.called, self.report is None, self.alive
 
     def send(self, message: wire.Message) -> None:
         """Give it a message; a rank that is gone already has none to read."""

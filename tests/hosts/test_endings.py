@@ -1,0 +1,222 @@
+"""How rounds end on hosts that are well: soon, all of it, and the hosts stay."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nbddp
+from nbddp.kernel import far
+from tests.hosts.conftest import GONE_S
+from tests.hosts.rig import Rig
+from tests.hosts.test_lost import SLEEPING, Login, begin, within
+from tests.support import Cells, open_fds, run, wait_until
+
+pytestmark = pytest.mark.slow
+
+BOTH = "<Cluster of gpu1, gpu2>"
+
+
+def still_there(cell: Cells, hosts: nbddp.Cluster) -> None:
+    """The hosts are, and run."""
+    assert repr(hosts) == BOTH
+    assert run(cell("def fine(): return 1").fine, hosts=hosts).values == [1] * 4
+
+
+# ---------------------------------------------------------------------------- a round that cannot begin
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_an_error_before_the_round_costs_the_hosts(
+    cell: Cells, warm: nbddp.Cluster, monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    rounds = itertools.count()
+
+    def meet(facts: Any) -> Any:
+        if next(rounds) == restarts:
+            raise OSError("no way to meet")
+        return far_meeting(facts)
+
+    far_meeting = far.meeting_of
+    monkeypatch.setattr(far, "meeting_of", meet)
+    names = cell("import nbddp\ndef train():\n    nbddp.barrier()\n    raise ValueError")
+    with within(4), pytest.raises(nbddp.NbddpError, match="no way to meet"):
+        run(names.train, hosts=warm, max_restarts=1)
+    still_there(cell, warm)
+
+
+@contextlib.contextmanager
+def files_left(spare: int) -> Iterator[None]:
+    """This process may open so many more."""
+    taken = open_fds()
+    free = (fd for fd in itertools.count() if fd not in taken)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, spare, None)), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_limit_of_open_files_costs_the_hosts(cell: Cells, warm: nbddp.Cluster) -> None:
+    names = cell("def train(): return 1")
+    for spare in range(30):
+        with within(4), contextlib.suppress(nbddp.NbddpError, OSError), files_left(spare):
+            run(names.train, hosts=warm)
+            break
+        assert repr(warm) == BOTH, f"with {spare} files to open"
+    assert 8 < spare < 29  # a run on two hosts opens some of them
+    still_there(cell, warm)
+
+
+# ---------------------------------------------------------------------------- a host that is not heard any more
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(OSError(errno.ENOSPC, "No space left on device"), "No space left"), (KeyError("rank"), "KeyError: 'rank'")],
+)
+def test_ranks_go_on_after_their_host_cannot_be_heard(
+    cell: Cells,
+    cluster: Login,
+    rig: Rig,
+    in_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    says: str,
+) -> None:
+    take = far.FarWorker.take
+
+    def refuse(self: far.FarWorker, head: Any, body: bytes, offset_s: float) -> None:
+        if head["kind"] == "output" and self.host == "gpu2":
+            raise error
+        take(self, head, body, offset_s)
+
+    hosts = cluster(heartbeat=60.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(far.FarWorker, "take", refuse)
+        names = cell(SLEEPING.replace("time.sleep(1000)", "print(flush=True); time.sleep(1000)"))
+        with within(20), pytest.raises(nbddp.HostLost, match="gpu2") as raised:
+            run(names.train, hosts=hosts)
+    assert says in str(raised.value)
+    rig.hosts["gpu2"].wait_until_clean(GONE_S)
+
+
+def test_a_notebook_in_one_long_call_loses_its_hosts_without_a_word(
+    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+) -> None:
+    going = begin(cell(SLEEPING).train, cluster(heartbeat=2.0), 4)
+    ctypes.PyDLL(None).sleep(4)  # with the GIL: no thread of this process runs
+    with within(2), pytest.raises(nbddp.HostLost, match=r"nothing came from the notebook for 2 s .*heartbeat=8\)"):
+        going.wait()
+    for name in ("gpu1", "gpu2"):
+        rig.hosts[name].wait_until_clean(GONE_S)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "with max_restarts=1, min_hosts=1 the others would have started again"),
+        ({"max_restarts": 2}, "with min_hosts=1 the others would have started again"),
+    ],
+)
+def test_a_lost_host_leaves_its_user_without_a_way_on(
+    cell: Cells, cluster: Login, rig: Rig, in_folder: Path, options: dict[str, int], says: str
+) -> None:
+    going = begin(cell(SLEEPING).train, cluster(heartbeat=60.0), 2, nprocs=1, **options)
+    rig.hosts["gpu2"].agent().kill()
+    with within(3), pytest.raises(nbddp.HostLost, match=says):
+        going.wait()
+
+
+# ---------------------------------------------------------------------------- a result on its way
+
+
+SENDING = """
+    import nbddp, os, time
+    def train():
+        nbddp.barrier()
+        if nbddp.restart_count():
+            return nbddp.restart_count()
+        if nbddp.rank() == 2:
+            return bytes(300_000_000)
+        while not os.path.exists("comes"):
+            time.sleep(0.05)
+        if nbddp.rank() == 0:
+            raise ValueError
+        time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def _slow_results(monkeypatch: pytest.MonkeyPatch, in_folder: Path) -> None:
+    """20 MB/s at most, and there is a file when the first has come."""
+    take = far.FarWorker.take
+
+    def take_slowly(self: far.FarWorker, head: Any, body: bytes, offset_s: float) -> None:
+        if head["kind"] == "result":
+            (in_folder / "comes").touch()
+            time.sleep(0.05)
+        take(self, head, body, offset_s)
+
+    monkeypatch.setattr(far.FarWorker, "take", take_slowly)
+
+
+@pytest.mark.usefixtures("_slow_results")
+def test_a_host_that_sends_a_result_is_taken_for_a_stuck_one(cell: Cells, warm: nbddp.Cluster) -> None:
+    with within(8):
+        found = run(cell(SENDING).train, hosts=warm, max_restarts=1)
+    assert found.values == [1] * 4
+    assert repr(warm) == BOTH
+
+
+@pytest.mark.usefixtures("_slow_results")
+def test_a_stop_waits_for_a_result(cell: Cells, warm: nbddp.Cluster) -> None:
+    going = run(cell(SENDING.replace("raise ValueError", "pass")).train, hosts=warm, wait=False)
+    wait_until(lambda: os.path.exists("comes"))
+    with within(3):
+        going.stop()
+    assert going.state == "stopped"
+    still_there(cell, warm)
+
+
+# ---------------------------------------------------------------------------- somebody who prints for ever
+
+
+PRINTING = """
+    import nbddp, os, subprocess, threading
+    def print_for_ever():
+        while True:
+            os.write(1, b"x\\n")
+    def returns():
+        print("the end of", nbddp.rank(), flush=True)
+        threading.Thread(target=print_for_ever, daemon=True).start()
+        return 1
+    def dies():
+        subprocess.Popen(["timeout", "6", "sh", "-c", "while :; do echo x; done"], start_new_session=True)
+        os._exit(3)
+"""
+
+
+def test_a_rank_that_keeps_printing_never_ends(cell: Cells, warm: nbddp.Cluster) -> None:
+    with within(5):
+        found = run(cell(PRINTING).returns, hosts=warm, nprocs=1)
+    assert found.values == [1, 1]
+    assert found.logs(1).startswith("the end of 1\n")
+    assert repr(warm) == BOTH
+
+
+def test_a_child_that_keeps_printing_hides_the_end_of_its_rank(cell: Cells, warm: nbddp.Cluster) -> None:
+    with within(5), pytest.raises((nbddp.RankDied, nbddp.LaunchError), match="exit code 3"):
+        run(cell(PRINTING).dies, hosts=warm, nprocs=1)
+    assert repr(warm) == BOTH

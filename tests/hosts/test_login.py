@@ -1,0 +1,44 @@
+"""A login that comes to nothing says why, whatever it waits for."""
+
+from __future__ import annotations
+
+import pytest
+
+import nbddp
+from nbddp.kernel import host, hosts
+from tests.hosts.test_endings import files_left
+
+BUSY = "srun: Job step creation temporarily disabled, retrying (Requested nodes are busy)"
+
+
+def refused(program: str) -> str:
+    """What ``nbddp.cluster`` says to a launcher that does this."""
+    with pytest.raises(nbddp.LaunchError) as raised:
+        nbddp.cluster(["box1"], launcher=["sh", "-c", program, "{host}"])
+    return str(raised.value)
+
+
+def test_a_launcher_that_waits_for_ever_does_not_say_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (host, hosts):
+        monkeypatch.setattr(module, "HELLO_S", 1.0)
+    assert refused(f"echo '{BUSY}' >&2; exec sleep 60") == f"box1: no answer within 1 s; it said: {BUSY}"
+    assert refused("exec sleep 60") == "box1: no answer within 1 s"
+    said = refused("echo 'ssh: connect to host box1: No route to host' >&2; exec sleep 60")
+    assert said.startswith("box1: it does not answer; is it up, and reachable from here? (no answer within 1 s; ")
+
+
+def test_a_launcher_that_closes_its_output_ends_with_a_code_that_is_none() -> None:
+    said = refused("exec >&-; echo 'that was all' >&2; exec sleep 60")
+    assert said == "box1: its login closed its output: that was all"
+
+
+def test_a_limit_of_open_files_is_no_error_of_ours() -> None:
+    for spare in range(20):
+        try:
+            with files_left(spare), nbddp.cluster(["localhost"]):
+                break
+        except nbddp.LaunchError as error:
+            said = str(error)
+        assert said.startswith("localhost: ")
+        assert said.endswith("(ulimit -n)")
+    assert 4 < spare < 19
