@@ -22,7 +22,7 @@ from nbddp.waiting import Latch, start_thread
 
 MARK = b"\x00nbddp frames 1\n"
 BEATS = 0.2  # of the heartbeat's time: so often each side is heard
-CHUNK = 1 << 20  # of what is large: other frames go between
+CHUNK = 1 << 20  # of what is large: between two it can be dropped
 _LENGTHS = struct.Struct(">II")
 _MOST_HEAD = 64 << 20
 _MOST_BODY = 16 << 20

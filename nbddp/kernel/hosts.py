@@ -113,7 +113,8 @@ class Cluster:
             raise LaunchError(_CLOSED)
         if len(there) < plan.min_hosts:
             gone = next(host for host in self._all if host.lost)
-            raise HostLost(gone.name, f"{gone.lost}; {len(there)} of {len(self._all)} hosts are left")
+            left = f"{len(there)} of {len(self._all)} hosts are left"
+            raise HostLost(gone.name, f"{gone.lost}; {left}: log in again, or say how many may do by min_hosts=")
         return there
 
     def look_for_silence(self) -> bool:
