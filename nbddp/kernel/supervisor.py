@@ -216,9 +216,9 @@ class Supervisor:
                 self._attempt_if_wanted()
 
     def _take_data(self) -> None:
-        assert self._pickled is not None
-        self._site.take(self._pickled, lambda: self._stop_grace_s is None)
-        self._pickled = None
+        pickled, self._pickled = self._pickled, None  # a run that fails here shall not keep the notebook's arrays
+        assert pickled is not None
+        self._site.take(pickled, lambda: self._stop_grace_s is None)
         self.taken.open()
 
     def _attempt_if_wanted(self) -> None:
@@ -366,8 +366,11 @@ class Supervisor:
         return stacks.summary(wheres, still=True) if meeting else ""
 
     def _stop(self, crew: AnyCrew) -> None:
-        if self._stop_grace_s and crew.workers:
-            self._was_here = stacks.summary(self._where(crew, _SOON_S))
+        if self._stop_grace_s and crew.workers and self._asking.acquire(timeout=_SOON_S):  # else somebody asks already
+            try:
+                self._was_here = stacks.summary(self._where(crew, _SOON_S))
+            finally:
+                self._asking.release()
         self._wind_down(crew, lambda: self._stop_grace_s or 0.0)
         self._conclude("stopped")
 
