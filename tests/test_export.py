@@ -323,15 +323,15 @@ def test_the_exit_code_is_a_scripts(cell: Cells, tmp_path: Path, how: str, code:
 
 def test_threads_and_exit_handlers_come_to_their_end(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
-        import atexit, concurrent.futures, threading, time
+        import atexit, concurrent.futures, sys, threading, time
         def slow():
             time.sleep(0.3)
             print("thread")
         def train():
             atexit.register(print, "handler")
             threading.Thread(target=slow).start()
-            concurrent.futures.ThreadPoolExecutor(1).submit(print, "pool")
-            print("train")
+            concurrent.futures.ThreadPoolExecutor(1).submit(sys.stdout.write, "pool\\n")
+            sys.stdout.write("train\\n")  # whole lines: two threads print at once
     """)
     nbddp.export(names.train, tmp_path / "job.nbddp")
     ended = alone(tmp_path / "job.nbddp")

@@ -33,26 +33,39 @@ PARTS: dict[str, Callable[[Settings], list[Table]]] = {
 
 
 class Report:
-    """Writes each table as soon as it is there."""
+    """Prints each table once it is complete; its files have all values so far, of what is cut off, too."""
 
     def __init__(self, markdown: Path | None, json: Path | None) -> None:
-        self.tables: list[Table] = []
+        self._blocks: list[str | Table] = []
         self._json = json
         self._markdown = markdown
-        if markdown:
-            markdown.write_text("")
 
     def say(self, text: str) -> None:
+        self._blocks.append(text)
         print(text + "\n", flush=True)
-        if self._markdown:
-            with self._markdown.open("a") as file:
-                file.write(text + "\n\n")
+        self._write()
+
+    def keep(self, table: Table) -> None:
+        self._blocks.append(table)
+        table.news = self._hear
 
     def show(self, table: Table) -> None:
-        self.tables.append(table)
-        self.say(table.markdown())
+        if not any(block is table for block in self._blocks):
+            self._blocks.append(table)
+        print(table.markdown() + "\n", flush=True)
+        self._write()
+
+    def _hear(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')}   {text}", file=sys.stderr, flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        tables = [block for block in self._blocks if isinstance(block, Table)]
+        if self._markdown:
+            texts = [block.markdown() if isinstance(block, Table) else block for block in self._blocks]
+            self._markdown.write_text("\n\n".join(texts) + "\n")
         if self._json:
-            self._json.write_text(as_json(self.tables))
+            self._json.write_text(as_json(tables))
 
 
 def main() -> int:
@@ -62,9 +75,8 @@ def main() -> int:
     if text := missing():
         report.say(text)
     peers = [peer for peer in installed(CANDIDATES) if not any(name in peer.name for name in options.without)]
-    settings = Settings(
-        options.rounds, options.ranks, options.mib and [m << 20 for m in options.mib], options.steps, peers, report.show
-    )
+    nbytes = options.mib and [m << 20 for m in options.mib]
+    settings = Settings(options.rounds, options.ranks, nbytes, options.steps, peers, report.keep, report.show)
     failed = []
     for name in options.parts or PARTS:
         print(f"{time.strftime('%H:%M:%S')} {name}", file=sys.stderr, flush=True)

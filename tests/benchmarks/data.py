@@ -45,6 +45,8 @@ def into(settings: Settings) -> list[Table]:
         peak = Table(
             f"A {which}: new memory at the peak", columns, unit="GiB", scale=1 / 2**30, corner="size", ratios=False
         )
+        for table in (cost, peak):
+            settings.keep(table)
         with _kernels(settings.peers, ranks, cost) as kernels:
             for nbytes, column in zip(sizes, columns):
                 for _ in range(settings.rounds):
@@ -141,6 +143,7 @@ def back(settings: Settings) -> list[Table]:
         table = Table(
             f"A {kind} back from a rank: the run, less a run without", [_size(n) for n in sizes], corner="size"
         )
+        settings.keep(table)
         with _kernels(peers, 1, table) as kernels:
             for nbytes in sizes:
                 for _ in range(settings.rounds):

@@ -118,6 +118,7 @@ def _each(
     how: str = "call",
 ) -> None:
     """Once per round and candidate, in its kernel after a first run; in a new one each round if it does not last."""
+    settings.keep(table)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(stamps())
         kernels: dict[str, Kernel] = {}

@@ -39,6 +39,7 @@ class Table:
         values: by candidate and column, in the base unit (seconds, bytes); a column of "" is a table without columns.
         failures: why a candidate has no value in a column.
         after: "with 4 ranks": what the columns are, for the table's corner.
+        news: told in words of each value and failure, for who waits.
     """
 
     title: str
@@ -50,15 +51,18 @@ class Table:
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    news: Callable[[str], None] = lambda text: None
 
     def add(self, name: str, value: float, column: object = "") -> None:
         self._row(name).setdefault(str(column), []).append(value)
+        self.news(f"{_label(name, column)}: {_number(value * self.scale)} {self.unit}")
 
     def fail(self, name: str, why: BaseException | str, column: object = "") -> None:
         """Remember why there is no value; the first reason counts."""
         self._row(name)
         text = str(why) if isinstance(why, (str, LeftOut)) else f"failed: {_first_line(why)}"
         self.failures.setdefault((name, str(column)), text)
+        self.news(f"{_label(name, column)}: {text}")
 
     def failed(self, name: str, column: object = "") -> bool:
         return (name, str(column)) in self.failures
@@ -177,6 +181,10 @@ def version_of(distribution: str) -> str:
 def _number(value: float) -> str:
     """Three digits that count."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _label(name: str, column: object) -> str:
+    return f"{name}, {column}" if str(column) else name
 
 
 def _first_line(error: BaseException) -> str:

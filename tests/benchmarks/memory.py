@@ -26,6 +26,8 @@ def measure(settings: Settings) -> list[Table]:
             "Proportional memory of all processes but the kernel, the fork server included",
         )
     )
+    for table in (private, share, all_of_it):
+        settings.keep(table)
     peers = [peer for peer in (NBDDP_SILENT, MP_SPAWN, DEBUG_LAUNCHER) if peer in settings.peers]
     with stamps() as file:
         for ranks in counts:

@@ -19,6 +19,7 @@ class Settings:
         nbytes: sizes of data, likewise.
         steps: of training, relative to the part's own number.
         peers: the candidates; the parts leave out those that cannot do a thing.
+        keep: called with a table that fills over time, before its first value: what is cut off is not lost.
         show: called with each table as soon as it is complete.
     """
 
@@ -27,4 +28,5 @@ class Settings:
     nbytes: Sequence[int] | None = None
     steps: float = 1.0
     peers: Sequence[Peer] = field(default_factory=lambda: installed(CANDIDATES))
+    keep: Callable[[Table], None] = lambda table: None
     show: Callable[[Table], None] = lambda table: None

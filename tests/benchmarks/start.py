@@ -26,6 +26,8 @@ def cold(settings: Settings) -> list[Table]:
     ranks = (settings.ranks or [RANKS])[0]
     at_once = _table(f"Start in a new kernel, {ranks} ranks, imports and first run in one cell")
     after = _table(f"First run in a new kernel, {ranks} ranks, {THINK_S:.0f} s after the imports")
+    settings.keep(at_once)
+    settings.keep(after)
     with stamps() as file:
         for _ in range(settings.rounds):
             for peer in settings.peers:
@@ -73,6 +75,8 @@ def warm(settings: Settings) -> list[Table]:
     first = _by_ranks("Warm, from Shift-Enter to the first all-reduce", counts)
     whole = _by_ranks("Warm, from Shift-Enter to the cell's end", counts)
     work = _by_ranks("Warm, CPU time of all processes", counts)
+    for table in (first, whole, work):
+        settings.keep(table)
     with stamps() as file:
         for ranks in counts:
             _warm_with(settings, ranks, file, first, whole, work)

@@ -25,6 +25,7 @@ def measure(settings: Settings) -> list[Table]:
     tables = []
     for ranks in settings.ranks or RANKS:
         table = Table(f"Training, {ranks} rank{'s' * (ranks != 1)}", columns=list(STEPS), unit="steps/s", scale=1)
+        settings.keep(table)
         with stamps() as file:
             for model, steps in STEPS.items():
                 ways = {
