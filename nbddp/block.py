@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 import bisect
+import collections
+import contextlib
 import operator
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,11 @@ import torch
 
 ALIGN = 64
 _MAP_FROM_NBYTES = 1 << 20  # below this a copy is cheaper than a mapping, and pins nothing
+_CHUNK_NBYTES = 4 << 20  # of one thread, between two looks whether it is still wanted
+_TOGETHER_FROM_NBYTES = 32 << 20
+_MOST_THREADS = 4
+
+_Chunks = Iterator[tuple[int, memoryview]]
 
 
 def open_block(name: str) -> int:
@@ -38,9 +47,12 @@ def map_block(fd: int, nbytes: int) -> memoryview:
                 raise EOFError(f"a block of {nbytes} bytes ends after {read}")
             read += more
         return memoryview(copy)
-    # Not mmap.mmap: it keeps a duplicate of the fd open for as long as the mapping lives.
-    storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", shared=False, nbytes=nbytes)
-    return storage_bytes(storage)
+    return storage_bytes(_mapping(fd, nbytes, shared=False))
+
+
+def _mapping(fd: int, nbytes: int, *, shared: bool) -> Any:
+    """Not mmap.mmap: it keeps a duplicate of the fd open for as long as the mapping lives."""
+    return torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", shared=shared, nbytes=nbytes)
 
 
 def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
@@ -49,6 +61,68 @@ def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
     done = 0
     while done < view.nbytes:
         done += os.pwrite(fd, view[done:], offset + done)
+
+
+def fill(fd: int, nbytes: int, parts: Sequence[tuple[int, memoryview]], wanted: Callable[[], bool]) -> None:
+    """Size the block and copy the parts to their offsets, for as long as that is ``wanted``; much of it by threads.
+
+    Two ``pwrite`` to one file wait for each other, a page fault of its mapping for none: so one thread writes, the
+    others copy. With two on two cores, 1 GiB takes 0.7 times as long as with one.
+    """
+    os.ftruncate(fd, nbytes)
+    chunks = iter(
+        [
+            (offset + start, data[start : start + _CHUNK_NBYTES])
+            for offset, data in parts
+            for start in range(0, data.nbytes, _CHUNK_NBYTES)
+        ]
+    )
+    others = _threads_beside(fd, sum(data.nbytes for _, data in parts))
+    if not others:
+        return _write(fd, chunks, wanted)
+    mapped = storage_bytes(_mapping(fd, nbytes, shared=True))
+    copies = []
+    with ThreadPoolExecutor(others, "nbddp-copy") as pool:
+        try:
+            with contextlib.suppress(RuntimeError):  # the system has no thread to give
+                for _ in range(others):
+                    copies.append(pool.submit(_copy, mapped, chunks, wanted))
+            _write(fd, chunks, wanted)
+        finally:
+            collections.deque(chunks, maxlen=0)  # none is left to begin with
+    for copy in copies:
+        copy.result()
+    return None
+
+
+def _write(fd: int, chunks: _Chunks, wanted: Callable[[], bool]) -> None:
+    for offset, data in chunks:
+        if not wanted():
+            return
+        write_at(fd, data, offset)
+
+
+def _copy(mapped: memoryview, chunks: _Chunks, wanted: Callable[[], bool]) -> None:
+    for offset, data in chunks:
+        if not wanted():
+            return
+        place = np.frombuffer(mapped[offset : offset + data.nbytes], dtype=np.uint8)
+        np.copyto(place, np.frombuffer(data, dtype=np.uint8))
+
+
+def _threads_beside(fd: int, nbytes: int) -> int:
+    """How many threads copy so much into a mapping, beside the one that writes; no more than torch would take."""
+    if nbytes < _TOGETHER_FROM_NBYTES or not _never_lacks_room(fd):
+        return 0
+    return min(torch.get_num_threads(), _MOST_THREADS) - 1
+
+
+def _never_lacks_room(fd: int) -> bool:
+    """Is a write to a mapping of it as safe as ``pwrite``? Where there is no room, it is a SIGBUS and no error."""
+    with contextlib.suppress(OSError):
+        strict = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:") and not strict
+    return False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import contextlib
 import functools
 import io
 import linecache
-import os
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -36,12 +35,12 @@ from nbddp.block import (
     Layout,
     Piece,
     as_bytes,
+    fill,
     map_block,
     merged,
     open_block,
     storage_bytes,
     storage_over,
-    write_at,
 )
 from nbddp.packing import PackedStorage, Packer, Reading, reading_now, refuse_uninherited, refuse_unshippable
 
@@ -59,7 +58,6 @@ __all__ = [
 ]
 
 _SMALL_NBYTES = 1 << 20  # gaps up to here cost nothing worth a copy
-_CHUNK_NBYTES = 64 << 20  # between two looks whether it is still wanted
 _HEADER = struct.Struct("<QQQ")  # where the pickle stream starts, where the table starts, end
 
 
@@ -92,13 +90,8 @@ class Pickled:
 
     def write(self, fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
         """Copy all of it into the block ``fd``, for as long as that is ``wanted``, and let go of the arrays."""
-        os.ftruncate(fd, self.packed.nbytes)
         parts, self._parts = self._parts, []
-        for offset, data in parts:
-            for start in range(0, data.nbytes, _CHUNK_NBYTES):
-                if not wanted():
-                    return
-                write_at(fd, data[start : start + _CHUNK_NBYTES], offset + start)
+        fill(fd, self.packed.nbytes, parts, wanted)
 
 
 @dataclass
