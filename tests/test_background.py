@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import nbddp
@@ -272,3 +275,22 @@ def test_importing_in_a_plain_script_starts_nothing() -> None:
         print(len(psutil.Process().children()), "IPython" in __import__("sys").modules)
     """)
     assert ended.stdout == "0 False\n", ended.stderr
+
+
+@pytest.mark.parametrize("refused", ["nbddp.kernel.supervisor.open_output", "nbddp.block.write_at"])
+def test_a_run_that_the_system_refuses_lets_go_of_the_notebooks_arrays(
+    cell: Cells, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    names = cell("def train(array): pass")
+    array = np.ones(1000)
+    kept = weakref.ref(array)
+    monkeypatch.setattr(refused, refuse)
+    going = run(names.train, array, wait=False)
+    with pytest.raises(nbddp.LaunchError, match=r"the system refused what train needs: .*too many open files"):
+        going.wait(20)
+    del array
+    assert kept() is None
+    assert going.state == "failed"

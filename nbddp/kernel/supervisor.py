@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,7 @@ class Supervisor:
             self._tell_of_the_end()
 
     def _tell_of_the_end(self) -> None:
+        self._pickled = None  # of a run that ended before it had copied the notebook's arrays
         self._packed.inherited.clear()
         self._history.settle()
         self.ended = time.monotonic()
@@ -196,6 +198,7 @@ class Supervisor:
 
     def _refused(self, error: Exception) -> NbddpError:
         """The system has no more to give."""
+        traceback.clear_frames(error.__traceback__)  # the notebook's arrays are in them
         advice = "; most often this is the limit of open files (ulimit -n)" if isinstance(error, DistError) else ""
         kind = LaunchError if self.state == "starting" else NbddpError
         refused = kind(f"the system refused what {self._plan.name} needs: {error}{advice}")
@@ -216,7 +219,7 @@ class Supervisor:
                 self._attempt_if_wanted()
 
     def _take_data(self) -> None:
-        pickled, self._pickled = self._pickled, None  # a run that fails here shall not keep the notebook's arrays
+        pickled, self._pickled = self._pickled, None
         assert pickled is not None
         self._site.take(pickled, lambda: self._stop_grace_s is None)
         self.taken.open()
