@@ -82,8 +82,9 @@ def test_data_goes_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cost, peak = data.into(SHORT)
     copy = next(iter(cost.values))
     assert copy.endswith(("clone()", "copy()"))
-    filled([cost], {copy, *NAMES}, differences=True)
+    filled([cost], {copy, data.ALONE, *NAMES}, differences=True)
     assert cost.values[copy]["1 MiB"][0] > 0
+    assert cost.values[data.ALONE]["1 MiB"][0] > 0
     assert set(peak.values) == NAMES
 
 
@@ -142,6 +143,29 @@ def test_peers_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tests.benchmarks.peers.version_of", lambda name: "" if name == "ipyparallel" else "1")
     assert missing() == "Not installed, and so left out: ipyparallel"
     assert "ipyparallel, engines kept" not in [peer.name for peer in installed(CANDIDATES)]
+
+
+def test_what_is_cut_off_has_kept_its_figures(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys
+from tests.benchmarks import __main__ as program
+from tests.benchmarks.measure import Table
+
+def cut_off(settings):
+    table = Table("a table")
+    settings.keep(table)
+    table.add("a row", 0.25)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+program.PARTS = {"cut off": cut_off}
+sys.exit(program.main())
+"""
+    markdown, figures = tmp_path / "tables.md", tmp_path / "tables.json"
+    command = [sys.executable, "-c", program, "--json", str(figures), "--markdown", str(markdown)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert "a row: 250 ms" in done.stderr
+    assert "| a row | 250 | 250 | 250 | 1.000 |" in markdown.read_text()
+    assert json.loads(figures.read_text())["tables"][0]["values"] == {"a row": {"": [0.25]}}
 
 
 def test_a_part_that_breaks_costs_no_other_part_its_tables(tmp_path: Path) -> None:
