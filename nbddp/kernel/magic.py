@@ -143,7 +143,7 @@ class DdpMagics(Magics):
 
     @output_can_be_silenced
     @cell_magic("ddp")
-    @magic_arguments("%%ddp")
+    @magic_arguments("%ddp")  # the help puts one more % before it
     @_with([*_CELL_OPTIONS, *_OUTPUT_OPTIONS, *_RUN_OPTIONS])
     def cell(self, line: str, cell: str) -> Any:
         """Run the cell on every rank: one fresh process per GPU, or on the CPU.
