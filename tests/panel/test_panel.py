@@ -25,15 +25,15 @@ from fakes import FakeRun, Rank, status
 
 from nbddp.kernel.history import History, Series
 from nbddp.kernel.output import RankOutput, open_output
-from nbddp.panel import live, summary
+from nbddp.panel import summary
 from nbddp.panel.curves import charts, ticks
-from nbddp.panel.live import Feed
+from nbddp.panel.feed import Feed
 from nbddp.panel.picture import Picture
 from nbddp.panel.text import Echo, TextView
 from nbddp.panel.view import Status
 from nbddp.wire import fold
 
-JS = Path(live.__file__).parent / "js"
+JS = Path(summary.__file__).parent / "js"
 NASTY = "<img src=x onerror=alert(1)>&\"'</table><script>alert(2)</script>"
 
 
