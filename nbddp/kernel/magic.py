@@ -35,8 +35,8 @@ from IPython.core.magic_arguments import (  # noqa: TID253
 from nbddp.errors import LaunchError, NbddpError, PayloadError
 from nbddp.kernel import cell as cells
 from nbddp.kernel import forkserver, runner
+from nbddp.kernel.devices import CPU_NPROCS, accelerator
 from nbddp.kernel.hosts import SLURM, Cluster
-from nbddp.kernel.plan import CPU_NPROCS, accelerator
 from nbddp.kernel.script import run_script
 from nbddp.worker import script
 
