@@ -160,6 +160,12 @@ class RunTimeout(NbddpError):
     """The run was still going when its ``timeout`` (seconds of wall time) was over; its ranks were stopped."""
 
 
+def short(value: object) -> str:
+    """A value as a message quotes it."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def in_a_line(error: BaseException) -> str:
     """Its type and the first line of its text."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

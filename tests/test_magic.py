@@ -305,9 +305,10 @@ def test_tab_knows_no_option(magic: Notebook) -> None:
 
 
 def test_help_has_no_example(magic: Notebook) -> None:
-    text = magic.ok("print(get_ipython().find_magic('ddp', 'cell').__doc__)").shown
+    text = magic.ok("print(get_ipython().object_inspect_text('%%ddp'))").shown
     assert "%%ddp -n 2 -o model" in text
     assert "--background" in text
+    assert next(line for line in text.splitlines() if "[-o NAMES]" in line).split()[0] == "%%ddp"
 
 
 # ---------------------------------------------------------------------------- which names a cell needs

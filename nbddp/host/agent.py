@@ -31,10 +31,10 @@ from nbddp.frames import Head
 from nbddp.host.news import News
 from nbddp.host.rounds import Ended, Rounds
 from nbddp.kernel import forkserver
+from nbddp.kernel.environment import Place, environment, threads_of
 from nbddp.kernel.gauges import Gauges
 from nbddp.kernel.launcher import Crew, Worker
 from nbddp.kernel.output import RankOutput, open_output
-from nbddp.kernel.plan import Place, environment, threads_of
 from nbddp.kernel.rendezvous import PREFIX
 from nbddp.worker import entry
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from nbddp.kernel.plan import accelerator
+from nbddp.kernel.devices import accelerator
 from nbddp.versions import versions
 
 

@@ -35,8 +35,8 @@ from IPython.core.magic_arguments import (  # noqa: TID253
 from nbddp.errors import LaunchError, NbddpError, PayloadError
 from nbddp.kernel import cell as cells
 from nbddp.kernel import forkserver, runner
+from nbddp.kernel.devices import CPU_NPROCS, accelerator
 from nbddp.kernel.hosts import SLURM, Cluster
-from nbddp.kernel.plan import CPU_NPROCS, accelerator
 from nbddp.kernel.script import run_script
 from nbddp.worker import script
 
@@ -143,7 +143,7 @@ class DdpMagics(Magics):
 
     @output_can_be_silenced
     @cell_magic("ddp")
-    @magic_arguments("%%ddp")
+    @magic_arguments("%ddp")  # the help puts one more % before it
     @_with([*_CELL_OPTIONS, *_OUTPUT_OPTIONS, *_RUN_OPTIONS])
     def cell(self, line: str, cell: str) -> Any:
         """Run the cell on every rank: one fresh process per GPU, or on the CPU.

@@ -9,8 +9,9 @@ from typing import Any
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from nbddp.errors import LaunchError, RankDied, RankError
+from nbddp.kernel.devices import accelerator
 from nbddp.kernel.local import Local
-from nbddp.kernel.plan import accelerator, make_plan
+from nbddp.kernel.plan import make_plan
 from nbddp.kernel.runner import Run, last_run, launch
 
 

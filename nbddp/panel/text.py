@@ -33,7 +33,7 @@ class Echo:
 
     def write(self, text: str) -> None:
         """Output as it comes, folded, up to a limit."""
-        text, self._rewritten = _settled(self._rewritten + text)
+        text, self._rewritten = _settled(self._rewritten + text, shown=not self._at_line_start)
         if not text or self._written >= OUTPUT_LIMIT:
             return
         text = text[: OUTPUT_LIMIT - self._written]
@@ -164,12 +164,23 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def _settled(text: str) -> tuple[str, str]:
-    """Output split into what will not change any more, folded, and a last line that may be rewritten."""
+def _settled(text: str, *, shown: bool) -> tuple[str, str]:
+    """Output split into what will not change any more, folded, and a last line that may be rewritten.
+
+    Args:
+        shown: is the first line's beginning? If that line is rewritten, it goes back to its start.
+    """
     whole, newline, last = text.rpartition("\n")
+    back = "\r" if shown and "\r" in whole.partition("\n")[0].rstrip("\r") else ""
+    settled = back + fold(whole + newline)
     if "\r" in last:
-        return fold(whole + newline), last
-    return fold(whole + newline) + last, ""
+        return settled, _last_state(last)
+    return settled + last, ""
+
+
+def _last_state(line: str) -> str:
+    """The line from the carriage return on that counts: a bar may go on for days."""
+    return line[max(0, line.rstrip("\r").rfind("\r")) :]
 
 
 def _has_slow_rounds(bar: Bar) -> bool:

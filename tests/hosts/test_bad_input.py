@@ -239,8 +239,8 @@ def test_hosts_with_different_numbers_of_gpus(rig: Rig, cell: Cells, tmp_path: P
     source = """
         import os, socket
         if os.environ.get("FAKE_GPUS") != "no":
-            import nbddp.kernel.plan as plan
-            plan.accelerator = lambda: ("cuda", 4 if socket.gethostname() == "gpu2" else 8)
+            import nbddp.kernel.devices as devices
+            devices.accelerator = lambda: ("cuda", 4 if socket.gethostname() == "gpu2" else 8)
     """
     python = preloading("gpu2", tmp_path, source)
     with open(python) as file:

@@ -25,14 +25,15 @@ from fakes import FakeRun, Rank, status
 
 from nbddp.kernel.history import History, Series
 from nbddp.kernel.output import RankOutput, open_output
-from nbddp.panel import live, summary
+from nbddp.panel import summary
 from nbddp.panel.curves import charts, ticks
-from nbddp.panel.live import Feed
+from nbddp.panel.feed import Feed
 from nbddp.panel.picture import Picture
-from nbddp.panel.text import TextView
+from nbddp.panel.text import Echo, TextView
 from nbddp.panel.view import Status
+from nbddp.wire import fold
 
-JS = Path(live.__file__).parent / "js"
+JS = Path(summary.__file__).parent / "js"
 NASTY = "<img src=x onerror=alert(1)>&\"'</table><script>alert(2)</script>"
 
 
@@ -699,6 +700,25 @@ def test_text_says_the_end_once_and_without_control_characters() -> None:
     assert stream.getvalue() == (
         "train: 1 process · gloo\nab\ntrain: finished after 0:38 · 1 process · gloo · loss 0.5\n"
     )
+
+
+@pytest.mark.parametrize("cut", range(1, 17))
+def test_a_rewritten_line_that_was_shown_in_part_keeps_its_beginning(cut: int) -> None:
+    stream, printed = io.StringIO(), "abc\rdef\r\n1\r\n2\r3\n4"
+    echo = Echo(stream)
+    echo.write(printed[:cut])
+    echo.write(printed[cut:])
+    assert fold(stream.getvalue()) == "def\n1\n3\n4"
+
+
+def test_a_bar_of_a_day_is_kept_in_all_its_states() -> None:
+    stream = io.StringIO()
+    echo = Echo(stream)
+    for step in range(1000):
+        echo.write(f"\r{step:3}")
+    assert len(echo._rewritten) < 10
+    echo.finish()
+    assert stream.getvalue() == "999\n"
 
 
 def lines_of_one_bar(desc: str, total: int, every_s: float) -> int:

@@ -1,0 +1,87 @@
+"""Kernel side. The environment variables of the ranks: each rank's place, and what a run adds to the process's own."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nbddp.errors import LaunchError
+
+# What torchrun's environment contract says differently to each rank or run.
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+CONTRACT = (*_PLACE, "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's among the others."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int = 0
+    group_world_size: int = 1
+
+    def environ(self, run_id: str, *, restart_count: int, max_restarts: int) -> dict[str, str]:
+        """torchrun's environment contract, but for the store's address."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.group_rank),
+            "GROUP_WORLD_SIZE": str(self.group_world_size),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            "TORCHELASTIC_RUN_ID": run_id,
+        }
+
+
+def threads_of(nprocs: int, environ: Mapping[str, str]) -> int:
+    """Intra-op threads of one rank: the user's OMP_NUM_THREADS, else this process's cores divided."""
+    asked = str(environ.get("OMP_NUM_THREADS", ""))
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // nprocs)
+
+
+def environment(
+    device_type: str,
+    gpus: Sequence[int] | None,
+    deterministic: bool,
+    threads: int | None,
+    env: Mapping[str, str] | None,
+    interface: str | None = None,
+) -> dict[str, str]:
+    """This process's environment and what a run adds to it.
+
+    Args:
+        threads: of one rank; None: as little as can be.
+        interface: for the ranks' connections; None: loopback.
+    """
+    environ = dict(os.environ)
+    interface = interface or next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    if threads is not None:
+        environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if device_type == "cpu" and threads is not None:
+        # Without it accelerate takes no notice of the group and trains N separate models.
+        environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if deterministic:
+        environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if gpus is not None:
+        visible = [v for v in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in gpus)
+    for key, value in (env or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise LaunchError(f"env is a dict of strings; {key!r}: {value!r} is not. Use str(...)")
+        environ[key] = value
+    return environ
