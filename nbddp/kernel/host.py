@@ -77,8 +77,9 @@ class Host:
                     start_new_session=True,  # an interrupt of the notebook is not for it
                     bufsize=0,
                 )
-            except OSError as error:
-                advice = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+            except (OSError, ValueError) as error:  # the second: a zero byte in a word
+                full = isinstance(error, OSError) and error.errno == errno.EMFILE
+                advice = "; raise the limit of open files (ulimit -n)" if full else ""
                 raise LaunchError(f"{self.name}: {command[0]} cannot be started: {error}{advice}") from error
             unless_started.pop_all()
         return process, stderr

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import time
+from typing import Any
+
 import pytest
 
 import nbddp
@@ -42,3 +47,38 @@ def test_a_limit_of_open_files_is_no_error_of_ours() -> None:
         assert said.startswith("localhost: ")
         assert said.endswith("(ulimit -n)")
     assert 4 < spare < 19
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which pytest keeps for itself."""
+
+
+def test_an_interrupt_when_a_login_has_just_begun_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def begin(*args: Any) -> host.Host:
+        made = host.Host(*args)
+        begun.append(made._process)
+        signal.raise_signal(signal.SIGUSR2)
+        time.sleep(0.5)  # where the interrupt ends this, nobody else knows of it
+        return made
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(hosts, "Host", begin)
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            nbddp.cluster(["box1", "box2"], launcher=["sh", "-c", "exec sleep 60", "{host}"])
+        assert [process.returncode for process in begun] == [-signal.SIGKILL]  # the second was not begun
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        for process in begun:
+            process.kill()
+            process.wait()
+
+
+def test_a_word_that_no_system_takes_is_no_error_of_ours() -> None:
+    with pytest.raises(nbddp.LaunchError, match=r"^box\0: ssh cannot be started: embedded null byte"):
+        nbddp.cluster(["box\0"])
