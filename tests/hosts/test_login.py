@@ -26,7 +26,7 @@ def refused(program: str) -> str:
 def test_a_launcher_that_waits_for_ever_does_not_say_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host, hosts):
         monkeypatch.setattr(module, "HELLO_S", 1.0)
-    assert refused(f"echo '{BUSY}' >&2; exec sleep 60") == f"box1: no answer within 1 s; it said: {BUSY}"
+    assert refused(f"echo '{BUSY}' >&2; exec sleep 60") == f"box1: no answer within 1 s; the last it said: {BUSY}"
     assert refused("exec sleep 60") == "box1: no answer within 1 s"
     said = refused("echo 'ssh: connect to host box1: No route to host' >&2; exec sleep 60")
     assert said.startswith("box1: it does not answer; is it up, and reachable from here? (no answer within 1 s; ")
@@ -34,7 +34,12 @@ def test_a_launcher_that_waits_for_ever_does_not_say_for_what(monkeypatch: pytes
 
 def test_a_launcher_that_closes_its_output_ends_with_a_code_that_is_none() -> None:
     said = refused("exec >&-; echo 'that was all' >&2; exec sleep 60")
-    assert said == "box1: its login closed its output: that was all"
+    assert said == "box1: its login closed its output; the last it said: that was all"
+
+
+def test_a_greeting_is_taken_for_the_cause() -> None:
+    said = refused("echo 'Use is monitored' >&2; echo 'Welcome to box1' >&2; exit 3")
+    assert said == "box1: its login ended with exit code 3; the last it said: Welcome to box1"
 
 
 def test_a_limit_of_open_files_is_no_error_of_ours() -> None:
