@@ -59,3 +59,26 @@ def start_thread(target: Callable[[], None], name: str, refused: Callable[[Runti
         _thread.start_new_thread(start, ())  # there, no interrupt can come in the middle
     except RuntimeError as error:
         refused(error)
+
+
+def uninterrupted(work: Callable[[], None], name: str) -> None:
+    """Do it where no interrupt comes in the middle, on a thread of its own; one here ends only the wait for it.
+
+    Raises:
+        Exception: what ``work`` raises.
+    """
+    done = Latch()
+    raised: list[Exception] = []
+
+    def do() -> None:
+        try:
+            work()
+        except Exception as error:  # for whoever waits
+            raised.append(error)
+        finally:
+            done.open()
+
+    start_thread(do, name, lambda _: do())
+    done.wait()
+    if raised:
+        raise raised.pop()

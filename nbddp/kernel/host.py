@@ -77,8 +77,9 @@ class Host:
                     start_new_session=True,  # an interrupt of the notebook is not for it
                     bufsize=0,
                 )
-            except OSError as error:
-                advice = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+            except (OSError, ValueError) as error:  # the second: a zero byte in a word
+                full = isinstance(error, OSError) and error.errno == errno.EMFILE
+                advice = "; raise the limit of open files (ulimit -n)" if full else ""
                 raise LaunchError(f"{self.name}: {command[0]} cannot be started: {error}{advice}") from error
             unless_started.pop_all()
         return process, stderr
@@ -91,7 +92,7 @@ class Host:
         """
         self._greeted.wait(max(0.0, deadline - time.monotonic()))
         if not self.facts:
-            why = self.lost or self._with_advice(f"no answer within {HELLO_S:.0f} s", "; it said: ", self._said())
+            why = self.lost or self._with_advice(f"no answer within {HELLO_S:.0f} s", self._said())
             raise LaunchError(f"{self.name}: {why}")
         there, here = difference(self.facts["versions"])
         if there:
@@ -236,11 +237,12 @@ class Host:
         said = self._said() or noise.decode("utf-8", "replace").strip().splitlines()
         code = self._process.returncode
         ended = "its login closed its output" if code is None else f"its login ended with exit code {code}"
-        return self._with_advice(ended, ": ", said)
+        return self._with_advice(ended, said)
 
-    def _with_advice(self, what: str, then: str, said: list[str]) -> str:
+    def _with_advice(self, what: str, said: list[str]) -> str:
         """What has happened, its last line, and what to do about that."""
-        last = f"{what}{then}{said[-1].strip()}" if said else what
+        # Not as the cause: nobody can tell an error from a greeting.
+        last = f"{what}; the last it said: {said[-1].strip()}" if said else what
         advice = advice_on(self.name, "\n".join(said))
         return f"{advice} ({last})" if advice else last
 

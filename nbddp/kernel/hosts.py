@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from nbddp.frames import Head
 from nbddp.kernel.host import HELLO_S, SETTLE_S, Host
 from nbddp.kernel.login import SRUN, SSH, command_for, slurm_nodes
 from nbddp.payload import Packed
-from nbddp.waiting import start_thread
+from nbddp.waiting import start_thread, uninterrupted
 
 if TYPE_CHECKING:
     from nbddp.kernel.plan import Plan
@@ -52,10 +53,12 @@ class Cluster:
         self._run_name = ""
         self._rounds = itertools.count(1)
         self._all: list[Host] = []
+        self._starting = threading.Lock()  # held while logins are started, which whoever closes must then know of
+        self._closing = False
         weakref.finalize(self, _log_out_unasked, self._all, os.getpid()).atexit = False  # _close_all is first
         try:
-            for name in hosts:
-                self._all.append(Host(name, command_of(name), heartbeat_s))
+            commands = {name: command_of(name) for name in hosts}
+            uninterrupted(lambda: self._log_in(commands, heartbeat_s), "nbddp-login")
             deadline = time.monotonic() + HELLO_S
             for host in self._all:
                 host.greet(deadline)
@@ -72,6 +75,9 @@ class Cluster:
 
     def close(self) -> None:
         """Log out everywhere; a run that still goes on there fails."""
+        self._closing = True
+        with self._starting:
+            pass
         if self._run_name:
             for host in self._all:
                 host.give_up(f"the cluster was closed while {self._run_name} went on: wait() for it before that")
@@ -160,6 +166,13 @@ class Cluster:
         """In a process forked from the kernel: hold nothing open by which the hosts see the kernel live."""
         for host in self._all:
             host.disown()
+
+    def _log_in(self, commands: Mapping[str, Sequence[str]], heartbeat_s: float) -> None:
+        with self._starting:
+            for name, command in commands.items():
+                if self._closing:
+                    return
+                self._all.append(Host(name, command, heartbeat_s))
 
     def _refuse_twins(self) -> None:
         seen: dict[str, str] = {}

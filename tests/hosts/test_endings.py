@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import nbddp
-from nbddp.kernel import far
+from nbddp.kernel import far_crew
+from nbddp.kernel.far_worker import FarWorker
 from tests.hosts.conftest import GONE_S
 from tests.hosts.rig import Rig
 from tests.hosts.test_lost import SLEEPING, Login, begin, within
@@ -47,8 +48,8 @@ def test_an_error_before_the_round_costs_the_hosts(
             raise OSError("no way to meet")
         return far_meeting(facts)
 
-    far_meeting = far.meeting_of
-    monkeypatch.setattr(far, "meeting_of", meet)
+    far_meeting = far_crew.meeting_of
+    monkeypatch.setattr(far_crew, "meeting_of", meet)
     names = cell("import nbddp\ndef train():\n    nbddp.barrier()\n    raise ValueError")
     with within(4), pytest.raises(nbddp.NbddpError, match="no way to meet"):
         run(names.train, hosts=warm, max_restarts=1)
@@ -95,16 +96,16 @@ def test_ranks_go_on_after_their_host_cannot_be_heard(
     error: Exception,
     says: str,
 ) -> None:
-    take = far.FarWorker.take
+    take = FarWorker.take
 
-    def refuse(self: far.FarWorker, head: Any, body: bytes, offset_s: float) -> None:
+    def refuse(self: FarWorker, head: Any, body: bytes, offset_s: float) -> None:
         if head["kind"] == "output" and self.host == "gpu2":
             raise error
         take(self, head, body, offset_s)
 
     hosts = cluster(heartbeat=60.0)
     with monkeypatch.context() as patch:
-        patch.setattr(far.FarWorker, "take", refuse)
+        patch.setattr(FarWorker, "take", refuse)
         names = cell(SLEEPING.replace("time.sleep(1000)", "print(flush=True); time.sleep(1000)"))
         with within(20), pytest.raises(nbddp.HostLost, match="gpu2") as raised:
             run(names.train, hosts=hosts)
@@ -161,15 +162,15 @@ SENDING = """
 @pytest.fixture
 def _slow_results(monkeypatch: pytest.MonkeyPatch, in_folder: Path) -> None:
     """20 MB/s at most, and there is a file when the first has come."""
-    take = far.FarWorker.take
+    take = FarWorker.take
 
-    def take_slowly(self: far.FarWorker, head: Any, body: bytes, offset_s: float) -> None:
+    def take_slowly(self: FarWorker, head: Any, body: bytes, offset_s: float) -> None:
         if head["kind"] == "result":
             (in_folder / "comes").touch()
             time.sleep(0.05)
         take(self, head, body, offset_s)
 
-    monkeypatch.setattr(far.FarWorker, "take", take_slowly)
+    monkeypatch.setattr(FarWorker, "take", take_slowly)
 
 
 @pytest.mark.usefixtures("_slow_results")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import time
+from typing import Any
+
 import pytest
 
 import nbddp
@@ -21,7 +26,7 @@ def refused(program: str) -> str:
 def test_a_launcher_that_waits_for_ever_does_not_say_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host, hosts):
         monkeypatch.setattr(module, "HELLO_S", 1.0)
-    assert refused(f"echo '{BUSY}' >&2; exec sleep 60") == f"box1: no answer within 1 s; it said: {BUSY}"
+    assert refused(f"echo '{BUSY}' >&2; exec sleep 60") == f"box1: no answer within 1 s; the last it said: {BUSY}"
     assert refused("exec sleep 60") == "box1: no answer within 1 s"
     said = refused("echo 'ssh: connect to host box1: No route to host' >&2; exec sleep 60")
     assert said.startswith("box1: it does not answer; is it up, and reachable from here? (no answer within 1 s; ")
@@ -29,7 +34,12 @@ def test_a_launcher_that_waits_for_ever_does_not_say_for_what(monkeypatch: pytes
 
 def test_a_launcher_that_closes_its_output_ends_with_a_code_that_is_none() -> None:
     said = refused("exec >&-; echo 'that was all' >&2; exec sleep 60")
-    assert said == "box1: its login closed its output: that was all"
+    assert said == "box1: its login closed its output; the last it said: that was all"
+
+
+def test_a_greeting_is_taken_for_the_cause() -> None:
+    said = refused("echo 'Use is monitored' >&2; echo 'Welcome to box1' >&2; exit 3")
+    assert said == "box1: its login ended with exit code 3; the last it said: Welcome to box1"
 
 
 def test_a_limit_of_open_files_is_no_error_of_ours() -> None:
@@ -42,3 +52,38 @@ def test_a_limit_of_open_files_is_no_error_of_ours() -> None:
         assert said.startswith("localhost: ")
         assert said.endswith("(ulimit -n)")
     assert 4 < spare < 19
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which pytest keeps for itself."""
+
+
+def test_an_interrupt_when_a_login_has_just_begun_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def begin(*args: Any) -> host.Host:
+        made = host.Host(*args)
+        begun.append(made._process)
+        signal.raise_signal(signal.SIGUSR2)
+        time.sleep(0.5)  # where the interrupt ends this, nobody else knows of it
+        return made
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(hosts, "Host", begin)
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            nbddp.cluster(["box1", "box2"], launcher=["sh", "-c", "exec sleep 60", "{host}"])
+        assert [process.returncode for process in begun] == [-signal.SIGKILL]  # the second was not begun
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        for process in begun:
+            process.kill()
+            process.wait()
+
+
+def test_a_word_that_no_system_takes_is_no_error_of_ours() -> None:
+    with pytest.raises(nbddp.LaunchError, match=r"^box\0: ssh cannot be started: embedded null byte"):
+        nbddp.cluster(["box\0"])
