@@ -101,13 +101,19 @@ def test_what_is_not_wanted_any_more_is_not_copied(threads: set[str]) -> None:
 def test_an_error_of_any_thread_is_told_and_ends_all(
     threads: set[str], failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    failed = threading.Event()
+
     def fail(*_args: object) -> None:
+        failed.set()
         raise OSError("no more")
 
-    monkeypatch.setattr(np if failing == "copyto" else block, failing, fail)
+    def write_nothing(*_args: object) -> None:
+        failed.wait(20)  # else one thread may have done all before the other began
+
+    for module, name in ((block, "write_at"), (np, "copyto")):
+        monkeypatch.setattr(module, name, fail if name == failing else write_nothing)
     parts, _ = _data()
     fd = block.open_block("test")
     with pytest.raises(OSError, match="no more"):
-        for _ in range(20):  # one thread may have done all before the other began
-            block.fill(fd, NBYTES, parts, lambda: True)
+        block.fill(fd, NBYTES, parts, lambda: True)
     os.close(fd)
