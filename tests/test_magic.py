@@ -246,7 +246,7 @@ def test_a_failed_cells_run_is_lost(magic: Notebook) -> None:
 def test_stop_leaves_ranks_behind(magic: Notebook) -> None:
     magic.ok("%%ddp --background\nimport time\ntime.sleep(60)")
     wait_until(lambda: "running" in magic.ok("%ddp status").shown, 10)
-    assert "sleep(60)" in magic.ok("%ddp stacks").shown
+    wait_until(lambda: "sleep(60)" in magic.ok("%ddp stacks").shown, 10)
     began = time.monotonic()
     assert "stopped" in magic.ok("%ddp stop").shown
     assert time.monotonic() - began < GONE_S

@@ -37,7 +37,7 @@ def test_a_launcher_that_closes_its_output_ends_with_a_code_that_is_none() -> No
     assert said == "box1: its login closed its output; the last it said: that was all"
 
 
-def test_a_greeting_is_not_taken_for_the_cause() -> None:
+def test_a_greeting_is_taken_for_the_cause() -> None:
     said = refused("echo 'Use is monitored' >&2; echo 'Welcome to box1' >&2; exit 3")
     assert said == "box1: its login ended with exit code 3; the last it said: Welcome to box1"
 
