@@ -46,6 +46,10 @@ def encode(head: Head, body: bytes = b"") -> Frame:
     return (start, body) if len(body) > _COPIED else (start + body,)
 
 
+def _nbytes(frame: Frame) -> int:
+    return sum(map(len, frame))
+
+
 class Parser:
     """Bytes in, frames out, wherever they were cut."""
 
@@ -150,17 +154,26 @@ class Sender:
         self.beat_s = beat_s
         self._beat = beat
         self._queue: queue.SimpleQueue[tuple[int, Iterable[Frame]] | None] = queue.SimpleQueue()
+        self._first: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._over = Latch()
         start_thread(self._run, name, lambda _: self._over.open())
 
     def send(self, head: Head, body: bytes = b"") -> None:
         """Queue one frame."""
+        frame = self._encoded(head, body)
+        self._queue.put((_nbytes(frame), (frame,)))
+
+    def send_first(self, head: Head, body: bytes = b"") -> None:
+        """Queue one frame before all that are not sent so, also between two pieces of a block."""
+        self._first.put(self._encoded(head, body))
+        self._queue.put((0, ()))  # for whoever waits there
+
+    def _encoded(self, head: Head, body: bytes) -> Frame:
         frame = encode(head, body)
-        nbytes = sum(map(len, frame))
         with self._lock:
-            self.backlog += nbytes
-        self._queue.put((nbytes, (frame,)))
+            self.backlog += _nbytes(frame)
+        return frame
 
     def send_all(self, frames: Iterable[Frame]) -> None:
         """Queue frames that are made when it is their turn."""
@@ -178,17 +191,28 @@ class Sender:
                     item = self._queue.get(timeout=self.beat_s)
                 except queue.Empty:
                     item = 0, (encode(self._beat()),)
+                self._write_first()
                 if item is None:
                     return
                 nbytes, frames = item
                 for frame in frames:
                     self._write(frame)
-                with self._lock:
-                    self.backlog -= nbytes
+                    self._write_first()
+                self._has_sent(nbytes)
         except (OSError, ValueError):  # the pipe is gone: whoever reads the other one sees it, too
             return
         finally:
             self._over.open()
+
+    def _write_first(self) -> None:
+        for _ in range(self._first.qsize()):  # not those that come meanwhile: the block shall get on, too
+            frame = self._first.get_nowait()
+            self._write(frame)
+            self._has_sent(_nbytes(frame))
+
+    def _has_sent(self, nbytes: int) -> None:
+        with self._lock:
+            self.backlog -= nbytes
 
     def _write(self, frame: Frame) -> None:
         for piece in frame:

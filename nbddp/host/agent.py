@@ -218,4 +218,5 @@ class Agent(SimpleElasticAgent):
                 elif order["kind"] == "leave":
                     crew.dismiss_reported()
                 elif order["kind"] == "stacks":
-                    self._pipe.send({"kind": "stacks", "ask": order["ask"], "dumps": crew.stacks(order["within_s"])})
+                    dumps = crew.stacks(order["within_s"])
+                    self._pipe.send_first({"kind": "stacks", "ask": order["ask"], "dumps": dumps})

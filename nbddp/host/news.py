@@ -21,7 +21,10 @@ _ALL = float("inf")  # bytes
 
 
 class News:
-    """Of one crew: output, metrics, states, last words, ends, memory."""
+    """Of one crew: output, metrics, states, last words, ends, memory.
+
+    Large results take turns; all else goes first, so that a failure is not told after gigabytes of another rank.
+    """
 
     def __init__(self, crew: Crew, pipe: Pipe, gauges: Gauges) -> None:
         self._crew = crew
@@ -58,26 +61,27 @@ class News:
         rank = worker.rank
         if (worker.ready, worker.called) != told.state:
             told.state = (worker.ready, worker.called)
-            self._pipe.send({"kind": "state", "rank": rank, "ready": worker.ready, "called": worker.called})
+            self._pipe.send_first({"kind": "state", "rank": rank, "ready": worker.ready, "called": worker.called})
         told.notice_end_of(worker)
         # What it has written before what has become of it: the end of its output belongs to its error.
         output = os.pread(worker.output.fileno(), _READ_BYTES, told.printed)
         told.printed += len(output)
         if output:
-            self._pipe.send({"kind": "output", "rank": rank}, output)
+            self._pipe.send_first({"kind": "output", "rank": rank}, output)
         metrics = worker.read_metrics()
         if metrics:
-            self._pipe.send({"kind": "metrics", "rank": rank}, metrics)
+            self._pipe.send_first({"kind": "metrics", "rank": rank}, metrics)
         self._tell_of_its_end(worker, told, told.printed if output else _ALL)
         return bool(metrics or (output and not told.exit))
 
     def _tell_of_its_end(self, worker: Worker, told: _Told, printed: float) -> None:
         if worker.report is not None and not told.report and printed >= told.report_after:
             told.report = True
-            self._tell_report(worker, worker.report)
+            told.in_turn = self._tell_report(worker, worker.report)
         if worker.exitcode is not None and not told.exit and printed >= told.exit_after:
             told.exit = True
-            self._pipe.send(
+            send = self._pipe.send if told.in_turn else self._pipe.send_first
+            send(
                 {
                     "kind": "exit",
                     "rank": worker.rank,
@@ -88,13 +92,20 @@ class News:
                 }
             )
 
-    def _tell_report(self, worker: Worker, report: wire.Finished | wire.Failed | wire.Exited) -> None:
+    def _tell_report(self, worker: Worker, report: wire.Finished | wire.Failed | wire.Exited) -> bool:
+        """Tell it after the result. Returns whether both take their turn, so that its exit must, too."""
         head = {"kind": "report", "rank": worker.rank, "type": type(report).__name__, **vars(report)}
-        if isinstance(report, wire.Exited) or not self._results_wanted:
-            return self._pipe.send(head)
-        block = frames.BlockFrames(worker.result_fd, report.nbytes, then=[head], kind="result", rank=worker.rank)
-        self._results.append((block, head))
-        return self._pipe.send_all(block)
+        nbytes = 0 if isinstance(report, wire.Exited) or not self._results_wanted else report.nbytes
+        if nbytes > frames.CHUNK:
+            block = frames.BlockFrames(worker.result_fd, nbytes, then=[head], kind="result", rank=worker.rank)
+            self._results.append((block, head))
+            self._pipe.send_all(block)
+            return True
+        if nbytes:
+            result = os.pread(worker.result_fd, nbytes, 0)
+            self._pipe.send_first({"kind": "result", "rank": worker.rank, "at": 0}, result)
+        self._pipe.send_first(head)
+        return False
 
     def _tell_of_memory(self) -> None:
         before = dict(self._gauges.processes), dict(self._gauges.gpus)
@@ -103,7 +114,7 @@ class News:
             first = self._crew.workers[0].rank
             processes = {first + local: used for local, used in self._gauges.processes.items()}
             gpus = {first + local: memory for local, memory in self._gauges.gpus.items()}
-            self._pipe.send({"kind": "gauges", "processes": processes, "gpus": gpus})
+            self._pipe.send_first({"kind": "gauges", "processes": processes, "gpus": gpus})
 
 
 class _Told:
@@ -114,6 +125,7 @@ class _Told:
         self.state = (False, False)
         self.report = False
         self.exit = False
+        self.in_turn = False  # its report waits behind its result, and that behind others'
         self.report_after = self.exit_after = _ALL
 
     def notice_end_of(self, worker: Worker) -> None:

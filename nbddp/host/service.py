@@ -46,7 +46,7 @@ class Pipe:
         self._silence_s = _FIRST_S
         os.write(answers, frames.MARK)
         self._sender = frames.Sender(answers, _FIRST_BEAT_S, _beat, "nbddp-answers")
-        self.send, self.send_all = self._sender.send, self._sender.send_all
+        self.send, self.send_all, self.send_first = self._sender.send, self._sender.send_all, self._sender.send_first
         start_thread(self._hear, "nbddp-orders", _cannot_start)
 
     @property

@@ -182,6 +182,14 @@ def test_a_host_that_sends_a_result_is_taken_for_a_stuck_one(cell: Cells, warm: 
 
 
 @pytest.mark.usefixtures("_slow_results")
+def test_a_failure_waits_for_a_result_of_the_same_host(cell: Cells, warm: nbddp.Cluster) -> None:
+    names = cell(SENDING.replace("rank() == 0", "rank() == 3"))
+    with within(5), pytest.raises(nbddp.RankError, match="rank 3"):
+        run(names.train, hosts=warm)
+    still_there(cell, warm)
+
+
+@pytest.mark.usefixtures("_slow_results")
 def test_a_stop_waits_for_a_result(cell: Cells, warm: nbddp.Cluster) -> None:
     going = run(cell(SENDING.replace("raise ValueError", "pass")).train, hosts=warm, wait=False)
     wait_until(lambda: os.path.exists("comes"))

@@ -202,6 +202,78 @@ def test_a_broken_pipe_ends_in_a_thread_that_stays() -> None:
     os.close(writer)
 
 
+def heads_from(reader: int) -> Iterator[dict[str, Any]]:
+    parser = frames.Parser()
+    while True:
+        for head, _ in parser.feed(os.read(reader, 1 << 20)):
+            yield head
+
+
+def until(last: str, coming: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What comes, up to the one of this kind."""
+    found = [next(coming)]
+    while found[-1]["kind"] != last:
+        found.append(next(coming))
+    return found
+
+
+def block_of(nbytes: int, folder: Path) -> frames.BlockFrames:
+    with open(folder / "block", "w+b") as block:
+        block.truncate(nbytes)
+        return frames.BlockFrames(block.fileno(), nbytes, then=[{"kind": "report"}], kind="result")
+
+
+def test_what_goes_first_waits_for_a_block_or_changes_its_order(pipe: tuple[int, int], tmp_path: Path) -> None:
+    reader, writer = pipe
+    sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
+    sender.send_all(block_of(20 * frames.CHUNK, tmp_path))
+    sender.send({"kind": "exit"})
+    for i in range(50):
+        sender.send_first({"kind": "first", "i": i}, bytes(i * 1000))
+    sender.send({"kind": "ended"})
+    found = until("ended", heads_from(reader))
+    assert [head["at"] for head in found if head["kind"] == "result"] == [i * frames.CHUNK for i in range(20)]
+    assert [head["i"] for head in found if head["kind"] == "first"] == list(range(50))
+    assert [head["kind"] for head in found[-3:]] == ["report", "exit", "ended"]
+    # The first piece was on its way, or the second, too.
+    assert max(i for i, head in enumerate(found) if head["kind"] == "first") <= 51
+    wait_until(lambda: sender.backlog == 0)
+    sender.close(1)
+
+
+def test_a_block_waits_for_ever_behind_what_goes_first(pipe: tuple[int, int], tmp_path: Path) -> None:
+    reader, writer = pipe
+    sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
+    over = threading.Event()
+
+    def talk() -> None:
+        while not over.is_set():
+            if sender.backlog < 2 << 20:
+                sender.send_first({"kind": "first"}, bytes(10_000))
+            else:
+                time.sleep(0.001)
+
+    talking = threading.Thread(target=talk)
+    talking.start()
+    sender.send_all(block_of(5 * frames.CHUNK, tmp_path))
+    coming = heads_from(reader)
+    found = until("report", coming)
+    over.set()
+    talking.join()
+    sender.send({"kind": "ended"})
+    until("ended", coming)
+    sender.close(1)
+    assert sum(head["kind"] == "result" for head in found) == 5
+
+
+def test_an_idle_sender_keeps_what_goes_first(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
+    sender.send_first({"kind": "first"})
+    assert until("first", heads_from(reader)) == [{"kind": "first"}]
+    sender.close(1)
+
+
 def test_frames_of_two_threads_are_mixed(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbddp import wire
+from nbddp import frames, wire
 from nbddp.host.news import News
 
 MUCH = 3_000_000  # more than is read at a look
@@ -65,10 +65,12 @@ class Told:
         self.printed += len(body)
         self.after.setdefault(head["kind"], self.printed)
 
+    send_first = send
 
-def news_of(worker: Any, told: Any) -> News:
+
+def news_of(worker: Any, told: Any, *others: Any) -> News:
     gauges: Any = SimpleNamespace(processes={}, gpus={}, read=lambda pids: None)
-    crew: Any = SimpleNamespace(workers=[worker])
+    crew: Any = SimpleNamespace(workers=[worker, *others])
     return News(crew, told, gauges)
 
 
@@ -104,3 +106,33 @@ def test_an_output_that_is_emptied_hides_the_end(worker: Any) -> None:
     os.ftruncate(worker.output.fd, 0)
     news.tell()
     assert "report" in told.after
+
+
+def test_a_failure_is_told_after_anothers_large_result_or_an_end_before_its_report(worker: Any) -> None:
+    result = os.memfd_create("result")
+    os.truncate(result, 20 * frames.CHUNK)
+    other = SimpleNamespace(**{**vars(worker), "rank": 1, "output": Output(os.memfd_create("other"))})
+    worker.result_fd = other.result_fd = result
+    worker.read_metrics = iter([b"m", b"m"] + [b""] * MOST_LOOKS).__next__
+    reader, writer = os.pipe()
+    sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
+    news = news_of(worker, sender, other)
+    worker.report, worker.exitcode = wire.Finished(20 * frames.CHUNK, 1.0), 0
+    while news.tell():
+        pass
+    other.report, other.exitcode = wire.Failed(100, 2.0, "call", "ValueError"), 1
+    news.tell_all()
+    sender.send({"kind": "ended"})
+    parser, found = frames.Parser(), [{"kind": "", "rank": -1}]
+    while found[-1]["kind"] != "ended":
+        found += [{"rank": -1, **head} for head, _ in parser.feed(os.read(reader, 1 << 20))]
+    sender.close(1)
+    for fd in (reader, writer, result, other.output.fd):
+        os.close(fd)
+    first = [head["kind"] for head in found if head["rank"] == 0]
+    assert first[0] == "state"
+    assert set(first[1:-22]) == {"output", "metrics"}
+    assert first[-22:] == ["result"] * 20 + ["report", "exit"]
+    assert [head["kind"] for head in found if head["rank"] == 1] == ["state", "result", "report", "exit"]
+    told = found.index(next(head for head in found if head["rank"] == 1 and head["kind"] == "exit"))
+    assert sum(head["rank"] == 0 and head["kind"] == "result" for head in found[:told]) <= 3
