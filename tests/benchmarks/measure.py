@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import statistics
@@ -145,6 +146,7 @@ def in_turn(table: Table, rounds: int, candidates: dict[str, Callable[[], float 
     return table
 
 
+@functools.cache  # as it was when the program began
 def surroundings() -> dict[str, str]:
     """The day, the machine and the versions."""
     found = {name: version for name in VERSIONS_OF if (version := version_of(name))}
