@@ -24,7 +24,7 @@ from nbddp import wire
 T = TypeVar("T")
 
 _BATCH_S = 0.002  # records younger than this may wait for the next call, to share its write
-_POLL_S = 0.02  # how often the thread looks at device copies and a full pipe
+_POLL_S = 0.1  # how often the thread looks at device copies and a full pipe; each look takes the GIL from the training
 _PROGRESS_EVERY_S = 0.1
 _MAX_WRITE = select.PIPE_BUF // wire.RECORD.size * wire.RECORD.size
 

@@ -1,4 +1,4 @@
-"""Rounds of several candidates in turn, so that a machine's drift meets all alike, and their tables."""
+"""The tables of what is measured, and where it was."""
 
 from __future__ import annotations
 
@@ -125,25 +125,6 @@ class Table:
         failures = [{"row": row, "column": column, "why": why} for (row, column), why in self.failures.items()]
         shown = {"unit": self.unit, "scale": self.scale, "columns": [str(column) for column in self.columns]}
         return {"title": self.title, **shown, "values": self.values, "failures": failures, "notes": self.notes}
-
-
-def in_turn(table: Table, rounds: int, candidates: dict[str, Callable[[], float | None]], column: object = "") -> Table:
-    """Ask each candidate for its figure once per round; one that fails is not asked again, and says why in its row.
-
-    A candidate that returns None has timed nothing, and is timed from outside.
-    """
-    for _ in range(rounds):
-        for name, candidate in candidates.items():
-            if table.failed(name, column):
-                continue
-            began = time.perf_counter()
-            try:
-                value = candidate()
-            except Exception as error:  # a peer's: the others' figures shall not be lost with it
-                table.fail(name, error, column)
-                continue
-            table.add(name, time.perf_counter() - began if value is None else value, column)
-    return table
 
 
 @functools.cache  # as it was when the program began

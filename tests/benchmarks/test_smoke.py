@@ -12,7 +12,7 @@ import pytest
 
 from tests.benchmarks import data, ends, gpu, log, memory, start, timeline, training
 from tests.benchmarks.kernel import ROOT
-from tests.benchmarks.measure import LeftOut, Table, in_turn
+from tests.benchmarks.measure import LeftOut, Table
 from tests.benchmarks.peers import CANDIDATES, DEBUG_LAUNCHER, NBDDP, NBDDP_SILENT, installed, missing
 from tests.benchmarks.settings import Settings
 
@@ -107,9 +107,13 @@ def test_each_way_to_log_is_timed() -> None:
 
 
 def test_training_is_timed_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "WAYS", training.WAYS[1:])  # torchrun takes its seconds
+    monkeypatch.setattr(training, "WAYS", [training.WAYS[3], training.WAYS[1]])  # torchrun leaves its folders
     monkeypatch.setattr(training, "STEPS", {"gpt": 5})
-    filled(training.measure(replace(SHORT, ranks=[1], steps=1.0)), {peer.name for peer, _ in training.WAYS})
+    monkeypatch.setattr(training, "TURNS", 3)
+    (table,) = training.measure(replace(SHORT, ranks=[2], steps=1.0))
+    filled([table], {peer.name for peer, _ in training.WAYS})
+    assert {len(row["gpt"]) for row in table.values.values()} == {3}
+    assert "gpt, nbddp, log at every step, panel: turn by turn " in table.markdown()
 
 
 @pytest.mark.parametrize("part", [ends.failure, ends.stop, ends.death], ids=lambda part: part.__name__)
@@ -131,11 +135,10 @@ def test_a_device_is_measured() -> None:
 
 
 def test_a_candidate_that_fails_is_a_row_with_the_reason() -> None:
-    def fail() -> None:
-        raise OSError("no such peer")
-
-    table = in_turn(Table("some"), 2, {"works": lambda: 0.5, "fails": fail})
-    assert table.values["works"][""] == [0.5, 0.5]
+    table = Table("some")
+    table.add("works", 0.5)
+    table.fail("fails", OSError("no such peer"))
+    table.fail("fails", OSError("another"))
     assert "| fails | failed: OSError: no such peer |" in table.markdown()
 
 

@@ -1,15 +1,25 @@
-"""Steps per second in a real kernel: nbddp with panel and ``log`` at every step, beside torchrun without logging."""
+"""Steps per second in real kernels: nbddp with panel and ``log`` at every step, beside torchrun without logging.
+
+All are there at once and train in turn, for a second each: a machine whose speed drifts by a tenth within minutes
+shows a hundredth between neighbours.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import random
+import statistics
+import time
 from dataclasses import replace
 
-from tests.benchmarks.kernel import WORK, Kernel, Stamps, stamps
-from tests.benchmarks.measure import Table, in_turn
+from tests.benchmarks import work
+from tests.benchmarks.kernel import WORK, CellFailed, Kernel, Stamps, stamps
+from tests.benchmarks.measure import Table
 from tests.benchmarks.peers import NBDDP, NBDDP_SILENT, TORCHRUN, Peer
 from tests.benchmarks.settings import Settings
 
-STEPS = {"mlp": 10_000, "cnn": 1_200, "gpt": 1_000}  # some 20 s: what happens once weighs as in real training
+STEPS = {"mlp": 400, "cnn": 60, "gpt": 40}  # of a turn
+TURNS = 12  # per round
 RANKS = (2, 1)  # of two cores, two ranks leave none to the notebook
 WAYS = [
     (replace(TORCHRUN, name="torchrun, no logging"), False),
@@ -17,38 +27,59 @@ WAYS = [
     (replace(NBDDP_SILENT, name="nbddp, log at every step"), True),
     (replace(NBDDP_SILENT, name="nbddp, no logging"), False),
 ]
-_LIMIT_S = 600.0
+_LIMIT_S = 3600.0
 
 
 def measure(settings: Settings) -> list[Table]:
-    """In turn, so that a machine's drift meets all."""
+    """In turn, and the ratio of each turn to the one of torchrun before it."""
     tables = []
     for ranks in settings.ranks or RANKS:
         table = Table(f"Training, {ranks} rank{'s' * (ranks != 1)}", columns=list(STEPS), unit="steps/s", scale=1)
         settings.keep(table)
-        with stamps() as file:
-            for model, steps in STEPS.items():
-                ways = {
-                    peer.name: lambda peer=peer, log=log, model=model, steps=steps: _train(  # type: ignore[misc]
-                        peer, model, max(5, int(steps * settings.steps)), ranks, file, log=log
-                    )
-                    for peer, log in WAYS
-                }
-                in_turn(table, settings.rounds, ways, model)
+        for model, steps in STEPS.items():
+            with stamps() as file:
+                _train(table, model, max(2, int(steps * settings.steps)), settings.rounds * TURNS, ranks, file)
         settings.show(table)
         tables.append(table)
     return tables
 
 
-def _train(peer: Peer, model: str, steps: int, ranks: int, file: Stamps, *, log: bool) -> float:
-    """In a kernel of its own. The slowest rank's figure."""
-    file.clear()
+def _train(table: Table, model: str, steps: int, turns: int, ranks: int, file: Stamps) -> None:
+    with contextlib.ExitStack() as stack:
+        begun = []
+        for me, (peer, log) in enumerate(WAYS):
+            kernel = stack.enter_context(_prepared(peer, ranks))
+            args = (repr(model), str(steps), str(turns), repr(file.path), str(log), str(me), str(len(WAYS)))
+            begun.append((kernel, kernel.begin(peer.cell("train", *args, nprocs=ranks))))
+        file.wait_for(len(WAYS))
+        time.sleep(1.0)
+        work.give(file.path, 0)
+        for kernel, cell in begun:
+            if error := kernel.end_of(cell, _LIMIT_S).error:
+                raise CellFailed(error)
+    figures = [
+        [float(words[3]) for _, words in file.lines() if words[1] == str(me) and words[2] != "-1"]
+        for me in range(len(WAYS))
+    ]
+    for (peer, _), values in zip(WAYS, figures):
+        for value in values:
+            table.add(peer.name, value, model)
+    for (peer, _), values in list(zip(WAYS, figures))[1:]:
+        ratio, low, high = _between([ours / theirs for ours, theirs in zip(values, figures[0])])
+        told = f"{ratio:.3f} (95 % of such medians: {low:.3f}-{high:.3f})"
+        table.notes.append(f"{model}, {peer.name}: turn by turn {told} × {WAYS[0][0].name}  ")
+
+
+@contextlib.contextmanager
+def _prepared(peer: Peer, ranks: int):  # type: ignore[no-untyped-def]
     with Kernel() as kernel:
-        kernel.cell(WORK)
-        kernel.cell(peer.imports)
-        kernel.cell(peer.cell("together", nprocs=ranks))
-        kernel.cell(peer.cell("train", repr(model), str(steps), repr(file.path), str(log), nprocs=ranks), _LIMIT_S)
-    figures = [float(words[1]) for _, words in file.lines()]
-    if len(figures) != ranks:
-        raise RuntimeError(f"{len(figures)} of {ranks} ranks came to the end")
-    return min(figures)
+        for source in (WORK, peer.imports, peer.cell("together", nprocs=ranks)):
+            kernel.cell(source)
+        yield kernel
+
+
+def _between(ratios: list[float]) -> tuple[float, float, float]:
+    """The median, and where 95 % of the medians of samples drawn from these lie (bootstrap)."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return statistics.median(ratios), medians[49], medians[1949]
