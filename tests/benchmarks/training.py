@@ -62,6 +62,8 @@ def _train(table: Table, model: str, steps: int, turns: int, ranks: int, file: S
         for me in range(len(WAYS))
     ]
     for (peer, _), values in zip(WAYS, figures):
+        if len(values) != turns:
+            raise CellFailed(f"{peer.name} came to {len(values)} of {turns} turns")
         for value in values:
             table.add(peer.name, value, model)
     for (peer, _), values in list(zip(WAYS, figures))[1:]:
