@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import psutil
 
-from tests.benchmarks.kernel import WORK, CellFailed, Kernel
+from tests.benchmarks.kernel import CellFailed, Kernel, prepared
 from tests.benchmarks.measure import LeftOut, Table
 from tests.benchmarks.peers import Peer
 from tests.benchmarks.settings import Settings
@@ -66,10 +66,8 @@ def _kernels(peers: Sequence[Peer], ranks: int, table: Table) -> Iterator[dict[P
             if not peer.takes_data:
                 continue
             try:
-                kernel = stack.enter_context(Kernel())
-                sources = (WORK, peer.imports, IMPORTS, peer.setup(ranks), peer.cell("together", nprocs=ranks))
-                for source in sources:
-                    kernel.cell(source)
+                kernel = stack.enter_context(prepared(peer, ranks))
+                kernel.cell(IMPORTS)
             except Exception as error:  # a peer's
                 for column in table.columns:
                     table.fail(peer.name, error, column)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from tests.benchmarks.kernel import WORK, CellFailed, Kernel, Stamps, stamps
+from tests.benchmarks.kernel import CellFailed, Kernel, Stamps, prepared, stamps
 from tests.benchmarks.measure import Table
 from tests.benchmarks.peers import Peer
 from tests.benchmarks.settings import Settings
@@ -128,11 +128,11 @@ def _each(
                     continue
                 try:
                     if anew:
-                        with _prepared(peer, ranks) as kernel:
+                        with prepared(peer, ranks) as kernel:
                             figures(peer, kernel, file)
                     else:
                         if peer.name not in kernels:
-                            kernels[peer.name] = stack.enter_context(_prepared(peer, ranks))
+                            kernels[peer.name] = stack.enter_context(prepared(peer, ranks))
                         figures(peer, kernels[peer.name], file)
                 except Exception as error:  # a peer's
                     table.fail(peer.name, error, _first_without(table, peer.name))
@@ -140,14 +140,6 @@ def _each(
 
 def _first_without(table: Table, name: str) -> object:
     return next((column for column in table.columns if table.median(name, column) is None), table.columns[0])
-
-
-@contextlib.contextmanager
-def _prepared(peer: Peer, ranks: int):  # type: ignore[no-untyped-def]
-    with Kernel() as kernel:
-        for source in (WORK, peer.imports, peer.setup(ranks), peer.cell("together", nprocs=ranks)):
-            kernel.cell(source)
-        yield kernel
 
 
 def _going(peer: Peer, kernel: Kernel, file: Stamps, ranks: int):  # type: ignore[no-untyped-def]

@@ -19,6 +19,7 @@ import psutil
 from jupyter_client.manager import KernelManager
 
 from tests.benchmarks import work
+from tests.benchmarks.peers import Peer
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -159,6 +160,15 @@ def _is_tracker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return _RESOURCE_TRACKER in " ".join(process.cmdline())
     return False
+
+
+@contextlib.contextmanager
+def prepared(peer: Peer, ranks: int) -> Iterator[Kernel]:
+    """A kernel for that candidate, one run behind it."""
+    with Kernel() as kernel:
+        for source in (WORK, peer.imports, peer.setup(ranks), peer.cell("together", nprocs=ranks)):
+            kernel.cell(source)
+        yield kernel
 
 
 class Stamps:

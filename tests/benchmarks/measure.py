@@ -39,7 +39,7 @@ class Table:
     Attributes:
         values: by candidate and column, in the base unit (seconds, bytes); a column of "" is a table without columns.
         failures: why a candidate has no value in a column.
-        after: "with 4 ranks": what the columns are, for the table's corner.
+        corner: "ranks": what the columns are, for the table's corner.
         news: told in words of each value and failure, for who waits.
     """
 

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from tests.benchmarks.kernel import WORK, Kernel, Stamps, stamps
+from tests.benchmarks.kernel import WORK, Kernel, Stamps, prepared, stamps
 from tests.benchmarks.measure import LeftOut, Table
 from tests.benchmarks.peers import Peer
 from tests.benchmarks.settings import Settings
@@ -117,9 +117,7 @@ def _warmed(
         try:
             if slowest > TOO_LONG_S:
                 raise LeftOut("-")
-            kernel = stack.enter_context(Kernel())
-            for source in (WORK, peer.imports, peer.setup(ranks), peer.cell("together", nprocs=ranks)):
-                kernel.cell(source)
+            kernel = stack.enter_context(prepared(peer, ranks))
         except Exception as error:  # a peer's
             table.fail(peer.name, error, ranks)
         else:

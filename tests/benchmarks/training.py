@@ -13,9 +13,9 @@ import time
 from dataclasses import replace
 
 from tests.benchmarks import work
-from tests.benchmarks.kernel import WORK, CellFailed, Kernel, Stamps, stamps
+from tests.benchmarks.kernel import CellFailed, Stamps, prepared, stamps
 from tests.benchmarks.measure import Table
-from tests.benchmarks.peers import NBDDP, NBDDP_SILENT, TORCHRUN, Peer
+from tests.benchmarks.peers import NBDDP, NBDDP_SILENT, TORCHRUN
 from tests.benchmarks.settings import Settings
 
 STEPS = {"mlp": 400, "cnn": 60, "gpt": 40}  # of a turn
@@ -48,7 +48,7 @@ def _train(table: Table, model: str, steps: int, turns: int, ranks: int, file: S
     with contextlib.ExitStack() as stack:
         begun = []
         for me, (peer, log) in enumerate(WAYS):
-            kernel = stack.enter_context(_prepared(peer, ranks))
+            kernel = stack.enter_context(prepared(peer, ranks))
             args = (repr(model), str(steps), str(turns), repr(file.path), str(log), str(me), str(len(WAYS)))
             begun.append((kernel, kernel.begin(peer.cell("train", *args, nprocs=ranks))))
         file.wait_for(len(WAYS))
@@ -70,14 +70,6 @@ def _train(table: Table, model: str, steps: int, turns: int, ranks: int, file: S
         ratio, low, high = _between([ours / theirs for ours, theirs in zip(values, figures[0])])
         told = f"{ratio:.3f} (95 % of such medians: {low:.3f}-{high:.3f})"
         table.notes.append(f"{model}, {peer.name}: turn by turn {told} × {WAYS[0][0].name}  ")
-
-
-@contextlib.contextmanager
-def _prepared(peer: Peer, ranks: int):  # type: ignore[no-untyped-def]
-    with Kernel() as kernel:
-        for source in (WORK, peer.imports, peer.cell("together", nprocs=ranks)):
-            kernel.cell(source)
-        yield kernel
 
 
 def _between(ratios: list[float]) -> tuple[float, float, float]:
