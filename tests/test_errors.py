@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.context
 import os
 import pickle
 import resource
@@ -523,15 +524,27 @@ def test_the_next_run_works_after_every_kind_of_failure(cell: Cells) -> None:
         assert run(names.good).values == [1, 1]
 
 
-def test_a_fork_server_that_was_killed_is_replaced(cell: Cells) -> None:
-
+@pytest.mark.parametrize("when", ["before the run", "once it was seen to be there"])
+def test_a_fork_server_that_was_killed_is_replaced(when: str, cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And multiprocessing's own restart leaves nothing: no socket, no start method that is fixed."""
     names = cell("def good(): return 1")
-    pid = forkserver.pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    run(names.good)
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
+    sockets, pid = _sockets(), forkserver.pid()
+    if when == "before the run":
+        _kill_the_fork_server()
+    else:
+        looks = iter([_kill_the_fork_server])
+        warm = forkserver.warm
+        monkeypatch.setattr(forkserver, "warm", lambda: (warm(), next(looks, bool)()))
     assert run(names.good, timeout=60).values == [1, 1]
     assert forkserver.pid() != pid
+    assert multiprocessing.get_start_method(allow_none=True) is None
+    assert len(_sockets()) == len(sockets), "the killed server's socket is left"
+
+
+def _sockets() -> list[str]:
+    return [name for name in os.listdir(get_temp_dir()) if name.startswith("listener-")]
 
 
 # ---------------------------------------------------------------------------- as a cell shows it

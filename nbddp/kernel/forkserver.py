@@ -61,7 +61,7 @@ class _Server:
             return self._ask(self.get(), fds)
 
     def _ask(self, server: Any, fds: list[int]) -> tuple[int, int]:
-        with room_for(_FDS_OF_A_START):
+        with room_for(_FDS_OF_A_START), _no_trace_of_a_restart(server):  # it may have been killed since it was looked at
             return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
 
     def private_folder(self) -> str:
@@ -144,11 +144,20 @@ def warm() -> None:
     """Start the server if it is not running. Returns at once; it imports torch meanwhile."""
     _server.reap()
     server = _server.get()
-    before = server._forkserver_address
-    with default_method_untouched():
+    with _no_trace_of_a_restart(server):
         server.ensure_running()
-    if before != server._forkserver_address:  # that one was killed, and could not clean up
-        _unlink_socket(before)
+
+
+@contextlib.contextmanager
+def _no_trace_of_a_restart(server: Any) -> Iterator[None]:
+    """multiprocessing starts a server anew that was killed, and leaves the old one's socket."""
+    before = server._forkserver_address
+    try:
+        with default_method_untouched():
+            yield
+    finally:
+        if before != server._forkserver_address:
+            _unlink_socket(before)
 
 
 def pid() -> int | None:
