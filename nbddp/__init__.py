@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nbddp.kernel.history import History
     from nbddp.kernel.hosts import Cluster, cluster
     from nbddp.kernel.magic import load_ipython_extension
+    from nbddp.kernel.preloading import preload
     from nbddp.kernel.runner import Run, last_run, run
     from nbddp.kernel.script import run_script
     from nbddp.kernel.spawn import spawn
@@ -34,6 +35,7 @@ _HOMES = {
     "nbddp.kernel.history": ("History",),
     "nbddp.kernel.hosts": ("Cluster", "cluster"),
     "nbddp.kernel.magic": ("load_ipython_extension",),
+    "nbddp.kernel.preloading": ("preload",),
     "nbddp.kernel.runner": ("Run", "last_run", "run"),
     "nbddp.kernel.script": ("run_script",),
     "nbddp.kernel.spawn": ("spawn",),

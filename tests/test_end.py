@@ -146,9 +146,9 @@ def test_stop_from_many_threads_at_once(cell: Cells) -> None:
 @pytest.fixture
 def patient(notebook: Notebook) -> Iterator[Notebook]:
     """A notebook that gives its ranks a minute: what ends within seconds has not waited for that."""
-    notebook.ok("from nbddp.kernel import runner\ngrace_s, runner.STOP_GRACE_S = runner.STOP_GRACE_S, 60.0")
+    notebook.ok("from nbddp.kernel import source\ngrace_s, source.STOP_GRACE_S = source.STOP_GRACE_S, 60.0")
     yield notebook
-    notebook.ok("runner.STOP_GRACE_S = grace_s")
+    notebook.ok("source.STOP_GRACE_S = grace_s")
 
 
 @pytest.mark.parametrize("how", ["kill", "killpg"])

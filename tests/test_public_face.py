@@ -18,8 +18,8 @@ OURS = [path for path in sorted(PACKAGE.rglob("*.py")) if "node_modules" not in 
 PROMISED = {
     "Cluster", "History", "HostLost", "LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "Run",
     "RunTimeout", "barrier", "cluster", "device", "export", "gather", "is_primary", "last_run", "load_result",
-    "load_snapshot", "loader", "local_rank", "log", "print", "progress", "rank", "reduce", "restart_count", "run",
-    "run_script", "save_snapshot", "spawn", "world_size", "wrap",
+    "load_snapshot", "loader", "local_rank", "log", "preload", "print", "progress", "rank", "reduce", "restart_count",
+    "run", "run_script", "save_snapshot", "spawn", "world_size", "wrap",
 }  # fmt: skip
 
 _OF_A_RUN = (
@@ -40,6 +40,7 @@ SIGNATURES = {
     "Cluster.close": "(self)",
     "History.load": "(path)",
     "spawn": "(fn, args=(), nprocs=1, join=True, daemon=False, start_method='spawn')",
+    "preload": "(*modules)",
     "export": "(fn, path, args=(), kwargs=None)",
     "load_result": "(path)",
     "log": "(values=None, /, *, step=None, reduce=None, weight=1, **metrics)",
@@ -165,8 +166,10 @@ def test_the_kernel_side_crosses_to_the_worker_side_elsewhere() -> None:
     crossing = {path.name: sorted(_imports(path) & of_workers) for path in _modules("kernel")}
     assert {name: found for name, found in crossing.items() if found} == {
         "failure.py": ["nbddp.worker.entry"],
-        "launcher.py": ["nbddp.worker.entry", "nbddp.worker.output"],
+        "launcher.py": ["nbddp.worker.entry"],
+        "local_worker.py": ["nbddp.worker.output"],
         "magic.py": ["nbddp.worker.script"],
+        "notebook_cell.py": ["nbddp.worker.script"],
         "script.py": ["nbddp.worker.script"],
     }
 

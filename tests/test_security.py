@@ -30,7 +30,7 @@ from torch.distributed import TCPStore
 
 import nbddp
 from nbddp.kernel import forkserver
-from nbddp.kernel.launcher import Worker
+from nbddp.kernel.local_worker import Worker
 from tests.support import Cells, listening_ports, marked_pids, run, script, start, wait_until
 
 PACKAGE = Path(nbddp.__file__).parent

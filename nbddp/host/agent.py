@@ -33,7 +33,8 @@ from nbddp.host.rounds import Ended, Rounds
 from nbddp.kernel import forkserver
 from nbddp.kernel.environment import Place, environment, threads_of
 from nbddp.kernel.gauges import Gauges
-from nbddp.kernel.launcher import Crew, Worker
+from nbddp.kernel.launcher import Crew
+from nbddp.kernel.local_worker import Worker
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.kernel.rendezvous import PREFIX
 from nbddp.worker import entry

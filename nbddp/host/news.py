@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from nbddp import frames, wire
 from nbddp.frames import Head
 from nbddp.kernel.gauges import Gauges
-from nbddp.kernel.launcher import Crew, Worker
+from nbddp.kernel.launcher import Crew
+from nbddp.kernel.local_worker import Worker
 
 if TYPE_CHECKING:
     from nbddp.host.service import Pipe

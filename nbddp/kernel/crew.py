@@ -52,7 +52,7 @@ class Site(Protocol):
 
 
 class AnyWorker(Protocol):
-    """One rank, as the kernel sees it: ``launcher.Worker``, or ``far_worker.FarWorker`` on another host.
+    """One rank, as the kernel sees it: ``local_worker.Worker``, or ``far_worker.FarWorker`` on another host.
 
     Attributes:
         rank: its number.

@@ -22,7 +22,7 @@ _ECHO = re.compile(r"[Cc]onnection (closed|reset) by peer|remote worker crashing
 
 
 class BadFork(Exception):
-    """The fork server has a CUDA context, which no fork can use."""
+    """The fork server has a CUDA context, or a thread, which no fork has; with the words for it if it was preloaded."""
 
 
 def has_failed(worker: AnyWorker) -> bool:
@@ -40,7 +40,7 @@ def first_of(workers: Sequence[AnyWorker]) -> AnyWorker:
     # An echo may be stamped first: gloo closes its connections before the failure they break for is raised.
     first = min(filter(has_failed, workers), key=lambda worker: (is_echo(worker), _failed_at(worker)))
     if isinstance(first.report, wire.Failed) and BAD_FORK in first.report.summary:
-        raise BadFork
+        raise BadFork(first.report.summary.partition(BAD_FORK)[2])
     return first
 
 

@@ -15,12 +15,13 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, popen_forkserver, process, reduction, util
 from multiprocessing.context import set_spawning_popen
 from typing import Any
 
 RUN_PREFIX = "r-"  # see nbddp.worker.preload
+WANTED_PREFIX = "nbddp.preload:"  # see nbddp.worker.wanted
 _FDS_OF_A_START = 8  # a socket, two pipes, a duplicate
 _OPENING_S = 0.2
 PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
@@ -34,6 +35,7 @@ class _Server:
         self._owner = 0
         self._server: Any = None
         self._given_up: list[int] = []  # pids that are to be waited for
+        self._wanted: list[str] = []  # modules, beside our own
 
     def reap(self) -> None:
         """Leave no zombie of a server that was given up."""
@@ -44,9 +46,16 @@ class _Server:
         with self._lock:
             if self._owner != os.getpid():
                 self._server = forkserver.ForkServer()
-                self._server.set_forkserver_preload(PRELOAD)
+                self._server.set_forkserver_preload([*PRELOAD, *(WANTED_PREFIX + name for name in self._wanted)])
                 self._owner = os.getpid()
             return self._server
+
+    def want(self, modules: list[str]) -> None:
+        """Have these imported, and no others; by a new server, if that is news."""
+        with self._lock:
+            old, self._wanted = self._wanted, modules
+        if old != modules and self._owner == os.getpid():
+            self._give_up(self._server)
 
     def connect(self, fds: list[int]) -> tuple[int, int]:
         """A new process: the fds of its exit code and of its input."""
@@ -61,7 +70,8 @@ class _Server:
             return self._ask(self.get(), fds)
 
     def _ask(self, server: Any, fds: list[int]) -> tuple[int, int]:
-        with room_for(_FDS_OF_A_START), _no_trace_of_a_restart(server):  # it may have been killed since it was looked at
+        # It may have been killed since it was looked at.
+        with room_for(_FDS_OF_A_START), _no_trace_of_a_restart(server):
             return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
 
     def private_folder(self) -> str:
@@ -123,10 +133,25 @@ def available() -> bool:
     return bool(reduction.HAVE_SEND_HANDLE) and sys.platform != "win32" and not _unfit
 
 
-def mark_unfit() -> None:
-    """Something that it imports initialised CUDA: from now on ranks start by spawn."""
+def preload(modules: Sequence[str]) -> None:
+    """Have ranks come from a server that has imported these, too. Its ranks outlive one that is replaced."""
+    _server.want(list(dict.fromkeys([*_server._wanted, *modules])))
+    warm()
+
+
+def method_without(*, preloaded: str) -> str:
+    """No rank can be forked: how they start from now on.
+
+    Args:
+        preloaded: what is wrong with a module of :func:`preload`: then all of those are given up. "": something else
+            that the server imports initialised CUDA, and so would a new one.
+    """
     global _unfit
+    if preloaded:
+        _server.want([])
+        return "forkserver"
     _unfit = True
+    return "spawn"
 
 
 @contextlib.contextmanager

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import glob
 import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 # IPython is there: it alone imports this module, for %load_ext.
@@ -27,16 +26,23 @@ from IPython.core.magic import (  # noqa: TID253
     output_can_be_silenced,
 )
 from IPython.core.magic_arguments import (  # noqa: TID253
-    MagicArgumentParser,
-    argument,
     magic_arguments,
 )
 
-from nbddp.errors import LaunchError, NbddpError, PayloadError
+from nbddp.errors import LaunchError
 from nbddp.kernel import cell as cells
 from nbddp.kernel import forkserver, runner
 from nbddp.kernel.devices import CPU_NPROCS, accelerator
 from nbddp.kernel.hosts import SLURM, Cluster
+from nbddp.kernel.magic_options import (
+    CELL_OPTIONS,
+    DEFAULTS_PARSER,
+    OUTPUT_OPTIONS,
+    RUN_OPTIONS,
+    SCRIPT_PARSER,
+    with_options,
+)
+from nbddp.kernel.notebook_cell import CellSource, Keeping, Return
 from nbddp.kernel.script import run_script
 from nbddp.worker import script
 
@@ -56,80 +62,6 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         forkserver.warm()
 
 
-class CellSyntaxError(LaunchError):
-    """A ``%%ddp`` cell is no Python; shown as any cell's SyntaxError is, with the cell's own line."""
-
-    def __init__(self, shell: InteractiveShell, error: SyntaxError) -> None:
-        super().__init__(str(error))
-        self.__cause__ = error
-        self._shown: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, None)
-
-    def _render_traceback_(self) -> list[str]:
-        return self._shown
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of GPU numbers such as 0,1") from None
-
-
-def _names(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    if not names or not all(name.isidentifier() for name in names):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of names such as model,losses")
-    return names
-
-
-def _hosts(text: str) -> list[str] | str:
-    return text if "," not in text else [name for name in text.split(",") if name]
-
-
-_RUN_OPTIONS = [
-    argument("-n", "--nprocs", type=int, help="How many ranks. Default: all visible GPUs, else 2 on the CPU."),
-    argument("--device", help="cuda, cpu or another accelerator of torch."),
-    argument("--gpus", type=_numbers, help="Which GPUs, e.g. 0,1; one rank each."),
-    argument("--backend", help="Of the process group, e.g. nccl or gloo."),
-    argument("--seed", type=int, help="Seeds python, numpy and torch on each rank with seed + rank."),
-    argument("--deterministic", action="store_const", const=True, help="Torch's deterministic algorithms."),
-    argument("--max-restarts", type=int, help="After a failure all ranks start again, at most so often."),
-    argument("--stall-after", type=float, help="Tell where the ranks are after so many silent seconds (60)."),
-    argument("--timeout", type=float, help="Wall time of the run in seconds. Default: no limit."),
-    argument("--hosts", type=_hosts, help="Run on these, e.g. gpu1,gpu2; slurm; or a variable with a Cluster."),
-    argument("--min-hosts", type=int, help="When a host is lost, a restart goes on with so many. Default: all."),
-]
-_OUTPUT_OPTIONS = [
-    argument("--background", action="store_const", const=True, help="Return at once; %%ddp status tells how it goes."),
-    argument("--as", dest="keep", metavar="NAME", type=_names, help="Keep the Run under this name."),
-]
-_CELL_OPTIONS = [
-    argument("-o", "--out", metavar="NAMES", type=_names, help="Bring these variables of rank 0 back, e.g. model,acc."),
-]
-
-
-def _with(options: Sequence[Any]) -> Callable[[Any], Any]:
-    def decorate(function: Any) -> Any:
-        for option in reversed(options):  # the help lists them in this order
-            function = option(function)
-        return function
-
-    return decorate
-
-
-def _parser(command: str, options: Iterable[Any]) -> MagicArgumentParser:
-    parser = MagicArgumentParser(command, argument_default=argparse.SUPPRESS)
-    for option in options:
-        option.add_to_parser(parser, None)
-    return parser
-
-
-_DEFAULTS_PARSER = _parser("%ddp", _RUN_OPTIONS)
-_SCRIPT_PARSER = _parser("%ddp run", [*_RUN_OPTIONS, *_OUTPUT_OPTIONS])
-_SCRIPT_PARSER.add_argument("script")
-_SCRIPT_PARSER.add_argument("argv", nargs=argparse.REMAINDER)
-
-
 @magics_class
 class DdpMagics(Magics):
     """The magics of one notebook, and the defaults it has set."""
@@ -144,7 +76,7 @@ class DdpMagics(Magics):
     @output_can_be_silenced
     @cell_magic("ddp")
     @magic_arguments("%ddp")  # the help puts one more % before it
-    @_with([*_CELL_OPTIONS, *_OUTPUT_OPTIONS, *_RUN_OPTIONS])
+    @with_options([*CELL_OPTIONS, *OUTPUT_OPTIONS, *RUN_OPTIONS])
     def cell(self, line: str, cell: str) -> Any:
         """Run the cell on every rank: one fresh process per GPU, or on the CPU.
 
@@ -162,12 +94,12 @@ class DdpMagics(Magics):
         """
         # Not IPython's parse_argstring, which leaves the quotes in: both magics read a line as a shell does.
         options = _given(DdpMagics.cell.parser.parse_args(_words(line)))
-        source = _Source(self._shell, cell)
+        source = CellSource(self._shell, cell)
         out = options.pop("out", [])
         names = self._names_for(source, out)
-        return self._launch(source, names, _Return(self._shell, out), options)
+        return self._launch(source, names, Return(self._shell, out), options)
 
-    def _names_for(self, source: _Source, out: list[str]) -> dict[str, Any]:
+    def _names_for(self, source: CellSource, out: list[str]) -> dict[str, Any]:
         """The notebook's variables that the cell reads."""
         tree = source.parse()
         names = cells.names_of(tree)
@@ -183,12 +115,12 @@ class DdpMagics(Magics):
         value = self._shell.user_ns.get(name)
         return value is not None and value is self._shell.user_ns_hidden.get(name) and callable(value)
 
-    def _launch(self, source: _Source, names: dict[str, Any], back: _Return, options: dict[str, Any]) -> Any:
+    def _launch(self, source: CellSource, names: dict[str, Any], back: Return, options: dict[str, Any]) -> Any:
         keep, background = options.pop("keep", []), options.pop("background", False)
         body = script.Cell(source.text, source.filename, tuple(back.names))
         plan, site = runner.planned(script.run_cell, (body,), names, name=source.name, **self._whole(options))
         plan = dataclasses.replace(plan, receive=back.receive)
-        with _Keeping(self._shell, keep):
+        with Keeping(self._shell, keep):
             run = runner.launch(plan, site, script.run_cell, (body,), names, wait=not background, show=None)
         return run if background else run.value
 
@@ -234,7 +166,7 @@ class DdpMagics(Magics):
         if words == ["--reset"]:
             self._defaults.clear()
         else:
-            self._defaults.update(_given(_DEFAULTS_PARSER.parse_args(words)))
+            self._defaults.update(_given(DEFAULTS_PARSER.parse_args(words)))
         self._say_defaults()
 
     def _say_defaults(self) -> None:
@@ -276,10 +208,10 @@ class DdpMagics(Magics):
         print(_devices_text())
 
     def _run(self, words: list[str]) -> Any:
-        options = _given(_SCRIPT_PARSER.parse_args(words))
+        options = _given(SCRIPT_PARSER.parse_args(words))
         path, argv = options.pop("script"), options.pop("argv")
         keep, background = options.pop("keep", []), options.pop("background", False)
-        with _Keeping(self._shell, keep):
+        with Keeping(self._shell, keep):
             return run_script(path, argv, wait=not background, **self._whole(options))
 
 
@@ -324,78 +256,6 @@ def _devices_text() -> str:
     return asked.stdout.strip() or f"{count} × {kind}"
 
 
-class _Source:
-    """A cell's body under the name that the notebook's tracebacks know the cell by, line for line."""
-
-    def __init__(self, shell: InteractiveShell, body: str) -> None:
-        self._shell = shell
-        raw, number = _typed_cell(shell, body)
-        before = _before(raw, body).splitlines()
-        # Comments stand for the lines before the body, so that the whole is Python.
-        self.text = "".join(f"# {line}\n" if line.strip() else "\n" for line in before) + body
-        self.name = f"In[{number}]"
-        self.filename: str = shell.compile.cache(self.text, number, raw_code=raw)
-
-    def parse(self) -> ast.Module:
-        try:
-            return cells.parse(self.text, self.filename)
-        except SyntaxError as error:
-            raise CellSyntaxError(self._shell, error) from error
-
-
-def _typed_cell(shell: InteractiveShell, body: str) -> tuple[str, int]:
-    """The cell as it was typed and its number, if it ends with this body; else as a plain ``%%ddp`` cell."""
-    history = shell.history_manager
-    if history is not None and history.input_hist_raw and _before(history.input_hist_raw[-1], body):
-        return history.input_hist_raw[-1], len(history.input_hist_raw) - 1
-    return f"%%ddp\n{body}", shell.execution_count
-
-
-def _before(raw: str, body: str) -> str:
-    """What stands before the body; "" if that is not how the cell ends."""
-    raw, body = raw.rstrip(), body.rstrip()
-    return raw[: -len(body)] if body and raw.endswith(body) else ""
-
-
-class _Return:
-    """Takes a cell's results apart on their way to the Run, and gives the notebook its variables."""
-
-    def __init__(self, shell: InteractiveShell, names: list[str]) -> None:
-        self.names = names
-        self._shell = shell
-
-    def receive(self, results: list[script.CellResult | None]) -> list[Any]:
-        """On the run's thread, when every rank has finished; None: the rank left by ``sys.exit(0)``."""
-        outputs = results[0].outputs if results[0] is not None else {}
-        arrived = {name: value for name, value in outputs.items() if not isinstance(value, script.Remains)}
-        self._shell.user_ns.update(arrived)
-        for name in self.names:
-            if name not in outputs:
-                raise NbddpError(f"-o {name}: rank 0 has no {name} at the end of the cell")
-            if name not in arrived:
-                raise PayloadError(f"-o {name}: it cannot come back to the notebook: {outputs[name].why}", (name,))
-        return [result and result.value for result in results]
-
-
-class _Keeping:
-    """Within it, a new Run gets the user's name, also one that fails."""
-
-    def __init__(self, shell: InteractiveShell, names: list[str]) -> None:
-        if len(names) > 1:
-            raise UsageError("--as takes one name")
-        self._shell = shell
-        self._names = names
-        self._before = runner.last_run()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc_info: object) -> None:
-        run = runner.last_run()
-        if run is not self._before:
-            self._shell.user_ns.update(dict.fromkeys(self._names, run))
-
-
 # ---------------------------------------------------------------------------- Tab
 
 _VALUES: dict[str, Callable[[], list[str]]] = {
@@ -430,9 +290,9 @@ def _candidates(command: str, rest: str) -> list[str]:
 
 
 def _options_of(command: str, words: list[str]) -> list[str]:
-    parsers = {"%%ddp": DdpMagics.cell.parser, "run": _SCRIPT_PARSER}
-    parser = parsers.get(command) or parsers.get("".join(words[:1]), _DEFAULTS_PARSER)
-    extra = ["--reset"] if parser is _DEFAULTS_PARSER else []
+    parsers = {"%%ddp": DdpMagics.cell.parser, "run": SCRIPT_PARSER}
+    parser = parsers.get(command) or parsers.get("".join(words[:1]), DEFAULTS_PARSER)
+    extra = ["--reset"] if parser is DEFAULTS_PARSER else []
     return [option for action in parser._actions for option in action.option_strings] + extra
 
 

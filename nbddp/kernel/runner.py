@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from nbddp import culprit, errors, payload
 from nbddp.errors import NbddpError
+from nbddp.kernel import source
 from nbddp.kernel.crew import Site
 from nbddp.kernel.far import Far
 from nbddp.kernel.history import History
@@ -22,13 +22,13 @@ from nbddp.kernel.hosts import Hosts, log_in
 from nbddp.kernel.local import Local
 from nbddp.kernel.output import labelled
 from nbddp.kernel.plan import STALL_AFTER_S, Plan, check_call, make_plan
+from nbddp.kernel.source import Source
 from nbddp.kernel.supervisor import Supervisor
 from nbddp.panel.live import view_for
 from nbddp.panel.text import duration
-from nbddp.panel.view import RankStatus, Status, View
+from nbddp.panel.view import View
 from nbddp.waiting import start_thread
 
-STOP_GRACE_S = 5.0  # between KeyboardInterrupt in the ranks and SIGKILL
 _REDRAW_S = 0.2
 _EXIT_S = 2.0
 _MOST_BY_FORK_SERVER = 200  # fds of queues and shared tensors; multiprocessing's limit is 256 in all
@@ -218,7 +218,7 @@ class Run:
         self._blocking = blocking
         self._views: list[View] = []
         self._followed = False
-        self._site = site
+        self._source = Source(plan, self._supervisor, self.history, site, blocking=blocking)
         self._supervisor.when_done(lambda: _live.discard(self))
 
     # ------------------------------------------------------------------ what came of it
@@ -231,7 +231,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """Since the start; of a run that is over, how long it took."""
-        return (self._supervisor.ended or time.monotonic()) - self._supervisor.began
+        return self._supervisor.seconds
 
     @property
     def error(self) -> BaseException | None:
@@ -268,14 +268,14 @@ class Run:
 
     def __repr__(self) -> str:
         error = f" ({type(self.error).__name__})" if self.error is not None else ""
-        return f"<Run {self.name}: {self.state}{error}, {self._summary()}, {duration(self.seconds)}>"
+        return f"<Run {self.name}: {self.state}{error}, {self._source.summary()}, {duration(self.seconds)}>"
 
     def __reduce__(self) -> Any:
         raise TypeError("a Run stays in the notebook; pass its value")
 
     # ------------------------------------------------------------------ steering it
 
-    def stop(self, grace: float = STOP_GRACE_S) -> None:
+    def stop(self, grace: float = source.STOP_GRACE_S) -> None:
         """End the run: KeyboardInterrupt in every rank, SIGKILL after ``grace`` seconds; return when all are gone."""
         self._supervisor.request_stop(grace)
         self._supervisor.join()
@@ -334,11 +334,11 @@ class Run:
 
     def _open_view(self, *, wanted: bool, again: bool = False) -> None:
         """In the calling cell; whoever watches the run keeps it up to date."""
-        view = view_for(_Source(self), wanted=wanted, again=again, echo=self._blocking and not again)
-        view.update(self._status(), self.history)
+        view = view_for(self._source, wanted=wanted, again=again, echo=self._blocking and not again)
+        view.update(self._source.status(), self.history)
         self._views.append(view)
         if again and self._supervisor.done.is_open:
-            view.update(self._status(), self.history)  # it may have ended between the two lines above
+            view.update(self._source.status(), self.history)  # it may have ended between the two lines above
             return
         if not self._blocking and view.live and not self._followed:
             # No cell waits for this run, so the panel needs a thread; it ends with the run.
@@ -354,7 +354,7 @@ class Run:
 
     def _redraw(self) -> None:
         output = self._new_output() if self._views and self._blocking else ""
-        status = self._status()
+        status = self._source.status()
         for view in list(self._views):
             view.write(output)
             view.update(status, self.history)
@@ -364,7 +364,7 @@ class Run:
         if not self._blocking:
             for view in list(self._views):
                 if not view.live:
-                    view.update(self._status(), self.history)
+                    view.update(self._source.status(), self.history)
 
     def _new_output(self) -> str:
         outputs = self._supervisor.outputs
@@ -372,7 +372,7 @@ class Run:
 
     def _stop_insistently(self) -> None:
         """After an interrupt: end the run, and at a second interrupt without the grace."""
-        grace_s = STOP_GRACE_S
+        grace_s = source.STOP_GRACE_S
         while not self._supervisor.done.is_open:
             try:
                 self._supervisor.request_stop(grace_s)
@@ -385,69 +385,10 @@ class Run:
         where = self._supervisor.was_here()
         return f"{self.name} was stopped. It was here: {where}" if where else f"{self.name} was stopped"
 
-    def _status(self) -> Status:
-        error = self.error
-        return Status(
-            name=self.name,
-            state=self.state,
-            summary=self._summary(),
-            notice=self._plan.notice,
-            seconds=self.seconds,
-            error=str(error).split("\n")[0] if error is not None else "",
-            failed_rank=getattr(error, "rank", None),
-            blocking=self._blocking,
-            ranks=self._rank_statuses(getattr(error, "rank", None)),
-            restarts=self._supervisor.restarts,
-            max_restarts=self._plan.max_restarts,
-            restart_reason=self._supervisor.restart_reason,
-            hang=self._supervisor.hang,
-        )
-
-    def _rank_statuses(self, failed_rank: int | None) -> tuple[RankStatus, ...]:
-        if not self._supervisor.done.is_open:  # a pid may be a stranger's afterwards
-            self._site.gauges.read(self._supervisor.pids())
-        states = self._supervisor.rank_states()
-        return tuple(self._rank_status(rank, states, failed_rank) for rank in range(self.nprocs))
-
-    def _rank_status(self, rank: int, states: list[str], failed_rank: int | None) -> RankStatus:
-        state = states[rank] if rank < len(states) else "starting"
-        if 0 < len(self._site.layout) <= rank:
-            state = "ended"  # its host is lost, and the others go on
-        if rank == failed_rank:
-            state = "failed"
-        elif state == "ended" or (state != "finished" and self.state not in ("starting", "running")):
-            state = "stopped"
-        gauges, layout = self._site.gauges, self._site.layout
-        used, total = gauges.gpus.get(rank, (None, None))
-        host, local_rank = layout[rank] if rank < len(layout) else ("", rank)
-        device = self._plan.device if self._plan.device == "cpu" else f"{self._plan.device}:{local_rank}"
-        return RankStatus(rank, device, state, gauges.processes.get(rank), used, total, host)
-
-    def _summary(self) -> str:
-        processes = f"{self.nprocs} process{'es' * (self.nprocs != 1)}"
-        hosts = f" · {len(self._plan.shares)} hosts" if len(self._plan.shares) > 1 else ""
-        return f"{processes} · {self._plan.backend or self._plan.device}{hosts}"
-
 
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():  # cancelled: nobody waits any more
         future.set_result(None)
-
-
-class _Source:
-    """The run as its views see it: they may look, and ask it to stop."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self.history = run.history
-        self.status = run._status
-
-    def output(self, rank: int, position: int, limit: int) -> tuple[str, int, bool]:
-        outputs = self._run._supervisor.outputs
-        return outputs[rank].since(position, limit) if rank < len(outputs) else ("", position, True)
-
-    def stop(self) -> None:
-        self._run._supervisor.request_stop(STOP_GRACE_S)
 
 
 def _stop_all() -> None:

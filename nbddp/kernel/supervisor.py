@@ -89,6 +89,11 @@ class Supervisor:
 
     # ------------------------------------------------------------------ from other threads
 
+    @property
+    def seconds(self) -> float:
+        """Since the start; of a run that is over, how long it took."""
+        return (self.ended or time.monotonic()) - self.began
+
     def start(self) -> None:
         """Begin; a second time without effect. After an interrupt nobody knows whether the first time counted."""
         start_thread(self._live, f"nbddp-{self._plan.name}", self._cannot_start)
@@ -230,10 +235,13 @@ class Supervisor:
             return self._conclude("stopped")
         try:
             return self._attempt()
-        except failure.BadFork:
-            if not self._plan.shares:  # else it is a host's fork server
-                forkserver.mark_unfit()
-            self._start_method = "spawn"
+        except failure.BadFork as error:
+            if self._plan.shares:  # a host's fork server
+                self._start_method = "spawn"
+            else:
+                self._start_method = forkserver.method_without(preloaded=str(error))
+            for output in self.outputs:
+                output.note(f"started again by {self._start_method}: {error or 'the fork server initialised CUDA'}")
         except (RankError, RankDied, HostLost, LaunchError) as error:  # the others would fail again
             if self._stop_grace_s is not None or self.restarts == self._plan.max_restarts:
                 raise

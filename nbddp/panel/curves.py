@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nbddp.kernel.history import History, Series, Spread
-from nbddp.panel import summary
+from nbddp.panel import summary, thinning
 
 SMOOTHING = 0.85
 POINTS = 6_000  # of all lines together, at first
@@ -80,7 +80,7 @@ def charts(history: History, points: int, lines: int = LINES) -> Charts:
 
 
 def _lines(history: History, metrics: list[summary.Metric], points: int) -> list[Line]:
-    series = [summary.forward(history[metric.name]) for metric in metrics]
+    series = [thinning.forward(history[metric.name]) for metric in metrics]
     densest = max(len(s.steps) for s in series)
     return [
         _line(metric, color, s, history.spread(metric.name), points, sparse=len(s.steps) < max(_SPARSE, densest / 5))
@@ -89,7 +89,7 @@ def _lines(history: History, metrics: list[summary.Metric], points: int) -> list
 
 
 def _line(metric: summary.Metric, color: str, series: Series, spread: Spread, points: int, *, sparse: bool) -> Line:
-    thin, band = summary.thin(series, points), summary.thin_spread(summary.forward(spread), points // 4)
+    thin, band = thinning.thin(series, points), thinning.thin_spread(thinning.forward(spread), points // 4)
     shown = Series(thin.steps, _drawable(thin.values))
     shown_band = Spread(band.steps, _drawable(band.low), _drawable(band.high))
     return Line(metric, color, float(series.values[-1]), shown, shown_band, sparse)
@@ -113,7 +113,7 @@ def _colors(metrics: list[summary.Metric]) -> list[str]:
 def smooth(series: Series, weight: float = SMOOTHING) -> npt.NDArray[np.float64]:
     """Exponential moving average without its start's bias; a wider gap in steps forgets more."""
     steps, values = series
-    usual = summary.stride(series) or 1.0
+    usual = thinning.stride(series) or 1.0
     result = np.empty(len(values))
     total = mass = 0.0
     before = steps[0] - usual if len(steps) else 0.0

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nbddp.kernel.history import Seen, Series, Spread
-from nbddp.panel import summary
+from nbddp.panel import summary, thinning
 from nbddp.panel.view import Source, Status
 
 _HEAD_S = 1.0  # numbers that have not changed are told again so often, for the page's clock
@@ -115,10 +115,10 @@ class Feed:
         fresh = line.seen.version != before
         if fresh:
             line.stride = 0.0
-        line.stride = line.stride or summary.stride(series)
+        line.stride = line.stride or thinning.stride(series)
         if fresh and before:  # the whole curve anew: as fine as in a snapshot
             return *self._thinned(series, spread, self._snapshot_points()), fresh
-        return summary.thin(series, _FRAME_POINTS), summary.thin_spread(spread, _FRAME_POINTS), fresh
+        return thinning.thin(series, _FRAME_POINTS), thinning.thin_spread(spread, _FRAME_POINTS), fresh
 
     def _told(self, line: _Line) -> tuple[Series, Spread]:
         """The points of a metric that frames have told."""
@@ -129,8 +129,8 @@ class Feed:
         return _SNAPSHOT_POINTS // max(1, len(self._lines))
 
     def _thinned(self, series: Series, spread: Spread, points: int) -> tuple[Series, Spread]:
-        thin, band = summary.forward(series), summary.forward(spread)
-        return summary.thin(thin, points), summary.thin_spread(band, points // 2)
+        thin, band = thinning.forward(series), thinning.forward(spread)
+        return thinning.thin(thin, points), thinning.thin_spread(band, points // 2)
 
     # ------------------------------------------------------------------ output and numbers
 

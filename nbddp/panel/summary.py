@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import statistics
 from dataclasses import dataclass
-from typing import TypeVar
 
-import numpy as np
-
-from nbddp.kernel.history import Bar, History, RankProgress, Series, Spread
+from nbddp.kernel.history import Bar, History, RankProgress
 from nbddp.panel.view import RankStatus, Status
 
 _STALLED_S = 5.0  # no sign of life for so long, and for ten of its steps
@@ -26,8 +22,6 @@ _NAME_CHARS = 255  # of a host
 _LOST = "lost"  # in the place of a host: its ranks were on one that is not there any more
 _STEPS_UNTOLD_S = 0.3  # a loop tells how far it is a few times a second, log() at once
 _TITLES = {"acc": "Accuracy", "lr": "Learning rate", "ppl": "Perplexity"}
-
-_Columns = TypeVar("_Columns", Series, Spread)
 
 
 def plain(text: str) -> str:
@@ -311,51 +305,3 @@ def hang_lines(status: Status, limit: int) -> list[str]:
     text = status.hang.strip("\n")
     cut = [*text[:limit].split("\n"), f"… and {len(text) - limit:,} characters more"] if len(text) > limit else None
     return [plain(line.expandtabs()) for line in cut or text.split("\n")] if text else []
-
-
-# ---------------------------------------------------------------------------- thinning
-
-
-def forward(columns: _Columns) -> _Columns:
-    """Only points that no later one goes back behind: of steps that begin anew with every epoch, the newest."""
-    steps = columns.steps
-    if len(steps) < 2 or bool(np.all(steps[1:] > steps[:-1])):
-        return columns
-    earliest_after = np.minimum.accumulate(steps[::-1])[::-1]
-    kept = np.append(steps[:-1] < earliest_after[1:], True)
-    return type(columns)(*(column[kept] for column in columns))
-
-
-def thin(series: Series, points: int) -> Series:
-    """At most about so many points with the same look: each bucket's lowest and highest, the first and the last."""
-    steps, values = series
-    if len(steps) <= points:
-        return series
-    buckets = max(1, (points - 2) // 2)
-    edges = np.linspace(0, len(steps), buckets + 1).astype(int)
-    # A NaN has no rank among numbers; it is nowhere the lowest nor the highest while there is another.
-    finite_low = np.where(np.isnan(values), np.inf, values)
-    finite_high = np.where(np.isnan(values), -np.inf, values)
-    kept = {0, len(steps) - 1}
-    for start, end in itertools.pairwise(edges.tolist()):
-        kept.add(start + int(np.argmin(finite_low[start:end])))
-        kept.add(start + int(np.argmax(finite_high[start:end])))
-    chosen = np.array(sorted(kept))
-    return Series(steps[chosen], values[chosen])
-
-
-def thin_spread(spread: Spread, points: int) -> Spread:
-    """At most so many points of a band, each as wide as it gets until the next."""
-    count = len(spread.steps)
-    if count <= points:
-        return spread
-    starts = np.unique(np.linspace(0, count - 1, max(2, points)).astype(int))
-    low = np.minimum.reduceat(spread.low, starts)
-    high = np.maximum.reduceat(spread.high, starts)
-    return Spread(spread.steps[starts], low, high)
-
-
-def stride(series: Series) -> float:
-    """The usual distance between two steps, 0.0 while there is none."""
-    steps = series.steps[:100]
-    return float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0

@@ -23,7 +23,7 @@ import torch
 
 from nbddp import culprit, payload, wire
 from nbddp.tracebacks import drop_our_frames, make_picklable
-from nbddp.worker import context, group, main_module, metrics, output, switch
+from nbddp.worker import context, group, main_module, metrics, output, switch, wanted
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def _forget_missing_folders(paths: list[str]) -> None:
 
 
 def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
-    if torch.cuda._is_in_bad_fork():
-        raise RuntimeError(BAD_FORK)
+    if wanted.trouble or torch.cuda._is_in_bad_fork():
+        raise RuntimeError(BAD_FORK + wanted.trouble)
     torch.set_num_threads(job.threads)
     if job.device != "cpu":
         torch.get_device_module(job.device).set_device(job.local_rank)
@@ -162,7 +162,7 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     group.let_users_make_their_own()  # after ours, whose store it would take for a foreign one
 
 
-BAD_FORK = "CUDA was initialised in the fork server"  # the kernel side then starts ranks by spawn
+BAD_FORK = "no rank can be forked from this server: "  # the kernel side then starts them otherwise
 
 
 def _draw_fresh_seeds() -> None:

@@ -19,7 +19,7 @@ import torch._dynamo  # noqa: F401 - 1 s at the first torch.optim.Optimizer othe
 import nbddp.worker.data
 import nbddp.worker.entry
 import nbddp.worker.snapshot  # noqa: F401
-from nbddp.worker import detach, heap, hugepages
+from nbddp.worker import detach, heap, hugepages, wanted
 
 _STARTED_BY = os.getppid()
 _PARENT_GONE_S = 1.0
@@ -65,6 +65,7 @@ def _outlive_a_kernel_out_of_files() -> None:
     reduction.recvfds = recvfds
 
 
+wanted.import_all()
 detach.all_is_imported()
 _outlive_a_kernel_out_of_files()
 atexit.register(_remove_files_of_a_dead_kernel)

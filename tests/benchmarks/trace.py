@@ -45,7 +45,7 @@ def write() -> None:
 
 def in_kernel() -> None:
     """Wrap the kernel side, and have the fork server wrap the ranks'."""
-    from nbddp.kernel import forkserver, launcher, local, runner, supervisor
+    from nbddp.kernel import forkserver, launcher, local, local_worker, runner, supervisor
 
     forkserver.PRELOAD.append("tests.benchmarks.trace")
     if forkserver.pid() is not None:  # importing nbddp has started one, without this
@@ -85,14 +85,14 @@ def in_kernel() -> None:
         return Timed()
 
     local.open_rendezvous = open_rendezvous  # type: ignore[assignment]
-    take = launcher.Worker._take
+    take = local_worker.Worker._take
 
     def _take(self: Any, message: Any) -> None:
         now = time.monotonic()
         add(f"kernel: hears {type(message).__name__}", now, now)
         take(self, message)
 
-    launcher.Worker._take = _take  # type: ignore[method-assign]
+    local_worker.Worker._take = _take  # type: ignore[method-assign]
 
 
 def in_ranks() -> None:

@@ -27,7 +27,7 @@ import psutil
 import torch
 
 import nbddp
-from nbddp.kernel import runner
+from nbddp.kernel import runner, source
 from tests.faults import programs
 from tests.support import Surroundings, fresh_main
 
@@ -136,7 +136,7 @@ class Driver:
         return self._execute(case, lambda: self._say({"began": time.monotonic()}))
 
     def _execute(self, case: dict[str, Any], tell: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        runner.STOP_GRACE_S = case.get("grace_s", 5.0)
+        source.STOP_GRACE_S = case.get("grace_s", 5.0)
         self._runs = [None] * len(case["runs"])
         outcomes: list[dict[str, Any]] = [{} for _ in case["runs"]]
         at_line = _InterruptAtLine(case.get("at_line", 0))
@@ -289,7 +289,7 @@ class Driver:
         """What the panel's message handler does."""
         run = self._going(index)
         if run is not None:
-            runner._Source(run).stop()
+            run._source.stop()
         return {"stopped": run is not None}
 
 

@@ -30,9 +30,9 @@ _SETUP = f"""
 %load_ext nbddp
 import json
 from collections import Counter
-from nbddp.kernel import runner
+from nbddp.kernel import runner, source
 from tests.support import Surroundings, _kind, open_fds, wait_until
-runner.STOP_GRACE_S = {_GRACE_S}
+source.STOP_GRACE_S = {_GRACE_S}
 
 def _changed():
     found = _before.changed()

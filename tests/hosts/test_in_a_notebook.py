@@ -81,7 +81,7 @@ def test_a_notebook_that_is_killed_while_it_sends(there: Notebook, rig: Rig, in_
 
 @pytest.mark.parametrize("how", ["kill", "killpg"])
 def test_an_interrupt_is_late_or_the_last(there: Notebook, rig: Rig, in_folder: Path, how: str) -> None:
-    there.ok("from nbddp.kernel import runner\nrunner.STOP_GRACE_S = 60.0")
+    there.ok("from nbddp.kernel import source\nsource.STOP_GRACE_S = 60.0")
     there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
     going = there.begin("nbddp.run(train, hosts=c, **options())")
     wait_for_ranks(in_folder)

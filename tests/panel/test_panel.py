@@ -25,7 +25,7 @@ from fakes import FakeRun, Rank, status
 
 from nbddp.kernel.history import History, Series
 from nbddp.kernel.output import RankOutput, open_output
-from nbddp.panel import summary
+from nbddp.panel import summary, thinning
 from nbddp.panel.curves import charts, ticks
 from nbddp.panel.feed import Feed
 from nbddp.panel.picture import Picture
@@ -215,7 +215,7 @@ def test_a_rank_that_is_slow_stuck_or_behind_is_marked() -> None:
 
 def test_of_steps_that_begin_anew_with_every_epoch_the_newest_stand() -> None:
     series = Series(np.array([0, 1, 2, 3, 1, 2, 5]), np.arange(7.0))
-    steps, values = summary.forward(series)
+    steps, values = thinning.forward(series)
     assert steps.tolist() == [0, 1, 2, 5]
     assert values.tolist() == [0, 4, 5, 6]
     history = History(2)
@@ -431,7 +431,7 @@ def test_the_picture_of_a_run_that_stood_still_tells_where_and_stays_small() -> 
 def test_thinning_keeps_the_extremes_and_ends() -> None:
     values = np.sin(np.arange(100_000.0))
     values[54_321], values[60_000] = 50.0, math.nan
-    steps, thinned = summary.thin(Series(np.arange(100_000), values), 500)
+    steps, thinned = thinning.thin(Series(np.arange(100_000), values), 500)
     assert len(steps) <= 502
     assert 54_321 in steps
     assert steps[0] == 0

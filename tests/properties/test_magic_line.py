@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.error import UsageError  # noqa: TID253
 
-from nbddp.kernel import magic
+from nbddp.kernel import magic, magic_options
 from tests.properties.budget import examples
 
 NAMES = st.lists(st.from_regex(r"[a-zé_][a-z0-9_]{0,5}", fullmatch=True), min_size=1, max_size=3)
@@ -61,7 +61,7 @@ def test_a_scripts_own_arguments_stay_its_own(
     options.pop("out", None)
     theirs = [word for pair in zip(argv, ["--lr", "-n", "--", "-o"]) for word in reversed(pair)]
     words = shlex.split(" ".join(written(name, value, dice) for name, value in options.items()))
-    parsed = magic._given(magic._SCRIPT_PARSER.parse_args([*words, script, *theirs]))
+    parsed = magic._given(magic_options.SCRIPT_PARSER.parse_args([*words, script, *theirs]))
     assert parsed == {**options, "script": script, "argv": theirs}
 
 
@@ -74,7 +74,7 @@ SCRAPS = [
 @examples(100)
 @given(st.one_of(st.text(max_size=30), st.lists(st.sampled_from(SCRAPS), max_size=6).map(" ".join)))
 def test_a_line_of_anything_is_read_or_refused_in_words(line: str) -> None:
-    for parser in (magic.DdpMagics.cell.parser, magic._DEFAULTS_PARSER, magic._SCRIPT_PARSER):
+    for parser in (magic.DdpMagics.cell.parser, magic_options.DEFAULTS_PARSER, magic_options.SCRIPT_PARSER):
         said = "nothing wrong"
         try:
             parser.parse_args(magic._words(line))

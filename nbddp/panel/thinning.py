@@ -1,0 +1,57 @@
+"""Kernel side. As many points of a curve as a screen can show."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TypeVar
+
+import numpy as np
+
+from nbddp.kernel.history import Series, Spread
+
+_Columns = TypeVar("_Columns", Series, Spread)
+
+
+def forward(columns: _Columns) -> _Columns:
+    """Only points that no later one goes back behind: of steps that begin anew with every epoch, the newest."""
+    steps = columns.steps
+    if len(steps) < 2 or bool(np.all(steps[1:] > steps[:-1])):
+        return columns
+    earliest_after = np.minimum.accumulate(steps[::-1])[::-1]
+    kept = np.append(steps[:-1] < earliest_after[1:], True)
+    return type(columns)(*(column[kept] for column in columns))
+
+
+def thin(series: Series, points: int) -> Series:
+    """At most about so many points with the same look: each bucket's lowest and highest, the first and the last."""
+    steps, values = series
+    if len(steps) <= points:
+        return series
+    buckets = max(1, (points - 2) // 2)
+    edges = np.linspace(0, len(steps), buckets + 1).astype(int)
+    # A NaN has no rank among numbers; it is nowhere the lowest nor the highest while there is another.
+    finite_low = np.where(np.isnan(values), np.inf, values)
+    finite_high = np.where(np.isnan(values), -np.inf, values)
+    kept = {0, len(steps) - 1}
+    for start, end in itertools.pairwise(edges.tolist()):
+        kept.add(start + int(np.argmin(finite_low[start:end])))
+        kept.add(start + int(np.argmax(finite_high[start:end])))
+    chosen = np.array(sorted(kept))
+    return Series(steps[chosen], values[chosen])
+
+
+def thin_spread(spread: Spread, points: int) -> Spread:
+    """At most so many points of a band, each as wide as it gets until the next."""
+    count = len(spread.steps)
+    if count <= points:
+        return spread
+    starts = np.unique(np.linspace(0, count - 1, max(2, points)).astype(int))
+    low = np.minimum.reduceat(spread.low, starts)
+    high = np.maximum.reduceat(spread.high, starts)
+    return Spread(spread.steps[starts], low, high)
+
+
+def stride(series: Series) -> float:
+    """The usual distance between two steps, 0.0 while there is none."""
+    steps = series.steps[:100]
+    return float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0
