@@ -40,7 +40,7 @@ def first_of(workers: Sequence[AnyWorker]) -> AnyWorker:
     # An echo may be stamped first: gloo closes its connections before the failure they break for is raised.
     first = min(filter(has_failed, workers), key=lambda worker: (is_echo(worker), _failed_at(worker)))
     if isinstance(first.report, wire.Failed) and BAD_FORK in first.report.summary:
-        raise BadFork(first.report.summary.partition(BAD_FORK)[2])
+        raise BadFork(first.report.summary.partition(BAD_FORK)[2].strip(": "))
     return first
 
 

@@ -135,7 +135,7 @@ def _forget_missing_folders(paths: list[str]) -> None:
 
 def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     if wanted.trouble or torch.cuda._is_in_bad_fork():
-        raise RuntimeError(BAD_FORK + wanted.trouble)
+        raise RuntimeError(f"{BAD_FORK}: {wanted.trouble}")
     torch.set_num_threads(job.threads)
     if job.device != "cpu":
         torch.get_device_module(job.device).set_device(job.local_rank)
@@ -162,7 +162,7 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     group.let_users_make_their_own()  # after ours, whose store it would take for a foreign one
 
 
-BAD_FORK = "no rank can be forked from this server: "  # the kernel side then starts them otherwise
+BAD_FORK = "no rank can be forked from this server"  # the kernel side then starts them otherwise
 
 
 def _draw_fresh_seeds() -> None:
