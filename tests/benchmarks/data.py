@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +11,7 @@ import psutil
 
 from tests.benchmarks.kernel import CellFailed, Kernel, prepared
 from tests.benchmarks.measure import LeftOut, Table
-from tests.benchmarks.peers import Peer
+from tests.benchmarks.peers import NBDDP, Peer
 from tests.benchmarks.settings import Settings
 
 MIB = 1 << 20
@@ -30,6 +31,9 @@ MAKE = {
 COPY = {"tensor": "data.clone()", "numpy array": "data.copy()", "pandas frame": "data.copy()"}
 IMPORTS = "import os, time, numpy, pandas, torch"
 ALONE = "nbddp, the copy into the block alone"
+PRELOADED = dataclasses.replace(
+    NBDDP, name="nbddp, pandas preloaded", imports=NBDDP.imports + "; nbddp.preload('pandas')"
+)
 _SHARE = 0.7  # of the free memory may be used
 _LIMIT_S = 60.0
 
@@ -48,7 +52,8 @@ def into(settings: Settings) -> list[Table]:
         )
         for table in (cost, peak):
             settings.keep(table)
-        with _kernels(settings.peers, ranks, cost) as kernels:
+        more = [PRELOADED] if kind == "pandas frame" and NBDDP in settings.peers else []
+        with _kernels([*settings.peers, *more], ranks, cost) as kernels:
             for nbytes, column in zip(sizes, columns):
                 for _ in range(settings.rounds):
                     _round(kernels, kind, nbytes, ranks, cost, peak, column)
