@@ -22,7 +22,6 @@ from nbddp.kernel.hosts import Hosts, log_in
 from nbddp.kernel.local import Local
 from nbddp.kernel.output import labelled
 from nbddp.kernel.plan import STALL_AFTER_S, Plan, check_call, make_plan
-from nbddp.kernel.source import Source
 from nbddp.kernel.supervisor import Supervisor
 from nbddp.panel.live import view_for
 from nbddp.panel.text import duration
@@ -218,7 +217,7 @@ class Run:
         self._blocking = blocking
         self._views: list[View] = []
         self._followed = False
-        self._source = Source(plan, self._supervisor, self.history, site, blocking=blocking)
+        self._source = source.Source(plan, self._supervisor, self.history, site, blocking=blocking)
         self._supervisor.when_done(lambda: _live.discard(self))
 
     # ------------------------------------------------------------------ what came of it
