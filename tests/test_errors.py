@@ -535,8 +535,8 @@ def test_a_fork_server_that_was_killed_is_replaced(when: str, cell: Cells, monke
         _kill_the_fork_server()
     else:
         looks = iter([_kill_the_fork_server])
-        warm = forkserver.warm
-        monkeypatch.setattr(forkserver, "warm", lambda: (warm(), next(looks, bool)()))
+        running = forkserver._server.running
+        monkeypatch.setattr(forkserver._server, "running", lambda: (running(), next(looks, bool)())[0])
     assert run(names.good, timeout=60).values == [1, 1]
     assert forkserver.pid() != pid
     assert multiprocessing.get_start_method(allow_none=True) is None

@@ -155,7 +155,7 @@ def test_a_hang_shows_by_itself_and_goes_when_it_is_over(cell: Cells, in_folder:
     """)
     began = time.monotonic()
     going = start(names.train, stall_after=1)
-    told = wait_until(lambda: going._status().hang, 30)
+    told = wait_until(lambda: going._source.status().hang, 30)
     assert time.monotonic() - began >= 1
     expected = (
         "Nothing has been logged or printed for 1 s: rank 0 waits in barrier (train, line 6); rank 1 is in train, "
@@ -164,12 +164,12 @@ def test_a_hang_shows_by_itself_and_goes_when_it_is_over(cell: Cells, in_folder:
     assert "    nbddp.barrier()" in told
     assert going.state == "running"  # telling changes nothing
     Path("go_on").touch()
-    wait_until(lambda: not going._status().hang)
-    again = wait_until(lambda: going._status().hang)
+    wait_until(lambda: not going._source.status().hang)
+    again = wait_until(lambda: going._source.status().hang)
     assert "both ranks are in train, line 8\n\nranks 0 and 1 are here (most recent call last)" in again
     Path("leave").touch()
     assert going.wait().state == "finished"
-    assert not going._status().hang
+    assert not going._source.status().hang
 
 
 def test_a_rank_that_logs_is_no_hang(cell: Cells) -> None:
@@ -183,7 +183,7 @@ def test_a_rank_that_logs_is_no_hang(cell: Cells) -> None:
     going = start(names.train, stall_after=3)
     told = []
     while going.state == "running":
-        told.append(going._status().hang)
+        told.append(going._source.status().hang)
         time.sleep(0.05)
     assert going.state == "finished"
     assert not any(told)
@@ -199,7 +199,7 @@ def test_no_stall_after_never_tells(cell: Cells) -> None:
     names = cell("import time\ndef train(): time.sleep(1.5)")
     going = start(names.train, stall_after=None)
     going.wait()
-    assert not going._status().hang
+    assert not going._source.status().hang
 
 
 def test_a_collective_that_times_out_tells_who_was_missing(cell: Cells) -> None:

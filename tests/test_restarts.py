@@ -40,7 +40,7 @@ def test_a_new_run_counts_on_from_the_snapshot(cell: Cells, in_folder: Path) -> 
 
 def test_restarts_stand_in_the_status_and_in_every_ranks_output(cell: Cells, in_folder: Path) -> None:
     finished = run(cell(RESUMING).train, [7], max_restarts=3)
-    status = finished._status()
+    status = finished._source.status()
     assert (status.restarts, status.max_restarts) == (1, 3)
     assert status.restart_reason.startswith("RankDied: rank 1 of 2 was killed by SIGKILL")
     for rank in (0, 1):
@@ -84,19 +84,19 @@ def test_a_stop_is_restarted(cell: Cells, in_folder: Path) -> None:
     going = start(names.train, max_restarts=3)
     wait_until(lambda: len(os.listdir()) == 2)
     going.stop()
-    assert (going.state, going._status().restarts) == ("stopped", 0)
+    assert (going.state, going._source.status().restarts) == ("stopped", 0)
     assert sorted(os.listdir()) == ["started-0-0", "started-1-0"]
 
 
 def test_a_stop_while_ranks_begin_again_is_missed(cell: Cells) -> None:
     names = cell("import nbddp\ndef train(): raise ValueError(nbddp.restart_count())")
     going = run(names.train, max_restarts=10_000, wait=False)
-    wait_until(lambda: going._status().restarts >= 2)
+    wait_until(lambda: going._source.status().restarts >= 2)
     began = time.monotonic()
     going.stop(60)
     assert time.monotonic() - began < 10
     assert going.state in ("stopped", "failed")  # it stopped, or failed of the attempt that was under way
-    assert 2 <= going._status().restarts < 1000
+    assert 2 <= going._source.status().restarts < 1000
 
 
 def test_an_interrupt_is_restarted(notebook: Notebook) -> None:

@@ -511,7 +511,7 @@ def _as_of_a_rank_before(process: psutil.Process) -> psutil.Process:
 def test_a_new_signal_is_sent_without_asking_whose_pid_it_is() -> None:
     """Every place that sends one, and why it may."""
     allowed = {
-        "kernel/launcher.py": 2,  # send_signal checks the start time itself; killpg comes after _pid_is_anothers
+        "kernel/local_worker.py": 2,  # send_signal checks the start time itself; killpg comes after _pid_is_anothers
         "worker/alone.py": 1,  # to itself
         "worker/switch.py": 1,  # to its own group
     }

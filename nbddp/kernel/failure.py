@@ -22,7 +22,7 @@ _ECHO = re.compile(r"[Cc]onnection (closed|reset) by peer|remote worker crashing
 
 
 class BadFork(Exception):
-    """The fork server has a CUDA context, or a thread, which no fork has; with the words for it if it was preloaded."""
+    """No rank can come from this fork server; with the words for it if that is what was preloaded, else without."""
 
 
 def has_failed(worker: AnyWorker) -> bool:
@@ -39,7 +39,7 @@ def first_of(workers: Sequence[AnyWorker]) -> AnyWorker:
     """Of those that have failed, the first in time: the others' follow from it. Raises BadFork if it was that."""
     # An echo may be stamped first: gloo closes its connections before the failure they break for is raised.
     first = min(filter(has_failed, workers), key=lambda worker: (is_echo(worker), _failed_at(worker)))
-    if isinstance(first.report, wire.Failed) and BAD_FORK in first.report.summary:
+    if isinstance(first.report, wire.Failed) and first.report.phase == "setup" and BAD_FORK in first.report.summary:
         raise BadFork(first.report.summary.partition(BAD_FORK)[2].strip(": "))
     return first
 

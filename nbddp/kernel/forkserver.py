@@ -6,6 +6,7 @@ instance of the same class, so that neither changes what the other's children fi
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import multiprocessing
@@ -15,59 +16,81 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import forkserver, popen_forkserver, process, reduction, util
 from multiprocessing.context import set_spawning_popen
 from typing import Any
 
 RUN_PREFIX = "r-"  # see nbddp.worker.preload
 WANTED_PREFIX = "nbddp.preload:"  # see nbddp.worker.wanted
+DIED = (EOFError, BrokenPipeError, ConnectionResetError)  # what asking a server raises that dies just then
 _FDS_OF_A_START = 8  # a socket, two pipes, a duplicate
 _OPENING_S = 0.2
 PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
 
 
+class _ForkServer(forkserver.ForkServer):
+    """One server. It ends when nobody holds this object any more: no process that came from it, no thread that asks."""
+
+    def __init__(self, wanted: tuple[str, ...]) -> None:
+        super().__init__()
+        self.owner = os.getpid()
+        self.wanted = wanted
+        self.set_forkserver_preload([*PRELOAD, *(WANTED_PREFIX + name for name in wanted)])
+        weakref.finalize(self, _end, vars(self)).atexit = False  # with this process it ends by itself
+
+
+def _end(server: dict[str, Any]) -> None:
+    if server["owner"] != os.getpid() or server["_forkserver_pid"] is None:
+        return
+    _unlink_socket(server["_forkserver_address"])  # first: a server at its end removes the folder, if it is empty
+    os.close(server["_forkserver_alive_fd"])
+    _ended.append(server["_forkserver_pid"])
+
+
+_ended: collections.deque[int] = collections.deque()  # pids of servers that are to be waited for
+
+
 class _Server:
-    """Our ``ForkServer``, anew in a process that was forked from the one that started it."""
+    """The one that ranks come from: anew where it can no longer be reached, in a fork of the kernel, and when
+    something else is to be imported."""
 
     def __init__(self) -> None:
+        self.wanted: tuple[str, ...] = ()  # modules, beside our own
         self._lock = threading.Lock()
-        self._owner = 0
-        self._server: Any = None
-        self._given_up: list[int] = []  # pids that are to be waited for
-        self._wanted: list[str] = []  # modules, beside our own
+        self._current: Any = None
 
-    def reap(self) -> None:
-        """Leave no zombie of a server that was given up."""
+    def want(self, modules: Iterable[str]) -> None:
+        """Have the next process come from a server that has imported these, too."""
         with self._lock:
-            self._given_up = [server for server in self._given_up if not _is_reaped(server)]
+            self.wanted = tuple(dict.fromkeys([*self.wanted, *modules]))
 
     def get(self) -> Any:
         with self._lock:
-            if self._owner != os.getpid():
-                self._server = forkserver.ForkServer()
-                self._server.set_forkserver_preload([*PRELOAD, *(WANTED_PREFIX + name for name in self._wanted)])
-                self._owner = os.getpid()
-            return self._server
+            current = self._current
+            if current is None or (current.owner, current.wanted) != (os.getpid(), self.wanted):
+                self._current = _ForkServer(self.wanted)
+            return self._current
 
-    def want(self, modules: list[str]) -> None:
-        """Have these imported, and no others; by a new server, if that is news."""
-        with self._lock:
-            old, self._wanted = self._wanted, modules
-        if old != modules and self._owner == os.getpid():
-            self._give_up(self._server)
-
-    def connect(self, fds: list[int]) -> tuple[int, int]:
-        """A new process: the fds of its exit code and of its input."""
-        self.private_folder()
-        warm()
+    def running(self) -> Any:
+        """It, started."""
+        reap()
         server = self.get()
+        with _no_trace_of_a_restart(server):
+            server.ensure_running()
+        return server
+
+    def connect(self, fds: list[int]) -> tuple[Any, tuple[int, int]]:
+        """A new process: whom to hold while it lives, the fds of its exit code and of its input."""
+        self.private_folder()
+        server = self.running()
         try:
-            return self._ask(server, fds)
+            return server, self._ask(server, fds)
         except (FileNotFoundError, ConnectionRefusedError):
             self._give_up(server)
-            warm()
-            return self._ask(self.get(), fds)
+            server = self.running()
+            return server, self._ask(server, fds)
 
     def _ask(self, server: Any, fds: list[int]) -> tuple[int, int]:
         # It may have been killed since it was looked at.
@@ -79,8 +102,7 @@ class _Server:
         folder = util.get_temp_dir()
         if _is_private(folder):
             return folder
-        if self._owner == os.getpid():
-            self._give_up(self._server)  # its socket is gone, or no longer its own
+        self._give_up(self._current)  # its socket is gone, or no longer its own
         with contextlib.suppress(FileExistsError):
             os.makedirs(folder, mode=0o700)
         if not _is_private(folder):
@@ -90,20 +112,22 @@ class _Server:
     def _give_up(self, server: Any) -> None:
         """Leave a server that cannot be reached any more."""
         with self._lock:
-            if server is not self._server:
-                return  # another thread has
-            alive_fd, server._forkserver_alive_fd = server._forkserver_alive_fd, None
-            if alive_fd is not None:
-                os.close(alive_fd)  # which ends it, once its last rank is gone
-            _unlink_socket(server._forkserver_address)
-            if server._forkserver_pid is not None:
-                self._given_up.append(server._forkserver_pid)
-            self._owner, self._server = 0, None
+            if server is self._current:  # else another thread has
+                self._current = None
 
     def pid(self) -> int | None:
         """The running server's pid, or None before the first start."""
-        server = self._server
-        return server._forkserver_pid if server is not None and self._owner == os.getpid() else None
+        current = self._current
+        return current._forkserver_pid if current is not None and current.owner == os.getpid() else None
+
+
+def reap() -> None:
+    """Leave no zombie of a server that has ended."""
+    for _ in range(len(_ended)):
+        with contextlib.suppress(IndexError):  # another thread has it
+            pid = _ended.popleft()
+            if not _is_reaped(pid):
+                _ended.append(pid)
 
 
 def _is_reaped(pid: int) -> bool:
@@ -134,9 +158,15 @@ def available() -> bool:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Have ranks come from a server that has imported these, too. Its ranks outlive one that is replaced."""
-    _server.want(list(dict.fromkeys([*_server._wanted, *modules])))
+    """Have later ranks come from a server that has imported these, too, and start it. Raises OSError."""
+    _server.want(modules)
+    _server.private_folder()
     warm()
+
+
+def preloaded() -> tuple[str, ...]:
+    """What :func:`preload` was called with so far."""
+    return _server.wanted
 
 
 def method_without(*, preloaded: str) -> str:
@@ -148,7 +178,7 @@ def method_without(*, preloaded: str) -> str:
     """
     global _unfit
     if preloaded:
-        _server.want([])
+        _server.wanted = ()
         return "forkserver"
     _unfit = True
     return "spawn"
@@ -161,28 +191,29 @@ def default_method_untouched() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None and multiprocessing.get_start_method(allow_none=True) is not None:
-            multiprocessing.set_start_method(None, force=True)
+        _unfix_default_method(before)
+
+
+def _unfix_default_method(before: str | None) -> None:
+    if before is None and multiprocessing.get_start_method(allow_none=True) is not None:
+        multiprocessing.set_start_method(None, force=True)
 
 
 def warm() -> None:
     """Start the server if it is not running. Returns at once; it imports torch meanwhile."""
-    _server.reap()
-    server = _server.get()
-    with _no_trace_of_a_restart(server):
-        server.ensure_running()
+    _server.running()
 
 
 @contextlib.contextmanager
 def _no_trace_of_a_restart(server: Any) -> Iterator[None]:
-    """multiprocessing starts a server anew that was killed, and leaves the old one's socket."""
-    before = server._forkserver_address
+    """multiprocessing starts a server anew that was killed: it leaves the old one's socket, and fixes the method."""
+    before, method = server._forkserver_address, multiprocessing.get_start_method(allow_none=True)
     try:
-        with default_method_untouched():
-            yield
+        yield
     finally:
-        if before != server._forkserver_address:
+        if before is None or before != server._forkserver_address:  # else a method that has changed is the user's
             _unlink_socket(before)
+            _unfix_default_method(method)
 
 
 def pid() -> int | None:
@@ -203,7 +234,7 @@ def folder_of_a_run() -> Iterator[str]:
 
 def _unlink_socket(address: str | None) -> None:
     if address is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # in some Pythons it has no file
             os.unlink(address)
 
 
@@ -234,6 +265,7 @@ def _close_fds(*fds: int) -> None:
 
 class _Popen(popen_forkserver.Popen):
     _fds: list[int]
+    _server: Any  # the exit code comes from it: it must not end before
 
     def _launch(self, process_obj: Any) -> None:
         """As in the standard library, but from our server, and without a copy of the user's ``__main__``."""
@@ -246,13 +278,13 @@ class _Popen(popen_forkserver.Popen):
             set_spawning_popen(None)
         try:
             self._ask_server(buffer)
-        except (EOFError, BrokenPipeError, ConnectionResetError):  # it died under our hands: a new one is started
+        except DIED:  # it died under our hands: a new one is started
             if self.finalizer is not None:  # it had given us a process
                 self.finalizer()
             self._ask_server(buffer)
 
     def _ask_server(self, process_data: io.BytesIO) -> None:
-        self.sentinel, writer = _server.connect(self._fds)
+        self._server, (self.sentinel, writer) = _server.connect(self._fds)
         with open(writer, "wb") as pipe:
             try:
                 kept = os.dup(writer)

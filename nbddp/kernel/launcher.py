@@ -21,12 +21,12 @@ from nbddp import frames, payload, wire
 from nbddp.errors import LaunchError
 from nbddp.kernel import forkserver, stacks
 from nbddp.kernel.crew import Ranks
+from nbddp.kernel.failure import BadFork
 from nbddp.kernel.local_worker import Worker
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.worker import entry
 
 _NAP_S = 0.002
-LEAVE_GRACE_S = 30.0  # for exit handlers, threads that still save and NCCL's teardown, once every rank has reported
 
 
 class _Inherited:
@@ -79,12 +79,14 @@ class Crew(Ranks):
         """Start one process per job.
 
         Raises:
-            LaunchError: no process could be started.
+            LaunchError: no process could be started. BadFork: for what was preloaded.
         """
         for job, output in zip(jobs, outputs):
             try:
                 worker = self._start_one(job, output, (payload_fd, store_fd), inherited)
             except (OSError, EOFError) as error:
+                if isinstance(error, forkserver.DIED) and (names := ", ".join(forkserver.preloaded())):
+                    raise BadFork(f"it ends while it imports {names}") from error
                 why = str(error) or "the fork server ended"
                 raise LaunchError(f"rank {job.rank} could not be started: {why}") from error
             self.workers.append(worker)

@@ -32,9 +32,10 @@ class Local:
 
     def take(self, pickled: Pickled, wanted: Callable[[], bool]) -> None:
         """Into a block that the ranks map."""
-        with contextlib.suppress(IndexError):
-            while True:  # no more memory is in use than if everybody had waited
-                _giving_back.pop().join()
+        for thread in list(_giving_back):  # no more memory is in use than if everybody had waited
+            thread.join()
+            with contextlib.suppress(ValueError):  # another run has
+                _giving_back.remove(thread)
         self._block = payload.open_block(self._plan.name)
         self._open.callback(_give_back, self._block)
         pickled.write(self._block, wanted)

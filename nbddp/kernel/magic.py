@@ -25,9 +25,7 @@ from IPython.core.magic import (  # noqa: TID253
     magics_class,
     output_can_be_silenced,
 )
-from IPython.core.magic_arguments import (  # noqa: TID253
-    magic_arguments,
-)
+from IPython.core.magic_arguments import magic_arguments  # noqa: TID253
 
 from nbddp.errors import LaunchError
 from nbddp.kernel import cell as cells

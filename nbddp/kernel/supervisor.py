@@ -21,7 +21,6 @@ from nbddp.errors import HostLost, LaunchError, NbddpError, PayloadError, RankDi
 from nbddp.kernel import failure, forkserver, stacks
 from nbddp.kernel.crew import AnyCrew, AnyWorker, Site
 from nbddp.kernel.history import History
-from nbddp.kernel.launcher import LEAVE_GRACE_S
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.stacks import Where
@@ -29,6 +28,7 @@ from nbddp.payload import Pickled
 from nbddp.tracebacks import drop_our_frames
 from nbddp.waiting import Latch, start_thread
 
+_LEAVE_GRACE_S = 30.0  # for exit handlers, threads that still save and NCCL's teardown, once every rank has reported
 _TICK_S = 0.2  # between two looks for metrics and output; with 0.1 the kernel took half as much again of a core
 _PEERS_GRACE_S = 0.2  # for the other ranks' finally blocks when one has failed
 _FAILURE_WINDOW_S = 0.1  # how much later than its consequence a failure may be heard of
@@ -48,7 +48,7 @@ class Supervisor:
         error: what a failed run raises.
         values: by rank, of a finished run.
         taken: set when the data have been copied: whoever has them may change them from here on.
-        done: set when every process is gone and every fd is closed.
+        done: set when every process is gone and every fd is closed (of much data, just after).
         restarts, restart_reason: how often all ranks have started again, and the last time after what.
         hang: where the ranks are when nothing has moved for ``stall_after`` seconds; else "".
     """
@@ -341,7 +341,7 @@ class Supervisor:
         values = self._plan.receive([self._result_of(worker) for worker in crew.workers])
         crew.dismiss_reported()
         # What is left are exit handlers and threads: a stop or the end of the time need not wait for them.
-        leave_by = min(time.monotonic() + LEAVE_GRACE_S, self._deadline)
+        leave_by = min(time.monotonic() + _LEAVE_GRACE_S, self._deadline)
         self._watch_until(crew, leave_by, or_when=lambda _: self._stop_grace_s is not None)
         self.values, self.hang = values, ""
         self._conclude("finished")

@@ -19,7 +19,10 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def _watch(listener: int, alive: int) -> None:
-    """While torch is imported, which takes seconds or a minute, the server itself does not look."""
+    """While torch is imported, which takes seconds or a minute, the server itself does not look.
+
+    And to the end of one that is of no use (``wanted.trouble``), which by itself might wait for a thread.
+    """
     poll = select.poll()
     poll.register(alive, 0)  # that nobody holds its other end is told in any case
     while not _imported.is_set():
@@ -30,7 +33,7 @@ def _watch(listener: int, alive: int) -> None:
 
 def _remove_socket(listener: int) -> None:
     """And multiprocessing's folder for it, if nothing else is there."""
-    with socket.socket(fileno=os.dup(listener)) as server, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listener)) as server:
         os.unlink(server.getsockname())
         os.rmdir(os.path.dirname(server.getsockname()))
 

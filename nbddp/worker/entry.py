@@ -93,6 +93,8 @@ def _forget_the_fork_server() -> None:
 
 def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     """Become that rank. Returns its ``__main__``, which stands for the notebook's."""
+    if wanted.trouble:
+        raise RuntimeError(f"{BAD_FORK}: {wanted.trouble}")
     _set_environ(job.environ)
     os.chdir(job.cwd)
     if job.temp_dir:
@@ -134,8 +136,8 @@ def _forget_missing_folders(paths: list[str]) -> None:
 
 
 def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
-    if wanted.trouble or torch.cuda._is_in_bad_fork():
-        raise RuntimeError(f"{BAD_FORK}: {wanted.trouble}")
+    if torch.cuda._is_in_bad_fork():
+        raise RuntimeError(BAD_FORK)
     torch.set_num_threads(job.threads)
     if job.device != "cpu":
         torch.get_device_module(job.device).set_device(job.local_rank)

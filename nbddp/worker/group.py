@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import datetime
 import functools
 import multiprocessing.process
 import os
+import time
 from typing import Any
 from urllib.parse import urlparse
 
@@ -16,6 +18,8 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore, distribut
 from nbddp.worker import loopback
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_GLOOS_THREADS = 3  # one for its connections, two for the work
+_THREADS_END_S = 1.0
 
 _ready_made: Any = None
 # A gloo group that is freed within milliseconds of a backward deadlocks (torch 2.13): ~ProcessGroupGloo holds the
@@ -51,6 +55,7 @@ def open_group(
         loopback.keep_stores_at_home()  # now: it counts this group, and a second one has other keys
     if backend == "nccl":
         options["device_id"] = device  # NCCL connects now, and barrier() knows its device
+    _need_threads()
     dist.init_process_group(
         backend,
         rank=rank,
@@ -59,6 +64,34 @@ def open_group(
         **options,
     )
     _ready_made = dist.group.WORLD
+
+
+def _need_threads() -> None:
+    """Raise RuntimeError if the system has none left for gloo.
+
+    Its constructor (torch 2.13) waits for ever for its first thread when it is refused the second. These leave their
+    stacks to the C library, which gives them to gloo's.
+    """
+    gate, before = _thread.allocate_lock(), _thread._count()
+    gate.acquire()
+    try:
+        for _ in range(_GLOOS_THREADS):
+            _thread.start_new_thread(_pass, (gate,))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}: the system refuses a rank the {_GLOOS_THREADS} threads that gloo needs (by ulimit -v, ulimit -u "
+            "or the container's limit of processes)"
+        ) from None
+    finally:
+        gate.release()
+    deadline = time.monotonic() + _THREADS_END_S
+    while _thread._count() > before and time.monotonic() < deadline:
+        time.sleep(0)
+
+
+def _pass(gate: _thread.LockType) -> None:
+    with gate:
+        pass
 
 
 def _in_our_file(asked: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +143,7 @@ def let_users_make_their_own() -> None:
         else:
             # Else torch's handlers wait for ever for a store that they believe an agent hosts.
             os.environ.pop(AGENT_STORE, None)
+        _need_threads()
         original(backend, init_method, *args, **kwargs)
         _kept_alive.append(dist.group.WORLD)
 

@@ -66,7 +66,8 @@ def _outlive_a_kernel_out_of_files() -> None:
 
 
 wanted.import_all()
-detach.all_is_imported()
+if not wanted.trouble:  # else the watch ends this server: a thread of theirs might keep it
+    detach.all_is_imported()
 _outlive_a_kernel_out_of_files()
 atexit.register(_remove_files_of_a_dead_kernel)
 # Ranks share these pages for as long as the collector does not touch them.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
-import re
 import sys
 import threading
+from typing import Any
 
 import torch
 
-# On multiprocessing's list of what it imports. It would end the server for anything but an ImportError; no module has
-# such a name, so it passes over it, and the import is ours.
-_WANTED = re.compile(r"nbddp\.preload:([\w.]+)")  # forkserver.WANTED_PREFIX
+# Before the names on multiprocessing's list of what it imports. It would end the server for anything but an
+# ImportError; no module is called so, it passes over them, and the import is ours.
+_PREFIX = "nbddp.preload:"  # forkserver.WANTED_PREFIX
 
 trouble = ""  # why no rank can be forked with them
 
@@ -20,7 +21,11 @@ trouble = ""  # why no rank can be forked with them
 def import_all() -> None:
     """Import what the kernel asked for. What cannot be imported is left to the ranks, who say so if they need it."""
     global trouble
-    for name in _WANTED.findall(" ".join(sys.orig_argv)):
+    if _PREFIX not in sys.orig_argv[-1]:
+        return
+    names, path = _order(sys.orig_argv[-1])
+    sys.path[:] = path
+    for name in names:
         before = set(threading.enumerate())
         with contextlib.suppress(BaseException):  # sys.exit(), too
             importlib.import_module(name)
@@ -29,4 +34,13 @@ def import_all() -> None:
         elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             trouble = f"{name} initialises CUDA when it is imported"
         if trouble:
-            return
+            break
+    sys.stdout.flush()  # else every rank would write it once more
+    sys.stderr.flush()
+
+
+def _order(source: str) -> tuple[list[str], list[str]]:
+    """From multiprocessing's ``...; main(fd, fd, [names], **{...})``: our names, and the kernel's ``sys.path``."""
+    call: Any = ast.parse(source).body[-1]
+    imports, told = ast.literal_eval(call.value.args[2]), ast.literal_eval(call.value.keywords[-1].value)
+    return [name.removeprefix(_PREFIX) for name in imports if name.startswith(_PREFIX)], told["sys_path"]

@@ -75,7 +75,7 @@ def test_a_killed_rank_is_not_resumed_or_counted_on_every_host(
     found = run(cell(RESUMING).train, [7], hosts=warm, max_restarts=2)
     assert found.values == [(12.0, 5, 1, 1)] * 4
     assert found.history["loss"].values.tolist() == [float(i + 1) for i in range(12)]
-    status = found._status()
+    status = found._source.status()
     assert (status.restarts, status.max_restarts) == (1, 2)
     assert "rank 3 of 4" in status.restart_reason
     assert "gpu2" in status.restart_reason
@@ -230,7 +230,7 @@ def test_what_is_left_of_the_hosts_does_not_go_on(
     rig.hosts[lost].agent().kill()
     going.wait()
     assert going.values == [(0, 2, 1), (1, 2, 1)]
-    status = going._status()
+    status = going._source.status()
     assert "HostLost" in status.restart_reason
     assert lost in status.restart_reason
     assert [r.host for r in status.ranks][:2] == [name for name in ("gpu1", "gpu2", "gpu3") if name != lost]
@@ -242,7 +242,7 @@ def test_a_run_shrinks_below_its_least(cell: Cells, cluster: Login, rig: Rig, in
     rig.hosts["gpu2"].agent().kill()
     with within(SOON_S), pytest.raises(nbddp.HostLost, match="gpu2"):
         going.wait()
-    assert going._status().restarts == 0
+    assert going._source.status().restarts == 0
 
 
 def test_a_host_that_is_lost_while_its_ranks_start(cell: Cells, cluster: Login, rig: Rig) -> None:

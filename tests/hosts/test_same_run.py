@@ -151,7 +151,7 @@ def test_a_function_with_a_group_of_its_own_waits_for_ever(cell: Cells, warm: nb
 def test_the_panel_does_not_tell_whose_a_rank_is(cell: Cells, warm: nbddp.Cluster, in_folder: Path) -> None:
     names = cell("import os, time\ndef train():\n    while not os.path.exists('go'): time.sleep(0.01)")
     going = run(names.train, hosts=warm, wait=False)
-    seen = wait_until(lambda: all(r.memory_bytes for r in going._status().ranks) and going._status(), 60)
+    seen = wait_until(lambda: all(r.memory_bytes for r in going._source.status().ranks) and going._source.status(), 60)
     (in_folder / "go").touch()
     going.wait()
     assert [(r.rank, r.host) for r in seen.ranks] == [(0, "gpu1"), (1, "gpu1"), (2, "gpu2"), (3, "gpu2")]
