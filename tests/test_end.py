@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import nbddp
 from tests.support import (
@@ -499,3 +500,30 @@ def test_killed_dataloader_workers_leave_sockets(cell: Cells, own_notebook: Note
     theirs = own_notebook.ok("print(multiprocessing.util.get_temp_dir())").shown.strip()
     own_notebook.kill()
     wait_until(lambda: not os.path.exists(theirs))
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_much_data_stays_in_memory(threads: bool, cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread closes it; where the system has none to give, the run's own does."""
+    begin = threading.Thread.start
+
+    def start_thread(thread: threading.Thread) -> None:
+        if thread.name == "nbddp-give-back" and not threads:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_thread)
+    before, data = _open_blocks(), torch.ones(16 << 20)
+    going = [run(cell("def total(x): return float(x.sum())").total, data, wait=False) for _ in range(3)]
+    assert [each.wait(60).values for each in going] == [[16.0 * 2**20] * 2] * 3
+    if threads:
+        wait_until(lambda: _open_blocks() <= before, what="the blocks are closed")
+    assert _open_blocks() <= before
+
+
+def _open_blocks() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[os.readlink(f"/proc/self/fd/{fd}")] += 1
+    return Counter({link: count for link, count in found.items() if "memfd:nbddp-total" in link})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -27,6 +28,24 @@ def test_group_is_ready_and_collectives_are_right(cell: Cells) -> None:
             return dist.get_backend(), dist.get_world_size(), x.item(), seen
     """)
     assert run(names.train, nprocs=4).values == [("gloo", 4, 10.0, [0, 1, 2, 3])] * 4
+
+
+@pytest.mark.parametrize("more_nbytes", [mib << 20 for mib in (1, 5, 9, 13, 17, 21)])
+def test_a_rank_without_room_for_gloos_threads_waits_for_ever(cell: Cells, more_nbytes: int) -> None:
+    """torch's constructor does, for its first thread, when the second is refused; some rest of a stack may be left."""
+    train = cell(
+        """
+        import resource, torch, torch.distributed as dist
+        def train():
+            with open("/proc/self/statm") as file:
+                now = int(file.read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (now + MORE_NBYTES, resource.RLIM_INFINITY))
+            dist.init_process_group("gloo")
+            dist.all_reduce(torch.ones(1))
+    """.replace("MORE_NBYTES", str(more_nbytes))
+    ).train
+    with contextlib.suppress(nbddp.RankError):  # that no thread can be started; or there is room enough
+        run(train, init=False, timeout=10)
 
 
 def test_environment_is_torchruns(cell: Cells) -> None:

@@ -72,11 +72,17 @@ def _need_threads() -> None:
     Its constructor (torch 2.13) waits for ever for its first thread when it is refused the second. These leave their
     stacks to the C library, which gives them to gloo's.
     """
-    gate, before = _thread.allocate_lock(), _thread._count()
+    gate = _thread.allocate_lock()
     gate.acquire()
+    passed: list[int] = []
+
+    def go_through() -> None:
+        with gate:
+            passed.append(_thread.get_native_id())
+
     try:
         for _ in range(_GLOOS_THREADS):
-            _thread.start_new_thread(_pass, (gate,))
+            _thread.start_new_thread(go_through, ())
     except RuntimeError as error:
         raise RuntimeError(
             f"{error}: the system refuses a rank the {_GLOOS_THREADS} threads that gloo needs (by ulimit -v, ulimit -u "
@@ -85,13 +91,12 @@ def _need_threads() -> None:
     finally:
         gate.release()
     deadline = time.monotonic() + _THREADS_END_S
-    while _thread._count() > before and time.monotonic() < deadline:
+    while (len(passed) < _GLOOS_THREADS or any(map(_is_there, passed))) and time.monotonic() < deadline:
         time.sleep(0)
 
 
-def _pass(gate: _thread.LockType) -> None:
-    with gate:
-        pass
+def _is_there(thread: int) -> bool:
+    return os.path.exists(f"/proc/self/task/{thread}")
 
 
 def _in_our_file(asked: dict[str, Any]) -> dict[str, Any]:
