@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nbddp
-from tests.support import Cells, run
+from tests.support import Cells, run, script
 
 CONTRACT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -298,6 +298,21 @@ def test_a_spawned_rank_prints_what_the_user_did_not(cell: Cells) -> None:
     """torch's exit handlers, taken away, complained at the interpreter's end, a hundred lines for each rank."""
     names = cell("import torch\ndef train(): torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)")
     assert run(names.train, start_method="spawn").logs() == ""
+
+
+def test_a_path_object_among_the_folders_of_imports_ends_every_run(in_folder: Path) -> None:
+    """``sys.path.append(Path("lib"))``: Python passes over it; the standard library's fork server cannot be started."""
+    done = script("""
+        import pathlib, sys
+        sys.path.append(pathlib.Path("lib"))
+        import nbddp
+        nbddp.preload("mailbox")
+        for method in ("forkserver", "spawn"):
+            print(nbddp.run(lambda: 1, nprocs=2, device="cpu", show=False, start_method=method).values)
+        nbddp.export(lambda: 1, "job.nbddp")
+        print(sys.path[-1])
+    """)
+    assert (done.stdout, done.stderr) == ("[1, 1]\n[1, 1]\nlib\n", "")
 
 
 def test_each_rank_is_a_session_of_its_own(cell: Cells) -> None:

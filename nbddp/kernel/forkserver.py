@@ -40,6 +40,15 @@ class _ForkServer(forkserver.ForkServer):
         self.set_forkserver_preload([*PRELOAD, *(WANTED_PREFIX + name for name in wanted)])
         weakref.finalize(self, _end, vars(self)).atexit = False  # with this process it ends by itself
 
+    def ensure_running(self) -> None:
+        """As the standard library's, which writes ``sys.path`` into a program: a ``Path`` in it is no Python there."""
+        path = sys.path
+        sys.path = [part for part in path if isinstance(part, str)]  # Python itself passes over the others
+        try:
+            super().ensure_running()
+        finally:
+            sys.path = path
+
 
 def _end(server: dict[str, Any]) -> None:
     if server["owner"] != os.getpid() or server["_forkserver_pid"] is None:
@@ -310,6 +319,11 @@ class WorkerProcess(process.BaseProcess):
         return object.__new__, (process.BaseProcess,), {**self.__dict__, "_start_method": None}
 
 
+def import_path() -> list[str]:
+    """Where a rank finds modules: ``sys.path`` without what Python does not look at."""
+    return [part or os.getcwd() for part in sys.path if isinstance(part, str)]
+
+
 def _preparation(name: str) -> dict[str, Any]:
     """What ``multiprocessing.spawn.prepare`` needs in a rank.
 
@@ -319,6 +333,6 @@ def _preparation(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "authkey": process.current_process().authkey,
-        "sys_path": [path or os.getcwd() for path in sys.path],
+        "sys_path": import_path(),
         "orig_dir": process.ORIGINAL_DIR,  # type: ignore[attr-defined]
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,7 +145,7 @@ def make_plan(
         environ=environment(
             device_type, gpus if hosts is None else None, deterministic, threads if contract else None, env
         ),
-        sys_path=[path or os.getcwd() for path in sys.path],
+        sys_path=forkserver.import_path(),
         cwd=os.getcwd(),
         gpus=tuple(gpus) if gpus is not None else None,
         env=dict(env or {}),
