@@ -30,6 +30,9 @@ _OPENING_S = 0.2
 PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
 
 
+_paths = threading.Lock()
+
+
 class _ForkServer(forkserver.ForkServer):
     """One server. It ends when nobody holds this object any more: no process that came from it, no thread that asks."""
 
@@ -42,12 +45,15 @@ class _ForkServer(forkserver.ForkServer):
 
     def ensure_running(self) -> None:
         """As the standard library's, which writes ``sys.path`` into a program: a ``Path`` in it is no Python there."""
-        path = sys.path
-        sys.path = [part for part in path if isinstance(part, str)]  # Python itself passes over the others
-        try:
-            super().ensure_running()
-        finally:
-            sys.path = path
+        if all(isinstance(part, str) for part in sys.path):
+            return super().ensure_running()
+        with _paths:
+            path = sys.path
+            sys.path = [part for part in path if isinstance(part, str)]  # Python itself passes over the others
+            try:
+                return super().ensure_running()
+            finally:
+                sys.path = path
 
 
 def _end(server: dict[str, Any]) -> None:
