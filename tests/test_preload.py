@@ -164,7 +164,10 @@ UNFIT = {
         "import torch\ntorch.cuda.is_initialized = lambda: True",
         "initialises_cuda initialises CUDA when it is imported",
     ),
-    "ends_the_process": ("import os; os._exit(3)", "it ends while it imports ends_the_process"),
+    "ends_the_process": (
+        "import os; os._exit(3)",
+        "it ended twice, while or after it imported ends_the_process",
+    ),
 }
 
 
@@ -174,7 +177,7 @@ def test_a_module_that_no_fork_survives_breaks_runs(name: str, in_folder: Path) 
     shown = _with_installed(in_folder, name, source)
     assert shown == (
         f"[started again by forkserver: {why}]\n"
-        "there: [False, False]\nagain: [False, False]\nstill a fork server: True\nservers: 1\n"
+        "beside: [False, False]\nthere: [False, False]\nagain: [False, False]\nstill a fork server: True\nservers: 1\n"
     )
 
 
@@ -183,7 +186,7 @@ def test_a_module_that_cannot_be_imported_ends_the_server(line: str, in_folder: 
     works = "print" in line
     shown = _with_installed(in_folder, "cannot_be", line)
     assert shown.replace("hello\n", "", 1) == (
-        f"there: {[works] * 2}\nagain: {[works] * 2}\nstill a fork server: True\nservers: 1\n"
+        f"beside: {[works] * 2}\nthere: {[works] * 2}\nagain: {[works] * 2}\nstill a fork server: True\nservers: 1\n"
     )
 
 
@@ -199,8 +202,10 @@ def _with_installed(folder: Path, name: str, source: str) -> str:
         sys.path.append({str(packages)!r})  # as in a cell
         def is_there(): return {name!r} in sys.modules
         nbddp.preload({name!r})
+        beside = nbddp.run(is_there, nprocs=2, device="cpu", show=False, wait=False)
         first = nbddp.run(is_there, nprocs=2, device="cpu", show=False)
         print(first.logs(0), end="")
+        print("beside:", beside.wait().values)
         print("there:", first.values)
         print("again:", nbddp.run(is_there, nprocs=2, device="cpu", show=False).values)
         print("still a fork server:", forkserver.available())

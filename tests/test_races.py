@@ -214,19 +214,20 @@ def test_a_fork_of_the_kernel_keeps_the_ranks_alive(in_folder: Any) -> None:
         """
         import os, signal, time
         import nbddp
+        from nbddp.kernel import forkserver
         run = nbddp.run(time.sleep, (600,), nprocs=2, device="cpu", show=False, wait=False)
         while run.state != "running": time.sleep(0.01)
         child = os.fork()
         if child == 0: time.sleep(600)
-        print(child, *run._supervisor.pids(), flush=True)
+        print(child, forkserver.pid(), *run._supervisor.pids(), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
     )
     assert kernel.stdout is not None
-    child, *ranks = map(int, kernel.stdout.readline().split())
+    child, *others = map(int, kernel.stdout.readline().split())  # the fork server, the ranks
     kernel.wait(10)
     try:
-        wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+        wait_until(lambda: not any(map(psutil.pid_exists, others)))
         assert psutil.pid_exists(child)
     finally:
         os.kill(child, signal.SIGKILL)

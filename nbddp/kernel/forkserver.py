@@ -24,13 +24,25 @@ from typing import Any
 
 RUN_PREFIX = "r-"  # see nbddp.worker.preload
 WANTED_PREFIX = "nbddp.preload:"  # see nbddp.worker.wanted
-DIED = (EOFError, BrokenPipeError, ConnectionResetError)  # what asking a server raises that dies just then
+_DIED = (EOFError, BrokenPipeError, ConnectionResetError)  # what asking a server raises that dies just then
 _FDS_OF_A_START = 8  # a socket, two pipes, a duplicate
 _OPENING_S = 0.2
 PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
 
 
 _paths = threading.Lock()
+
+
+class ServerDied(EOFError):
+    """A server ended while it was asked for a process.
+
+    Attributes:
+        wanted: the modules of :func:`preload` that it imported first.
+    """
+
+    def __init__(self, wanted: tuple[str, ...]) -> None:
+        super().__init__("the fork server ended")
+        self.wanted = wanted
 
 
 class _ForkServer(forkserver.ForkServer):
@@ -110,7 +122,10 @@ class _Server:
     def _ask(self, server: Any, fds: list[int]) -> tuple[int, int]:
         # It may have been killed since it was looked at.
         with room_for(_FDS_OF_A_START), _no_trace_of_a_restart(server):
-            return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
+            try:
+                return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
+            except _DIED as error:
+                raise ServerDied(server.wanted) from error
 
     def private_folder(self) -> str:
         """multiprocessing's folder for sockets, there and ours alone: systems clean /tmp of what is old."""
@@ -164,6 +179,19 @@ def _is_private(folder: str) -> bool:
 _server = _Server()
 
 
+def _disown() -> None:
+    """In a process forked from the kernel: the server is the kernel's, and ends with that."""
+    global _server
+    current, wanted = _server._current, _server.wanted
+    if current is not None and current._forkserver_alive_fd is not None:
+        os.close(current._forkserver_alive_fd)
+    _server = _Server()
+    _server.wanted = wanted
+
+
+os.register_at_fork(after_in_child=_disown)
+
+
 _unfit = False
 
 
@@ -177,11 +205,6 @@ def preload(modules: Sequence[str]) -> None:
     _server.want(modules)
     _server.private_folder()
     warm()
-
-
-def preloaded() -> tuple[str, ...]:
-    """What :func:`preload` was called with so far."""
-    return _server.wanted
 
 
 def method_without(*, preloaded: str) -> str:
@@ -293,13 +316,19 @@ class _Popen(popen_forkserver.Popen):
             set_spawning_popen(None)
         try:
             self._ask_server(buffer)
-        except DIED:  # it died under our hands: a new one is started
-            if self.finalizer is not None:  # it had given us a process
-                self.finalizer()
+        except ServerDied:  # under our hands: a new one is started
             self._ask_server(buffer)
 
     def _ask_server(self, process_data: io.BytesIO) -> None:
         self._server, (self.sentinel, writer) = _server.connect(self._fds)
+        try:
+            self._hand_over(writer, process_data)
+        except _DIED as error:
+            if self.finalizer is not None:
+                self.finalizer()
+            raise ServerDied(self._server.wanted) from error
+
+    def _hand_over(self, writer: int, process_data: io.BytesIO) -> None:
         with open(writer, "wb") as pipe:
             try:
                 kept = os.dup(writer)

@@ -12,6 +12,7 @@ import multiprocessing
 import operator
 import os
 import time
+import traceback
 from collections.abc import Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import wait
@@ -85,10 +86,11 @@ class Crew(Ranks):
             try:
                 worker = self._start_one(job, output, (payload_fd, store_fd), inherited)
             except (OSError, EOFError) as error:
-                if isinstance(error, forkserver.DIED) and (names := ", ".join(forkserver.preloaded())):
-                    raise BadFork(f"it ends while it imports {names}") from error
-                why = str(error) or "the fork server ended"
-                raise LaunchError(f"rank {job.rank} could not be started: {why}") from error
+                traceback.clear_frames(error.__traceback__)  # the server is in them, and would be there as long
+                if isinstance(error, forkserver.ServerDied) and error.wanted:
+                    names = ", ".join(error.wanted)
+                    raise BadFork(f"it ended twice, while or after it imported {names}") from error
+                raise LaunchError(f"rank {job.rank} could not be started: {error}") from error
             self.workers.append(worker)
             worker.send(job)
 

@@ -50,7 +50,7 @@ def in_kernel() -> None:
     forkserver.PRELOAD.append("tests.benchmarks.trace")
     if forkserver.pid() is not None:  # importing nbddp has started one, without this
         os.unlink(forkserver._server.get()._forkserver_address)
-        forkserver._server._give_up(forkserver._server._server)
+        forkserver._server._give_up(forkserver._server._current)
     timed(runner, "make_plan", "kernel: check the arguments")
     timed(runner, "_pickled", "kernel: pickle")
     timed(local.Local, "take", "kernel: copy the data")
