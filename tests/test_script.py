@@ -48,10 +48,20 @@ def under_torchrun(path: Path, argv: Sequence[str], *options: str) -> None:
         # Else its restarted gloo ranks read their dead predecessors' addresses, and wait for them.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    for _ in range(6):  # its ranks abort now and then on their way out: "terminate called without an active exception"
-        for leftover in path.parent.glob("*.pt"):
+    in_peace([sys.executable, "-m", *command], path.parent, env)
+
+
+def by_itself(path: Path, argv: Sequence[str]) -> None:
+    in_peace([sys.executable, str(path), *argv], path.parent, dict(os.environ))
+
+
+def in_peace(command: Sequence[str], folder: Path, env: dict[str, str]) -> None:
+    for _ in range(
+        6
+    ):  # torch's ranks abort now and then on their way out: "terminate called without an active exception"
+        for leftover in folder.glob("*.pt"):
             leftover.unlink()  # a further try resumes nothing
-        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
         if done.returncode == 0:
             return
     raise AssertionError(done.stderr)
@@ -142,7 +152,7 @@ def test_a_resumed_program_ends_elsewhere_than_an_uninterrupted_one_under_torchr
 
 def test_a_program_that_spawns_by_itself_trains_to_other_numbers(beside: Path) -> None:
     argv = [str(free_port()), "."]
-    subprocess.run([sys.executable, "multigpu_spawn.py", *argv], check=True, timeout=120)
+    by_itself(beside / "multigpu_spawn.py", argv)
     expected = written(beside)
     assert_trained(expected)
 
@@ -155,7 +165,7 @@ def test_a_tutorial_pasted_into_a_cell_trains_to_other_numbers(
     beside: Path, cell: Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = [str(free_port()), "."]
-    subprocess.run([sys.executable, "multigpu_spawn.py", *argv], check=True, timeout=120)
+    by_itself(beside / "multigpu_spawn.py", argv)
     expected = written(beside)
 
     # ... and in a cell, with one word changed.
