@@ -70,13 +70,15 @@ def __dir__() -> list[str]:
 
 
 def _warm_in_a_kernel() -> None:
-    """In a notebook the fork server begins to import torch now; a plain script decides by itself."""
+    """In a notebook all that a first run needs begins now, like the import of torch; a plain script decides by itself."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     if getattr(shell, "kernel", None) is None:
         return
+    from nbddp import hugefiles
     from nbddp.kernel import forkserver
 
+    hugefiles.begin()
     if forkserver.available():
         forkserver.warm()
 

@@ -1,6 +1,7 @@
 """Both sides. A block: one file in memory that both sides map, and what goes where in it.
 
-``memfd`` is not bound by a container's 64 MB /dev/shm, and has no name in any file system.
+It lies in huge pages where the system allows that, and else in a ``memfd``: neither is bound by a container's 64 MB
+/dev/shm, or has a name in any file system.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nbddp import hugefiles
+
 ALIGN = 64
 _MAP_FROM_NBYTES = 1 << 20  # below this a copy is cheaper than a mapping, and pins nothing
 _CHUNK_NBYTES = 4 << 20  # of one thread, between two looks whether it is still wanted
@@ -31,6 +34,9 @@ _Chunks = Iterator[tuple[int, memoryview]]
 
 def open_block(name: str) -> int:
     """A new, empty block. Returns its fd; nothing of it has a name in any file system."""
+    hugefiles.begin()
+    if (fd := hugefiles.open_file(f"nbddp-{name}")) is not None:
+        return fd
     if hasattr(os, "memfd_create"):
         return os.memfd_create(f"nbddp-{name}")
     with tempfile.TemporaryFile() as file:
@@ -121,7 +127,7 @@ def _never_lacks_room(fd: int) -> bool:
     """Is a write to a mapping of it as safe as ``pwrite``? Where there is no room, it is a SIGBUS and no error."""
     with contextlib.suppress(OSError):
         strict = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
-        return os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:") and not strict
+        return os.fstatvfs(fd).f_blocks == 0 and not strict  # of no size: as large as there is memory
     return False
 
 

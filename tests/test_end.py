@@ -526,4 +526,4 @@ def _open_blocks() -> Counter[str]:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             found[os.readlink(f"/proc/self/fd/{fd}")] += 1
-    return Counter({link: count for link, count in found.items() if "memfd:nbddp-total" in link})
+    return Counter({link: count for link, count in found.items() if "nbddp-total" in link})

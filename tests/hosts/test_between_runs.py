@@ -26,7 +26,7 @@ def kept(rig: Rig, host: str) -> int:
         with contextlib.suppress(OSError):
             for fd in os.listdir(f"/proc/{process.pid}/fd"):
                 path = f"/proc/{process.pid}/fd/{fd}"
-                if "memfd:nbddp" in os.readlink(path):
+                if "nbddp-" in os.readlink(path):
                     found[os.stat(path).st_ino] = os.stat(path).st_blocks * 512
     return sum(found.values())
 

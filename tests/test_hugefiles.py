@@ -1,0 +1,270 @@
+"""Files in huge pages: that blocks lie in them, and that nothing depends on it."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from nbddp import block, hugefiles, payload
+from tests.support import Cells, open_fds, run, script, wait_until
+
+NBYTES = 64 << 20
+HUGE = Path("/sys/kernel/mm/transparent_hugepage")
+
+needs_huge_pages = pytest.mark.skipif(
+    sys.platform != "linux" or not HUGE.exists(), reason="this system has no transparent huge pages"
+)
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has just begun."""
+    monkeypatch.setattr(hugefiles, "_begun", threading.Event())
+    monkeypatch.setattr(hugefiles, "_directories", directories := [])
+    yield
+    wait_until(lambda: not makers(), what="it is made")
+    for fd in directories:
+        os.close(fd)
+
+
+def makers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "nbddp-huge-files"]
+
+
+def made() -> bool:
+    """Make the file system, and wait for it."""
+    hugefiles.begin()
+    wait_until(lambda: not makers(), what="it is made")
+    return bool(hugefiles._directories)
+
+
+@pytest.fixture
+def huge() -> None:
+    if not made():
+        pytest.skip("this system lets nobody make a tmpfs (user namespaces are forbidden, say)")
+
+
+def in_huge_pages() -> int:
+    """Bytes of files in memory that this process sees by huge pages."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(kb) << 10 for kb in re.findall(r"^ShmemPmdMapped:\s+(\d+) kB", text, re.M))
+
+
+@needs_huge_pages
+def test_a_large_tensor_lies_in_huge_pages(huge: None) -> None:
+    before, data = in_huge_pages(), torch.arange(NBYTES // 8)
+    fd = payload.open_block("test")
+    packed = payload.pack(data, fd)
+    arrived = payload.unpack(fd, packed.nbytes).value
+    os.close(fd)
+    assert torch.equal(arrived, data)
+    assert in_huge_pages() - before > NBYTES // 2  # all but its edges, while the system has huge pages to give
+    arrived += 1  # the reader's own, as ever
+    assert torch.equal(arrived, data + 1)
+    del arrived
+    assert in_huge_pages() == before
+
+
+@needs_huge_pages
+def test_ranks_and_notebook_see_large_data_by_huge_pages(huge: None, cell: Cells) -> None:
+    names = cell("""
+        import re
+        def train(data):
+            total = int(data.sum())
+            text = open("/proc/self/smaps_rollup").read()
+            return total, int(re.search(r"ShmemPmdMapped:\\s+(\\d+)", text)[1]) << 10, data
+    """)
+    before = in_huge_pages()
+    done = run(names.train, torch.ones(NBYTES, dtype=torch.uint8))
+    for total, seen, back in done.values:
+        assert total == int(back.sum()) == NBYTES
+        assert seen > NBYTES // 2
+    assert in_huge_pages() - before > NBYTES
+
+
+@needs_huge_pages
+def test_a_small_block_takes_no_huge_page(huge: None) -> None:
+    for nbytes in (1, 5000, (2 << 20) + 1):
+        fd = block.open_block("test")
+        block.fill(fd, nbytes, [(0, memoryview(bytes(nbytes)))], lambda: True)
+        assert os.fstat(fd).st_blocks * 512 < nbytes + (64 << 10)
+        os.close(fd)
+
+
+def test_it_is_mounted_nowhere_and_has_no_name(huge: None) -> None:
+    fd = block.open_block("my/run")
+    link = os.readlink(f"/proc/self/fd/{fd}")
+    assert re.fullmatch(r"/nbddp-my-run-\d+-\d+ \(deleted\)", link)
+    assert os.fstat(fd).st_nlink == 0
+    assert os.fstat(fd).st_mode & 0o777 == 0o600
+    device = os.fstat(fd).st_dev
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    assert f"{os.major(device)}:{os.minor(device)}" not in [line.split()[2] for line in mounts]
+    for directory in hugefiles._directories:
+        assert os.listdir(f"/proc/self/fd/{directory}") == []
+    os.close(fd)
+
+
+def test_many_threads_open_files_of_one_name(huge: None) -> None:
+    opened: list[int] = []
+
+    def open_some() -> None:
+        opened.extend(block.open_block("test") for _ in range(50))
+
+    threads = [threading.Thread(target=open_some) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    inodes = {os.fstat(fd).st_ino for fd in opened}
+    for fd in opened:
+        os.close(fd)
+    assert len(inodes) == 400
+
+
+def test_a_fork_of_the_process_has_files_of_its_own(huge: None) -> None:
+    """Its numbers go on from the same one."""
+    ours, theirs = os.pipe()
+    if os.fork() == 0:
+        os.write(theirs, b"%d" % all(hugefiles.open_file("test") for _ in range(20)))
+        os._exit(0)
+    files = [hugefiles.open_file("test") for _ in range(20)]
+    assert os.read(ours, 10) == b"1"
+    os.wait()
+    for fd in (ours, theirs, *files):
+        assert fd is not None
+        os.close(fd)
+
+
+def test_nobody_waits_for_it(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/sleep")  # "invalid option": it ends at once, and later
+    fd = block.open_block("test")
+    assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:nbddp-test")
+    os.close(fd)
+
+
+def never_ends(folder: Path) -> str:
+    path = folder / "python"
+    path.write_text("#!/bin/sh\nexec sleep 60\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+def says_nothing(folder: Path) -> str:
+    return "/bin/true"
+
+
+def is_not_there(folder: Path) -> str:
+    return str(folder / "none")
+
+
+def is_unknown(folder: Path) -> str:
+    return ""
+
+
+def takes_the_channel_for_words(folder: Path) -> str:
+    path = folder / "python"
+    path.write_text(f"#!{sys.executable}\nimport sys, os\nos.write(int(sys.argv[-1]), b'x')\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [never_ends, says_nothing, is_not_there, is_unknown, takes_the_channel_for_words],
+    ids=lambda f: f.__name__,
+)
+def test_without_it_blocks_are_memfds(
+    anew: None, program: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Cells
+) -> None:
+    fds, children = open_fds(), psutil.Process().children()
+    monkeypatch.setattr(hugefiles, "_PATIENCE_S", 0.3)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", program(tmp_path))
+        assert not made()
+    assert open_fds() == fds
+    assert psutil.Process().children() == children
+    fd = block.open_block("test")
+    assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:nbddp-test")
+    os.close(fd)
+    data = torch.arange(NBYTES // 8)
+    assert run(cell("def total(x): return int(x.sum()), x").total, data).values[0][0] == int(data.sum())
+
+
+def test_no_thread_to_make_it_with(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        os.close(block.open_block("test"))
+    assert not made()
+
+
+def test_no_file_descriptor_to_make_it_with(anew: None) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fds = sorted(os.dup(0) for _ in range(20))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (fds[-1] + 2, hard))
+        assert not made()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in fds:
+            os.close(fd)
+
+
+def test_a_process_that_became_another_user_takes_memfds(huge: None) -> None:
+    """Files of the new user cannot be in the namespace of the old one."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    done = script("""
+        import os, time
+        from nbddp import block, hugefiles
+        hugefiles.begin()
+        deadline = time.monotonic() + 20
+        while not hugefiles._directories and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.setegid(65534)
+        os.seteuid(65534)
+        fd = block.open_block("test")
+        block.fill(fd, 5, [(0, memoryview(b"hello"))], lambda: True)
+        print(len(hugefiles._directories), hugefiles.open_file("test"), os.pread(fd, 5, 0))
+    """)
+    assert done.stdout == "1 None b'hello'\n", done.stderr
+
+
+def test_a_killed_process_gives_its_blocks_back(huge: None) -> None:
+    """A tmpfs that is mounted nowhere could still keep its files."""
+    before = shared_memory()
+    done = script(f"""
+        import os, signal, time
+        from nbddp import block, hugefiles
+        from tests.test_hugefiles import shared_memory
+        hugefiles.begin()
+        while not hugefiles._directories:
+            time.sleep(0.01)
+        fd = block.open_block("test")
+        block.fill(fd, {4 * NBYTES}, [(0, memoryview(bytes({4 * NBYTES})))], lambda: True)
+        print(os.readlink(f"/proc/self/fd/{{fd}}"), shared_memory(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    link, _, meanwhile = done.stdout.split()
+    assert "nbddp-test" in link
+    assert int(meanwhile) > before + 3 * NBYTES
+    wait_until(lambda: shared_memory() < before + NBYTES, what="it is given back")
+
+
+def shared_memory() -> int:
+    """Bytes of files in memory, on the whole machine."""
+    found = re.search(r"^Shmem:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    assert found
+    return int(found[1]) << 10
