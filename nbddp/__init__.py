@@ -70,7 +70,7 @@ def __dir__() -> list[str]:
 
 
 def _warm_in_a_kernel() -> None:
-    """In a notebook all that a first run needs begins now, like the import of torch; a plain script decides by itself."""
+    """In a notebook what a first run needs begins now (the import of torch, say); a plain script decides by itself."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     if getattr(shell, "kernel", None) is None:
