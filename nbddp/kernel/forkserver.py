@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import io
 import multiprocessing
 import os
 import shutil
@@ -18,15 +17,15 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from multiprocessing import forkserver, popen_forkserver, process, reduction, util
-from multiprocessing.context import set_spawning_popen
+from multiprocessing import forkserver, process, reduction, util
 from typing import Any
+
+from nbddp.kernel.room import room_for
 
 RUN_PREFIX = "r-"  # see nbddp.worker.preload
 WANTED_PREFIX = "nbddp.preload:"  # see nbddp.worker.wanted
 _DIED = (EOFError, BrokenPipeError, ConnectionResetError)  # what asking a server raises that dies just then
 _FDS_OF_A_START = 8  # a socket, two pipes, a duplicate
-_OPENING_S = 0.2
 PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
 
 
@@ -34,7 +33,7 @@ _paths = threading.Lock()
 
 
 class ServerDied(EOFError):
-    """A server ended while it was asked for a process.
+    """A server ended before it had started a process.
 
     Attributes:
         wanted: the modules of :func:`preload` that it imported first.
@@ -80,8 +79,7 @@ _ended: collections.deque[int] = collections.deque()  # pids of servers that are
 
 
 class _Server:
-    """The one that ranks come from: anew where it can no longer be reached, in a fork of the kernel, and when
-    something else is to be imported."""
+    """The one that ranks come from: anew where it cannot be reached, and when something else is to be imported."""
 
     def __init__(self) -> None:
         self.wanted: tuple[str, ...] = ()  # modules, beside our own
@@ -96,7 +94,7 @@ class _Server:
     def get(self) -> Any:
         with self._lock:
             current = self._current
-            if current is None or (current.owner, current.wanted) != (os.getpid(), self.wanted):
+            if current is None or current.wanted != self.wanted:
                 self._current = _ForkServer(self.wanted)
             return self._current
 
@@ -109,7 +107,7 @@ class _Server:
         return server
 
     def connect(self, fds: list[int]) -> tuple[Any, tuple[int, int]]:
-        """A new process: whom to hold while it lives, the fds of its exit code and of its input."""
+        """See :func:`connect`."""
         self.private_folder()
         server = self.running()
         try:
@@ -121,11 +119,8 @@ class _Server:
 
     def _ask(self, server: Any, fds: list[int]) -> tuple[int, int]:
         # It may have been killed since it was looked at.
-        with room_for(_FDS_OF_A_START), _no_trace_of_a_restart(server):
-            try:
-                return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
-            except _DIED as error:
-                raise ServerDied(server.wanted) from error
+        with room_for(_FDS_OF_A_START), _no_trace_of_a_restart(server), telling_of_its_death(server):
+            return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
 
     def private_folder(self) -> str:
         """multiprocessing's folder for sockets, there and ours alone: systems clean /tmp of what is old."""
@@ -148,7 +143,16 @@ class _Server:
     def pid(self) -> int | None:
         """The running server's pid, or None before the first start."""
         current = self._current
-        return current._forkserver_pid if current is not None and current.owner == os.getpid() else None
+        return current._forkserver_pid if current is not None else None
+
+
+@contextlib.contextmanager
+def telling_of_its_death(server: Any) -> Iterator[None]:
+    """Around what is said to a server, or to a process that it starts. Raises ServerDied."""
+    try:
+        yield
+    except _DIED as error:
+        raise ServerDied(server.wanted) from error
 
 
 def reap() -> None:
@@ -237,6 +241,15 @@ def _unfix_default_method(before: str | None) -> None:
         multiprocessing.set_start_method(None, force=True)
 
 
+def connect(fds: list[int]) -> tuple[Any, tuple[int, int]]:
+    """A new process, given ``fds``: whom to hold while it lives, the fds of its exit code and of its input.
+
+    Raises:
+        ServerDied: the server, under our hands. OSError: none can be started.
+    """
+    return _server.connect(fds)
+
+
 def warm() -> None:
     """Start the server if it is not running. Returns at once; it imports torch meanwhile."""
     _server.running()
@@ -274,100 +287,3 @@ def _unlink_socket(address: str | None) -> None:
     if address is not None:
         with contextlib.suppress(OSError, ValueError):  # in some Pythons it has no file
             os.unlink(address)
-
-
-_opening = threading.Lock()
-
-
-@contextlib.contextmanager
-def room_for(fds: int) -> Iterator[None]:
-    """Have so many files to open, or raise OSError; one of our threads at a time, so that none takes another's.
-
-    Who opens may wait for something else, too (a store for a DNS server): nobody waits long for that.
-    """
-    alone = _opening.acquire(timeout=_OPENING_S)
-    try:
-        with contextlib.ExitStack() as stack:
-            for _ in range(fds):
-                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-        yield
-    finally:
-        if alone:
-            _opening.release()
-
-
-def _close_fds(*fds: int) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-class _Popen(popen_forkserver.Popen):
-    _fds: list[int]
-    _server: Any  # the exit code comes from it: it must not end before
-
-    def _launch(self, process_obj: Any) -> None:
-        """As in the standard library, but from our server, and without a copy of the user's ``__main__``."""
-        buffer = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(_preparation(process_obj.name), buffer)
-            reduction.dump(process_obj, buffer)
-        finally:
-            set_spawning_popen(None)
-        try:
-            self._ask_server(buffer)
-        except ServerDied:  # under our hands: a new one is started
-            self._ask_server(buffer)
-
-    def _ask_server(self, process_data: io.BytesIO) -> None:
-        self._server, (self.sentinel, writer) = _server.connect(self._fds)
-        try:
-            self._hand_over(writer, process_data)
-        except _DIED as error:
-            if self.finalizer is not None:
-                self.finalizer()
-            raise ServerDied(self._server.wanted) from error
-
-    def _hand_over(self, writer: int, process_data: io.BytesIO) -> None:
-        with open(writer, "wb") as pipe:
-            try:
-                kept = os.dup(writer)
-            except OSError:
-                os.close(self.sentinel)
-                raise
-            # The child's sentinel for this process: it stays open for as long as the Popen object lives.
-            self.finalizer = util.Finalize(self, _close_fds, (kept, self.sentinel))
-            pipe.write(process_data.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)
-
-
-class WorkerProcess(process.BaseProcess):
-    """A process forked from our server."""
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> _Popen:  # noqa: N802 (multiprocessing's name)
-        return _Popen(process_obj)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The worker is told of multiprocessing's class: it must not import the kernel side.
-        # No start method: what the rank itself starts uses the platform's own default.
-        return object.__new__, (process.BaseProcess,), {**self.__dict__, "_start_method": None}
-
-
-def import_path() -> list[str]:
-    """Where a rank finds modules: ``sys.path`` without what Python does not look at."""
-    return [part or os.getcwd() for part in sys.path if isinstance(part, str)]
-
-
-def _preparation(name: str) -> dict[str, Any]:
-    """What ``multiprocessing.spawn.prepare`` needs in a rank.
-
-    Its own ``get_preparation_data`` also fixes the kernel's default start method for good, and has
-    the child run the user's script again.
-    """
-    return {
-        "name": name,
-        "authkey": process.current_process().authkey,
-        "sys_path": import_path(),
-        "orig_dir": process.ORIGINAL_DIR,  # type: ignore[attr-defined]
-    }

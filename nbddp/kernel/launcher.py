@@ -20,7 +20,7 @@ from typing import Any
 
 from nbddp import frames, payload, wire
 from nbddp.errors import LaunchError
-from nbddp.kernel import forkserver, stacks
+from nbddp.kernel import forked, forkserver, stacks
 from nbddp.kernel.crew import Ranks
 from nbddp.kernel.failure import BadFork
 from nbddp.kernel.local_worker import Worker
@@ -124,7 +124,7 @@ class Crew(Ranks):
     def _new_process(self, **what: Any) -> Any:
         process: Any
         if self._start_method == "forkserver":
-            process = forkserver.WorkerProcess(**what)
+            process = forked.WorkerProcess(**what)
             process.start()
             return process
         with forkserver.default_method_untouched():

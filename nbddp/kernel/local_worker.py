@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from nbddp import payload, wire
-from nbddp.kernel import forkserver, oom
+from nbddp.kernel import forked, oom
 from nbddp.kernel.crew import Rank
 from nbddp.kernel.output import RankOutput
 from nbddp.worker.output import STACKS_SIGNAL
@@ -32,7 +32,7 @@ class Worker(Rank):
     def __init__(self, rank: int, process: Any, channel: Connection, output: RankOutput, fds: dict[str, int]) -> None:
         super().__init__(rank, output)
         self._dismissed = False
-        self._spawned = not isinstance(process, forkserver.WorkerProcess)
+        self._spawned = not isinstance(process, forked.WorkerProcess)
         self._oom_kills = oom.kills()
         self._process = process
         self._channel: Connection | None = channel

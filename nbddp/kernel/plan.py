@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nbddp.errors import LaunchError, short
-from nbddp.kernel import forkserver
+from nbddp.kernel import forked, forkserver
 from nbddp.kernel.devices import choose_backend, choose_device, choose_nprocs, choose_shares
 from nbddp.kernel.environment import CONTRACT, Place, environment, threads_of
 from nbddp.kernel.rendezvous import Rendezvous
@@ -145,7 +145,7 @@ def make_plan(
         environ=environment(
             device_type, gpus if hosts is None else None, deterministic, threads if contract else None, env
         ),
-        sys_path=forkserver.import_path(),
+        sys_path=forked.import_path(),
         cwd=os.getcwd(),
         gpus=tuple(gpus) if gpus is not None else None,
         env=dict(env or {}),

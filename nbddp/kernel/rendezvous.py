@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from nbddp.kernel.forkserver import room_for
+from nbddp.kernel.room import room_for
 from nbddp.waiting import start_thread
 
 HOST = "127.0.0.1"

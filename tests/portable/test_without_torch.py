@@ -24,7 +24,7 @@ import pytest
 import nbddp
 from nbddp import tracebacks
 from nbddp.errors import RankError
-from nbddp.kernel import forkserver, stacks
+from nbddp.kernel import forked, forkserver, stacks
 from nbddp.kernel.history import History
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.panel.text import TextView
@@ -42,7 +42,7 @@ def test_a_file_that_this_python_cannot_compile() -> None:
 @contextmanager
 def started(target: Any, *args: Any) -> Iterator[tuple[Any, Any]]:
     ours, theirs = Pipe()
-    process = forkserver.WorkerProcess(target=target, args=(theirs, *args))
+    process = forked.WorkerProcess(target=target, args=(theirs, *args))
     process.start()
     theirs.close()
     try:
