@@ -73,9 +73,11 @@ def fill(fd: int, nbytes: int, parts: Sequence[tuple[int, memoryview]], wanted: 
     """Size the block and copy the parts to their offsets, for as long as that is ``wanted``; much of it by threads.
 
     Two ``pwrite`` to one file wait for each other, a page fault of its mapping for none: so one thread writes, the
-    others copy. With two on two cores, 1 GiB takes 0.7 times as long as with one.
+    others copy. With two on two cores, 1 GiB takes 0.7 to 0.9 times as long as with one.
+
+    Args:
+        parts: each with its offset, in their order.
     """
-    os.ftruncate(fd, nbytes)
     chunks = iter(
         [
             (offset + start, data[start : start + _CHUNK_NBYTES])
@@ -83,10 +85,18 @@ def fill(fd: int, nbytes: int, parts: Sequence[tuple[int, memoryview]], wanted: 
             for start in range(0, data.nbytes, _CHUNK_NBYTES)
         ]
     )
-    others = _threads_beside(fd, sum(data.nbytes for _, data in parts))
-    if not others:
+    written = sum(data.nbytes for _, data in parts)
+    if written < nbytes // 2:
+        # What no tensor sees of its storage stays a hole. A huge page would fill it, and there is none at a file's end.
+        _write(fd, chunks, wanted)
+        return os.ftruncate(fd, nbytes)
+    os.ftruncate(fd, nbytes)
+    mapped, others = None, _threads_beside(fd, written)
+    if others:
+        with contextlib.suppress(RuntimeError):  # this process became another user's, or has no room for it
+            mapped = storage_bytes(_mapping(fd, nbytes, shared=True))
+    if mapped is None:
         return _write(fd, chunks, wanted)
-    mapped = storage_bytes(_mapping(fd, nbytes, shared=True))
     copies = []
     with ThreadPoolExecutor(others, "nbddp-copy") as pool:
         try:
@@ -99,6 +109,19 @@ def fill(fd: int, nbytes: int, parts: Sequence[tuple[int, memoryview]], wanted: 
     for copy in copies:
         copy.result()
     return None
+
+
+def write_piece(fd: int, piece: memoryview | bytes, at: int, nbytes: int) -> None:
+    """Write a piece of a block that comes piece by piece, the first one first, and takes an earlier one's place.
+
+    Args:
+        at: its offset.
+        nbytes: of the whole block, which is sized at once: the system chooses pages by a file's size.
+    """
+    if at == 0:
+        os.ftruncate(fd, 0)
+        os.ftruncate(fd, nbytes)
+    write_at(fd, piece, at)
 
 
 def _write(fd: int, chunks: _Chunks, wanted: Callable[[], bool]) -> None:

@@ -101,7 +101,10 @@ def _decoded(text: bytes) -> Head:
 
 
 class BlockFrames:
-    """A block's bytes as frames, read when they are sent, and what is to follow them; each head tells ``at``."""
+    """A block's bytes as frames, read when they are sent, and what is to follow them.
+
+    Each head tells ``at``, the piece's offset, and ``nbytes``, the block's.
+    """
 
     def __init__(self, fd: int, nbytes: int, *, then: Sequence[Head] = (), **head: Any) -> None:
         self._wanted = True
@@ -117,7 +120,8 @@ class BlockFrames:
         for at in range(0, self._nbytes, CHUNK):
             if not self._wanted:
                 return
-            yield encode({**self._head, "at": at}, os.pread(self._fd, min(CHUNK, self._nbytes - at), at))
+            head = {**self._head, "at": at, "nbytes": self._nbytes}
+            yield encode(head, os.pread(self._fd, min(CHUNK, self._nbytes - at), at))
         with self._lock:
             self._sent = self._wanted
         if self._sent:

@@ -1,9 +1,9 @@
 """Both sides. Objects to and from one block of memory that both sides map.
 
-A block is one file in memory (``memfd``: not bound by a container's 64 MB /dev/shm). cloudpickle
-(protocol 5) writes the small parts as a stream; numpy arrays and torch storages stay out of that
-stream and are copied into the block once, at memory speed. Every reader maps the block copy-on-write,
-so four ranks share one copy and none can change the notebook's::
+A block is one file in memory (see ``block.py``). cloudpickle (protocol 5) writes the small parts as a
+stream; numpy arrays and torch storages stay out of that stream and are copied into the block once, at
+memory speed. Every reader maps the block copy-on-write, so four ranks share one copy and none can change
+the notebook's::
 
     [header][array or storage][array or storage] ... [pickle stream][table]
 

@@ -9,7 +9,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -20,8 +22,9 @@ from tests.support import Cells, open_fds, run, script, wait_until
 NBYTES = 64 << 20
 HUGE = Path("/sys/kernel/mm/transparent_hugepage")
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such files, and memfds")
 needs_huge_pages = pytest.mark.skipif(
-    sys.platform != "linux" or not HUGE.exists(), reason="this system has no transparent huge pages"
+    not HUGE.exists() or "[deny]" in (HUGE / "shmem_enabled").read_text(), reason="this system has no huge pages"
 )
 
 
@@ -71,7 +74,7 @@ def test_a_large_tensor_lies_in_huge_pages(huge: None) -> None:
     arrived += 1  # the reader's own, as ever
     assert torch.equal(arrived, data + 1)
     del arrived
-    assert in_huge_pages() == before
+    assert in_huge_pages() <= before
 
 
 @needs_huge_pages
@@ -93,11 +96,46 @@ def test_ranks_and_notebook_see_large_data_by_huge_pages(huge: None, cell: Cells
 
 @needs_huge_pages
 def test_a_small_block_takes_no_huge_page(huge: None) -> None:
-    for nbytes in (1, 5000, (2 << 20) + 1):
+    for nbytes in (1, 5000, 1 << 20):
         fd = block.open_block("test")
         block.fill(fd, nbytes, [(0, memoryview(bytes(nbytes)))], lambda: True)
         assert os.fstat(fd).st_blocks * 512 < nbytes + (64 << 10)
         os.close(fd)
+
+
+@needs_huge_pages
+def test_a_block_that_comes_in_pieces_lies_in_huge_pages(huge: None) -> None:
+    """From another host. A file that grows never has room for a huge page at its end."""
+    fd = block.open_block("test")
+    for nbytes in (NBYTES + 5, 3):
+        whole = np.random.default_rng(nbytes).integers(0, 255, nbytes, dtype=np.uint8).tobytes()
+        for at in range(0, nbytes, 1 << 20):
+            block.write_piece(fd, whole[at : at + (1 << 20)], at, nbytes)
+        before, mapped = in_huge_pages(), block.map_block(fd, nbytes)
+        assert mapped == whole
+        assert in_huge_pages() - before >= (NBYTES // 2 if nbytes > NBYTES else 0)
+        assert os.fstat(fd).st_size == nbytes
+        del mapped
+    os.close(fd)
+
+
+def test_gaps_in_a_block_take_no_memory(huge: None) -> None:
+    """Some rows of a dataset: its storage is laid out whole, and a huge page would fill what lies between them."""
+    dataset = torch.empty(1 << 30, dtype=torch.uint8).view(-1, 4096)
+    rows = [dataset[index].fill_(index % 251) for index in range(0, len(dataset), 1000)]
+    fd = payload.open_block("test")
+    packed = payload.pack(rows, fd)
+    assert packed.nbytes > 1 << 30
+    assert os.fstat(fd).st_blocks * 512 < 64 << 20
+    arrived = payload.unpack(fd, packed.nbytes).value
+    os.close(fd)
+    assert all(torch.equal(*pair) for pair in zip(arrived, rows, strict=True))
+
+
+def test_no_other_program_gets_it(anew: None) -> None:
+    """By os.system, say, or from a library that starts one."""
+    if made():
+        assert [os.get_inheritable(fd) for fd in hugefiles._directories] == [False]
 
 
 def test_it_is_mounted_nowhere_and_has_no_name(huge: None) -> None:
@@ -118,7 +156,10 @@ def test_many_threads_open_files_of_one_name(huge: None) -> None:
     opened: list[int] = []
 
     def open_some() -> None:
-        opened.extend(block.open_block("test") for _ in range(50))
+        for _ in range(50):
+            fd = hugefiles.open_file("test")
+            assert fd is not None
+            opened.append(fd)
 
     threads = [threading.Thread(target=open_some) for _ in range(8)]
     for thread in threads:
@@ -132,24 +173,25 @@ def test_many_threads_open_files_of_one_name(huge: None) -> None:
 
 
 def test_a_fork_of_the_process_has_files_of_its_own(huge: None) -> None:
-    """Its numbers go on from the same one."""
+    """Its numbers go on from the same one: a name that both take at the same time would be no file for one of them."""
     ours, theirs = os.pipe()
-    if os.fork() == 0:
-        os.write(theirs, b"%d" % all(hugefiles.open_file("test") for _ in range(20)))
+    child = os.fork()
+    if child == 0:
+        os.write(theirs, name_of_a_new_file().encode())
         os._exit(0)
-    files = [hugefiles.open_file("test") for _ in range(20)]
-    assert os.read(ours, 10) == b"1"
-    os.wait()
-    for fd in (ours, theirs, *files):
-        assert fd is not None
-        os.close(fd)
+    mine = name_of_a_new_file()
+    assert os.read(ours, 200).decode() not in ("", mine)
+    os.waitpid(child, 0)
+    os.close(ours)
+    os.close(theirs)
 
 
-def test_nobody_waits_for_it(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/sleep")  # "invalid option": it ends at once, and later
-    fd = block.open_block("test")
-    assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:nbddp-test")
+def name_of_a_new_file() -> str:
+    fd = hugefiles.open_file("test")
+    assert fd is not None
+    name = os.readlink(f"/proc/self/fd/{fd}")
     os.close(fd)
+    return name
 
 
 def never_ends(folder: Path) -> str:
@@ -167,8 +209,8 @@ def is_not_there(folder: Path) -> str:
     return str(folder / "none")
 
 
-def is_unknown(folder: Path) -> str:
-    return ""
+def is_unknown(folder: Path) -> Any:
+    return None
 
 
 def takes_the_channel_for_words(folder: Path) -> str:
@@ -176,6 +218,15 @@ def takes_the_channel_for_words(folder: Path) -> str:
     path.write_text(f"#!{sys.executable}\nimport sys, os\nos.write(int(sys.argv[-1]), b'x')\n")
     path.chmod(0o700)
     return str(path)
+
+
+def test_nobody_waits_for_it(anew: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hugefiles, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(hugefiles, "get_executable", lambda: never_ends(tmp_path))
+    fd = block.open_block("test")
+    assert makers()
+    assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:nbddp-test")
+    os.close(fd)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +240,7 @@ def test_without_it_blocks_are_memfds(
     fds, children = open_fds(), psutil.Process().children()
     monkeypatch.setattr(hugefiles, "_PATIENCE_S", 0.3)
     with monkeypatch.context() as patched:
-        patched.setattr(sys, "executable", program(tmp_path))
+        patched.setattr(hugefiles, "get_executable", lambda: program(tmp_path))
         assert not made()
     assert open_fds() == fds
     assert psutil.Process().children() == children
@@ -240,6 +291,25 @@ def test_a_process_that_became_another_user_takes_memfds(huge: None) -> None:
         print(len(hugefiles._directories), hugefiles.open_file("test"), os.pread(fd, 5, 0))
     """)
     assert done.stdout == "1 None b'hello'\n", done.stderr
+
+
+def test_a_rank_that_became_another_user_returns_much(huge: None) -> None:
+    """Its own file may no longer be opened a second time, to be mapped."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    done = script("""
+        import os
+        from nbddp import block, hugefiles
+        hugefiles.begin()
+        while not hugefiles._directories:
+            pass
+        fd = block.open_block("test")
+        os.setuid(65534)
+        data = os.urandom(50 << 20)
+        block.fill(fd, len(data), [(0, memoryview(data))], lambda: True)
+        print(os.pread(fd, len(data), 0) == data, os.readlink(f"/proc/self/task/{os.getpid()}/fd/{fd}"))
+    """)
+    assert done.stdout.startswith("True /nbddp-test"), done.stderr
 
 
 def test_a_killed_process_gives_its_blocks_back(huge: None) -> None:

@@ -104,7 +104,7 @@ class News:
             return True
         if nbytes:
             result = os.pread(worker.result_fd, nbytes, 0)
-            self._pipe.send_first({"kind": "result", "rank": worker.rank, "at": 0}, result)
+            self._pipe.send_first({"kind": "result", "rank": worker.rank, "at": 0, "nbytes": nbytes}, result)
         self._pipe.send_first(head)
         return False
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nbddp import frames, payload
-from nbddp.block import write_at
+from nbddp import frames, hugefiles, payload
+from nbddp.block import write_piece
 from nbddp.frames import Head
 from nbddp.host.agent import run_agent
 from nbddp.host.facts import facts
@@ -35,13 +35,13 @@ class Pipe:
     Attributes:
         orders: what the kernel has said and nobody has taken yet.
         wake: called, on another thread, whenever there is a new order.
-        block: the fd of the payload, as far as it has come.
+        block: the fd of the payload, as far as it has come; -1 before the first.
     """
 
     def __init__(self, orders: int, answers: int) -> None:
         self.orders: queue.SimpleQueue[Head] = queue.SimpleQueue()
         self.wake: Callable[[], None] = lambda: None
-        self.block = payload.open_block("payload")
+        self.block = -1
         self._fd = orders
         self._silence_s = _FIRST_S
         os.write(answers, frames.MARK)
@@ -89,11 +89,11 @@ class Pipe:
             self._silence_s = float(head["heartbeat"])
             self._sender.beat_s = self._silence_s * frames.BEATS
         elif head["kind"] == "payload":
-            if head["at"] == 0:
-                os.ftruncate(self.block, 0)
-            write_at(self.block, body, head["at"])
+            if self.block < 0:  # not before: it would be too early for huge pages
+                self.block = payload.open_block("payload")
+            write_piece(self.block, body, head["at"], head["nbytes"])
         elif head["kind"] != "beat":
-            if head["kind"] == "over":  # here, so that it comes before the next payload
+            if head["kind"] == "over" and self.block >= 0:  # here, so that it comes before the next payload
                 os.ftruncate(self.block, 0)
             self.orders.put(head)
             self.wake()
@@ -101,6 +101,7 @@ class Pipe:
 
 def serve(orders: int, answers: int) -> None:
     """Do what the kernel says until it says goodbye."""
+    hugefiles.begin()
     if forkserver.available():
         forkserver.warm()  # it imports torch while we look around
     pipe = Pipe(orders, answers)

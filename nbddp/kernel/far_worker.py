@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbddp import payload, wire
-from nbddp.block import write_at
+from nbddp.block import write_piece
 from nbddp.frames import Head
 from nbddp.kernel.crew import Rank
 from nbddp.kernel.host import Host
@@ -53,7 +53,7 @@ class FarWorker(Rank):
         elif kind == "output":
             self._print(body)
         elif kind == "result":
-            write_at(self._result, body, head["at"])
+            write_piece(self._result, body, head["at"], head["nbytes"])
         elif kind == "state":
             self.ready, self.called = head["ready"], head["called"]
         elif kind == "report":

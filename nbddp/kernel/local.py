@@ -54,7 +54,7 @@ class Local:
 
 
 def _give_back(block: int) -> None:
-    """Close it. The system takes 0.13 s to take 1 GiB back, which the notebook's cell need not wait for."""
+    """Close it. The system takes 0.13 s to take 1 GiB of small pages back, which the cell need not wait for."""
     if os.fstat(block).st_size >= _MUCH_NBYTES:
         thread = threading.Thread(target=os.close, args=(block,), name="nbddp-give-back")
         with contextlib.suppress(RuntimeError):  # the system has no thread to give
