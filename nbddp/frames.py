@@ -103,7 +103,8 @@ def _decoded(text: bytes) -> Head:
 class BlockFrames:
     """A block's bytes as frames, read when they are sent, and what is to follow them.
 
-    Each head tells ``at``, the piece's offset, and ``nbytes``, the block's.
+    Each head tells ``at``, the offset of the piece, and ``nbytes``, the whole size. The first piece is at 0; later ones
+    that are holes in the block (what no tensor sees of its storage) are left out.
     """
 
     def __init__(self, fd: int, nbytes: int, *, then: Sequence[Head] = (), **head: Any) -> None:
@@ -117,15 +118,23 @@ class BlockFrames:
         self._head = head
 
     def __iter__(self) -> Iterator[Frame]:
-        for at in range(0, self._nbytes, CHUNK):
+        at = 0
+        while at < self._nbytes:
             if not self._wanted:
                 return
             head = {**self._head, "at": at, "nbytes": self._nbytes}
             yield encode(head, os.pread(self._fd, min(CHUNK, self._nbytes - at), at))
+            at = max(at + CHUNK, self._next_data(at + CHUNK) // CHUNK * CHUNK)
         with self._lock:
             self._sent = self._wanted
         if self._sent:
             yield from map(encode, self._then)
+
+    def _next_data(self, at: int) -> int:
+        try:
+            return os.lseek(self._fd, at, os.SEEK_DATA)
+        except OSError:  # there is none
+            return self._nbytes + CHUNK
 
     def drop(self) -> bool:
         """It is not wanted any more. Returns whether what was to follow will not be sent."""

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbddp import frames
+from nbddp.block import fill, open_block, write_piece
 from tests.support import wait_until
 
 values = st.recursive(
@@ -130,10 +131,30 @@ def test_a_block_in_pieces_is_another_block(tmp_path: Path) -> None:
     assert not pieces.drop()
 
 
+def test_holes_of_a_block_are_sent_as_zeros() -> None:
+    """A few rows of a dataset of 2 GiB are a block of 2 GiB."""
+    nbytes = 2 << 30
+    parts = [(at, os.urandom(100)) for at in (0, 5 * frames.CHUNK - 7, nbytes // 2, nbytes - frames.CHUNK - 100)]
+    there, here = open_block("there"), open_block("here")
+    fill(there, nbytes, [(at, memoryview(data)) for at, data in parts], lambda: True)
+    parser, sent = frames.Parser(), 0
+    for piece in itertools.chain.from_iterable(frames.BlockFrames(there, nbytes, kind="payload")):
+        for head, body in parser.feed(piece):
+            write_piece(here, body, head["at"], head["nbytes"])
+            sent += len(body)
+    assert sent < 20 * frames.CHUNK
+    assert os.fstat(here).st_size == nbytes
+    for at, data in parts:
+        assert os.pread(here, len(data) + 50, at) == os.pread(there, len(data) + 50, at) != data
+    os.close(there)
+    os.close(here)
+
+
 def test_a_block_that_nobody_wants_any_more_is_sent_to_its_end(tmp_path: Path) -> None:
     with open(tmp_path / "block", "w+b") as block:
-        block.truncate(100 * frames.CHUNK)
-        pieces = frames.BlockFrames(block.fileno(), 100 * frames.CHUNK, then=[{"kind": "go"}], kind="payload")
+        block.write(bytes(10 * frames.CHUNK))
+        block.flush()
+        pieces = frames.BlockFrames(block.fileno(), 10 * frames.CHUNK, then=[{"kind": "go"}], kind="payload")
     sending = iter(pieces)
     next(sending)
     assert pieces.drop()
@@ -142,7 +163,8 @@ def test_a_block_that_nobody_wants_any_more_is_sent_to_its_end(tmp_path: Path) -
 
 def test_what_follows_a_block_comes_before_its_end(tmp_path: Path) -> None:
     with open(tmp_path / "block", "w+b") as block:
-        block.truncate(frames.CHUNK + 1)
+        block.write(bytes(frames.CHUNK + 1))
+        block.flush()
         pieces = frames.BlockFrames(block.fileno(), frames.CHUNK + 1, then=[{"kind": "go"}], kind="payload")
     parser = frames.Parser()
     found = [head for piece in itertools.chain.from_iterable(pieces) for head, _ in parser.feed(piece)]
@@ -219,7 +241,8 @@ def until(last: str, coming: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def block_of(nbytes: int, folder: Path) -> frames.BlockFrames:
     with open(folder / "block", "w+b") as block:
-        block.truncate(nbytes)
+        block.write(bytes(nbytes))
+        block.flush()
         return frames.BlockFrames(block.fileno(), nbytes, then=[{"kind": "report"}], kind="result")
 
 

@@ -110,7 +110,7 @@ def test_an_output_that_is_emptied_hides_the_end(worker: Any) -> None:
 
 def test_a_failure_is_told_after_anothers_large_result_or_an_end_before_its_report(worker: Any) -> None:
     result = os.memfd_create("result")
-    os.truncate(result, 20 * frames.CHUNK)
+    os.write(result, bytes(20 * frames.CHUNK))
     other = SimpleNamespace(**{**vars(worker), "rank": 1, "output": Output(os.memfd_create("other"))})
     worker.result_fd = other.result_fd = result
     worker.read_metrics = iter([b"m", b"m"] + [b""] * MOST_LOOKS).__next__
