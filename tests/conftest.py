@@ -38,6 +38,8 @@ from tests.support import (
 
 name, _, value = MARK.partition("=")
 os.environ[name] = value
+# What a shell starts in the background ignores it, and tests interrupt this process.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
