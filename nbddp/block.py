@@ -150,7 +150,8 @@ def _never_lacks_room(fd: int) -> bool:
     """Is a write to a mapping of it as safe as ``pwrite``? Where there is no room, it is a SIGBUS and no error."""
     with contextlib.suppress(OSError):
         strict = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
-        return os.fstatvfs(fd).f_blocks == 0 and not strict  # of no size: as large as there is memory
+        unlimited = os.fstatvfs(fd).f_blocks == 0  # as large as there is memory
+        return unlimited and os.fstat(fd).st_nlink == 0 and not strict
     return False
 
 

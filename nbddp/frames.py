@@ -9,6 +9,7 @@ programs: login shells that greet, ``ssh``, ``srun``. So the far end begins with
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -124,17 +125,18 @@ class BlockFrames:
                 return
             head = {**self._head, "at": at, "nbytes": self._nbytes}
             yield encode(head, os.pread(self._fd, min(CHUNK, self._nbytes - at), at))
-            at = max(at + CHUNK, self._next_data(at + CHUNK) // CHUNK * CHUNK)
+            at = self._next_data(at + CHUNK) // CHUNK * CHUNK
         with self._lock:
             self._sent = self._wanted
         if self._sent:
             yield from map(encode, self._then)
 
     def _next_data(self, at: int) -> int:
+        """Where there is something again, from ``at`` on; ``at`` itself where the system cannot tell."""
         try:
             return os.lseek(self._fd, at, os.SEEK_DATA)
-        except OSError:  # there is none
-            return self._nbytes + CHUNK
+        except OSError as error:
+            return self._nbytes + CHUNK if error.errno == errno.ENXIO else at
 
     def drop(self) -> bool:
         """It is not wanted any more. Returns whether what was to follow will not be sent."""

@@ -187,10 +187,11 @@ def _disown() -> None:
     """In a process forked from the kernel: the server is the kernel's, and ends with that."""
     global _server
     current, wanted = _server._current, _server.wanted
-    if current is not None and current._forkserver_alive_fd is not None:
-        os.close(current._forkserver_alive_fd)
     _server = _Server()
     _server.wanted = wanted
+    if current is not None and current._forkserver_alive_fd is not None:
+        with contextlib.suppress(OSError):  # another thread was closing it
+            os.close(current._forkserver_alive_fd)
 
 
 os.register_at_fork(after_in_child=_disown)
@@ -245,7 +246,7 @@ def connect(fds: list[int]) -> tuple[Any, tuple[int, int]]:
     """A new process, given ``fds``: whom to hold while it lives, the fds of its exit code and of its input.
 
     Raises:
-        ServerDied: the server, under our hands. OSError: none can be started.
+        ServerDied: the server ended meanwhile. OSError: none can be started.
     """
     return _server.connect(fds)
 

@@ -26,8 +26,8 @@ def kept(rig: Rig, host: str) -> int:
         with contextlib.suppress(OSError):
             for fd in os.listdir(f"/proc/{process.pid}/fd"):
                 path = f"/proc/{process.pid}/fd/{fd}"
-                if "nbddp-" in os.readlink(path):
-                    found[os.stat(path).st_ino] = os.stat(path).st_blocks * 512
+                if os.readlink(path).startswith(("/memfd:nbddp-", "/nbddp-")):
+                    found[os.stat(path).st_dev, os.stat(path).st_ino] = os.stat(path).st_blocks * 512
     return sum(found.values())
 
 
