@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import sys
@@ -279,6 +280,15 @@ def test_memory_of_one_step_is_there_for_the_next(cell: Cells) -> None:
     """)
     for faults in run(names.train).values:
         assert min(faults[1:]) < 100, faults  # of 10,240 pages
+
+
+def test_garbage_is_hardly_ever_collected_in_a_rank(cell: Cells) -> None:
+    """As in the fork server while it imports torch: cycles of tensors would fill the memory."""
+    ns = cell("""
+        import gc
+        def thresholds(): return gc.isenabled(), gc.get_threshold()
+    """)
+    assert run(ns.thresholds).values == [(True, gc.get_threshold())] * 2
 
 
 def test_spawn_start_method_works_and_is_a_fresh_interpreter(cell: Cells) -> None:

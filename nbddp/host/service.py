@@ -19,7 +19,6 @@ from nbddp.block import write_piece
 from nbddp.frames import Head
 from nbddp.host.agent import run_agent
 from nbddp.host.facts import facts
-from nbddp.kernel import forkserver
 from nbddp.waiting import start_thread
 
 _FIRST_S = 120.0  # for the kernel's answer to our first frame: other hosts may be slow
@@ -102,8 +101,6 @@ class Pipe:
 def serve(orders: int, answers: int) -> None:
     """Do what the kernel says until it says goodbye."""
     hugefiles.begin()
-    if forkserver.available():
-        forkserver.warm()  # it imports torch while we look around
     pipe = Pipe(orders, answers)
     pipe.send(facts())
     while True:

@@ -58,7 +58,7 @@ def _first_run(peer: Peer, ranks: int, file: Stamps, *, together: bool) -> tuple
         run = peer.cell("all_reduce", repr(file.path), nprocs=ranks)
         began = time.monotonic()
         # Cells of their own where the run is a cell magic, sent without a pause.
-        for source in (WORK, peer.imports):
+        for source in (peer.imports, WORK):
             kernel.cell(source)
         if not together:
             time.sleep(THINK_S)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import nbddp
 from nbddp.kernel import host, hosts
 from tests.hosts.test_endings import files_left
+from tests.support import wait_until
 
 BUSY = "srun: Job step creation temporarily disabled, retrying (Requested nodes are busy)"
 
@@ -87,3 +92,18 @@ def test_an_interrupt_when_a_login_has_just_begun_leaves_it(monkeypatch: pytest.
 def test_a_word_that_no_system_takes_is_no_error_of_ours() -> None:
     with pytest.raises(nbddp.LaunchError, match=r"^box\0: ssh cannot be started: embedded null byte"):
         nbddp.cluster(["box\0"])
+
+
+def test_a_host_imports_torch_once_for_itself_and_then_for_its_ranks(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("import time\ntime.sleep(1000)\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    with subprocess.Popen([sys.executable, "-m", "nbddp.host"], stdin=subprocess.PIPE, env=env) as login:
+        server = wait_until(lambda: _fork_servers(login.pid), what="its fork server, while it imports torch")[0]
+        assert login.stdin is not None
+        login.stdin.close()
+    server.wait(5)
+
+
+def _fork_servers(pid: int) -> list[psutil.Process]:
+    return [p for p in psutil.Process(pid).children() if "multiprocessing.forkserver" in " ".join(p.cmdline())]
