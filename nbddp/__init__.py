@@ -79,8 +79,7 @@ def _warm_in_a_kernel() -> None:
     from nbddp.kernel import forkserver
 
     hugefiles.begin()
-    if forkserver.available():
-        forkserver.warm()
+    forkserver.warm()
 
 
 _warm_in_a_kernel()

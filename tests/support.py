@@ -141,12 +141,12 @@ def _is_allowed(process: psutil.Process, allowed: set[int]) -> bool:
     if process.ppid() not in allowed | {os.getpid()} or process.status() == psutil.STATUS_ZOMBIE:
         return False
     # A rank has its fork server's command line, but that server as its parent.
-    if _is_fork_server(process):
-        return not _is_fork_server(psutil.Process(process.ppid()))
+    if is_fork_server(process):
+        return not is_fork_server(psutil.Process(process.ppid()))
     return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
 
 
-def _is_fork_server(process: psutil.Process) -> bool:
+def is_fork_server(process: psutil.Process) -> bool:
     return "multiprocessing.forkserver" in " ".join(process.cmdline())
 
 
@@ -155,7 +155,7 @@ def ranks_of(pid: int) -> list[int]:
     found = []
     for child in psutil.Process(pid).children():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            for process in child.children() if _is_fork_server(child) else [child]:
+            for process in child.children() if is_fork_server(child) else [child]:
                 # A notebook that a test started leads a session, too.
                 if os.getsid(process.pid) == process.pid and "ipykernel_launcher" not in process.cmdline():
                     found.append(process.pid)

@@ -36,10 +36,11 @@ if __name__ == "__main__":
     # Read when torch is imported, here and in the fork server. It would warn at the head of each rank's output that
     # an address has no name, as on most private networks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from nbddp import hugefiles
     from nbddp.kernel import forkserver
 
-    if forkserver.available():
-        forkserver.warm()  # before torch is imported here: both import it at the same time
+    hugefiles.begin()
+    forkserver.warm()  # before torch is imported here: both import it at the same time
     from nbddp.host.service import serve
 
     serve(*ends)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nbddp import frames, hugefiles, payload
+from nbddp import frames, payload
 from nbddp.block import write_piece
 from nbddp.frames import Head
 from nbddp.host.agent import run_agent
@@ -100,7 +100,6 @@ class Pipe:
 
 def serve(orders: int, answers: int) -> None:
     """Do what the kernel says until it says goodbye."""
-    hugefiles.begin()
     pipe = Pipe(orders, answers)
     pipe.send(facts())
     while True:

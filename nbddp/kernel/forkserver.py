@@ -252,8 +252,9 @@ def connect(fds: list[int]) -> tuple[Any, tuple[int, int]]:
 
 
 def warm() -> None:
-    """Start the server if it is not running. Returns at once; it imports torch meanwhile."""
-    _server.running()
+    """Start the server, if there can be one and it is not running. Returns at once; it imports torch meanwhile."""
+    if available():
+        _server.running()
 
 
 @contextlib.contextmanager

@@ -56,8 +56,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     shell.register_magics(DdpMagics)
     if _complete not in shell.Completer.custom_matchers:
         shell.Completer.custom_matchers.append(_complete)
-    if forkserver.available():
-        forkserver.warm()
+    forkserver.warm()
 
 
 @magics_class

@@ -15,7 +15,7 @@ import sys
 import threading
 
 _LOOK_MS = 100
-_RARELY = 1000  # the young generation is still looked at: with none, 7 MB of garbage would scatter the rest
+_RARELY = 1000  # the young generation is looked at as usual: else the server is 7 MB larger
 
 # What ends the notebook's process group leaves the server, which then cleans up.
 os.setsid()

@@ -16,7 +16,7 @@ import pytest
 import nbddp
 from nbddp.kernel import host, hosts
 from tests.hosts.test_endings import files_left
-from tests.support import wait_until
+from tests.support import is_fork_server, wait_until
 
 BUSY = "srun: Job step creation temporarily disabled, retrying (Requested nodes are busy)"
 
@@ -106,4 +106,4 @@ def test_a_host_imports_torch_once_for_itself_and_then_for_its_ranks(tmp_path: P
 
 
 def _fork_servers(pid: int) -> list[psutil.Process]:
-    return [p for p in psutil.Process(pid).children() if "multiprocessing.forkserver" in " ".join(p.cmdline())]
+    return list(filter(is_fork_server, psutil.Process(pid).children()))
