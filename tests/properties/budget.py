@@ -1,7 +1,7 @@
-"""How many examples a property is tried on: few and always the same ones, or many and new ones.
+"""How many cases a property is tried on: a few new ones in every run, or as many as asked for.
 
-``HYPOTHESIS_PROFILE=long python -m pytest tests/properties`` is the long form. A failing example is printed with the
-line that repeats it.
+``NBDDP_CASES=20000 python -m pytest tests/properties --timeout=0`` tries each property on 20,000 cases. A failing case
+is printed with the line that repeats it (``@reproduce_failure``), and kept in ``.hypothesis`` for the next run.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import os
 
 from hypothesis import HealthCheck, Phase, settings
 
-LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
-_LONG_FACTOR = 20
+_ASKED = int(os.environ.get("NBDDP_CASES", "0"))
 
 
-def examples(count: int, *, long_factor: int = _LONG_FACTOR) -> settings:
-    """The budget of one property: ``count`` examples, ``long_factor`` times as many in the long form."""
+def examples(count: int) -> settings:
+    """The budget of one property: ``count`` new cases, or ``NBDDP_CASES``."""
     return settings(
-        max_examples=count * long_factor if LONG else count,
-        derandomize=not LONG,
+        max_examples=_ASKED or count,
         deadline=None,
         print_blob=True,
         phases=set(Phase) - {Phase.explain},
