@@ -15,6 +15,7 @@ import multiprocessing.connection
 import multiprocessing.managers
 import multiprocessing.queues
 import multiprocessing.synchronize
+import os
 import pickle
 import sys
 import types
@@ -59,7 +60,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         buffers: contiguous memory of arrays, in the order of the stream.
         storages: torch storages, by their identity.
         arrays: whose memory is no buffer, for gaps or steps backwards, say; in the order of their numbers.
-        filenames: of the code that travelled by value.
+        codes: of the functions that travelled by value.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self.buffers: list[memoryview] = []
         self.storages: dict[int, PackedStorage] = {}
         self.arrays: list[npt.NDArray[Any]] = []
-        self.filenames: set[str] = set()
+        self.codes: list[types.CodeType] = []
         self._known = {id(obj): i for i, obj in enumerate(known)}
         self._inheriting = inheriting
         self._back = back
@@ -108,7 +109,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is not NotImplemented:
             self.by_value.append(obj)
             if isinstance(obj, types.FunctionType):
-                self.filenames.add(obj.__code__.co_filename)
+                self.codes.append(obj.__code__)
         return reduced
 
     def _reduce_module(self, obj: types.ModuleType) -> Any:
@@ -116,6 +117,10 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return self._by_cloudpickle(obj)
         # torch.backends.cudnn and the like: cloudpickle knows plain modules only.
         return importlib.import_module, (obj.__name__,)
+
+    def _reduce_environ(self, obj: Any) -> Any:
+        # By value it would be this process's whole environment, tokens included.
+        return getattr, (os, "environ" if obj.encodekey is os.environ.encodekey else "environb")
 
     def _reduce_cached(self, obj: Any) -> Any:
         if getattr(obj, "__module__", "") != "__main__":
@@ -302,6 +307,7 @@ _SPECIAL: tuple[tuple[Any, Callable[[Packer, Any], Any]], ...] = (
     ((torch.UntypedStorage, torch.TypedStorage), Packer._reduce_storage),
     (_Seen, Packer._reduce_seen),
     (types.ModuleType, Packer._reduce_module),
+    (type(os.environ), Packer._reduce_environ),
     (functools._lru_cache_wrapper, Packer._reduce_cached),
     (DistributedDataParallel, Packer._reduce_ddp),
     (_NEEDS_INHERITANCE, Packer._reduce_inherited),

@@ -43,6 +43,7 @@ from nbddp.block import (
     storage_over,
 )
 from nbddp.packing import PackedStorage, Packer, Reading, reading_now, refuse_uninherited, refuse_unshippable
+from nbddp.travelling_lines import sources_of
 
 __all__ = [
     "Packed",
@@ -207,7 +208,7 @@ class _Table:
     """The block's contents list.
 
     Attributes:
-        sources: lines of the notebook's cells, by the file name in their code objects.
+        sources: the lines of the functions that travel, in their places, by the file name in their code objects.
     """
 
     buffers: list[_Buffer]
@@ -232,7 +233,7 @@ def _lay_out(pickler: Packer, stream: memoryview) -> Pickled:
         [_Buffer(layout.offset(p.address), p.data.nbytes, p.data.readonly) for p in pieces],
         [_Storage(layout.offset(s.address), s.nbytes, s.was_on_device) for s in storages],
         [_placed(array, piece, layout) for array, piece in zip(arrays, pieces_of_arrays)],
-        {name: lines for name in sorted(pickler.filenames) if (lines := linecache.getlines(name))},
+        sources_of(pickler.codes),
     )
     table_at = stream_at + stream.nbytes
     encoded = pickle.dumps(table, protocol=5)

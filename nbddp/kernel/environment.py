@@ -82,6 +82,8 @@ def environment(
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in gpus)
     for key, value in (env or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise LaunchError(f"env is a dict of strings; {key!r}: {value!r} is not. Use str(...)")
+            # Not the value, which may be a secret: errors stay in the saved notebook.
+            named = key if isinstance(key, str) else f"a key of type {type(key).__name__}"
+            raise LaunchError(f"env is a dict of strings; {named} is set to {type(value).__name__}. Use str(...)")
         environ[key] = value
     return environ

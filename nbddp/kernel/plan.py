@@ -210,7 +210,7 @@ def _check_containers(gpus: Any, env: Any, contract: bool) -> None:
     if gpus is not None and not (gpus and isinstance(gpus, (list, tuple, range))):
         raise LaunchError(f"gpus is a list of device numbers, e.g. gpus=[0, 1], not {short(gpus)}")
     if env is not None and not isinstance(env, Mapping):
-        raise LaunchError(f"env is a dict of strings, not {short(env)}")
+        raise LaunchError(f"env is a dict of strings, not {type(env).__name__}")
     ours = [name for name in env or () if contract and name in CONTRACT]
     if ours:
         raise LaunchError(f"env sets {ours[0]}, which tells a rank its place and is set for each. Leave it out")
