@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import copyreg
 import functools
 import importlib
 import io
@@ -29,6 +28,8 @@ import numpy.typing as npt
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+
+from nbddp import classes
 
 
 @dataclass
@@ -92,14 +93,12 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduce(self, obj)
         if obj is sys.stdout or obj is sys.stderr:
             return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
-        if id(type(obj)) in self._known and "__slots__" in vars(type(obj)) and hasattr(obj, "__dict__"):
-            # cloudpickle's copy of a class has no slots; the notebook's own has, and no __dict__ for a state.
-            return copyreg.__newobj__, (type(obj),), (None, vars(obj))  # type: ignore[attr-defined]
         refuse_unshippable(obj)
         return self._by_cloudpickle(obj)
 
     def _by_cloudpickle(self, obj: Any) -> Any:
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        return classes.complete(obj, reduced) if isinstance(obj, type) else reduced
 
     def _reduce_code(self, obj: Any) -> Any:
         number = self._known.get(id(obj))

@@ -1,0 +1,69 @@
+"""Both sides. How the notebook's classes travel: cloudpickle's way, and what that leaves out.
+
+Left out are slots, so that instances would have a ``__dict__`` on one side alone, and states that suit one class alone;
+and what the members of an Enum hold beside their values. Both are here; the functions at the end are called by the stream.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from typing import Any
+
+# Private; of cloudpickle 3.1.
+from cloudpickle.cloudpickle import _class_setstate, _lookup_class_or_track, _make_skeleton_class, _make_skeleton_enum
+
+_OF_SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+def complete(kind: type, reduced: Any) -> Any:
+    """What cloudpickle reduces a class to, complete."""
+    if not isinstance(reduced, tuple):  # by its name
+        return reduced
+    if reduced[0] is _make_skeleton_enum:
+        return _with_members(kind, reduced)
+    # A NamedTuple makes its own (), and refuses any other.
+    if "__slots__" not in vars(kind) or typing.NamedTuple in vars(kind).get("__orig_bases__", ()):
+        return reduced
+    return _with_slots(kind, reduced) if reduced[0] is _make_skeleton_class else reduced
+
+
+def _with_slots(kind: Any, reduced: Any) -> Any:
+    _, (metaclass, name, bases, namespace, *rest), (attributes, *more), *setting = reduced
+    names = (kind.__slots__,) if isinstance(kind.__slots__, str) else kind.__slots__
+    # What took a slot's name afterwards, a property say: cloudpickle drops it with the slots.
+    replaced = {n: vars(kind)[n] for n in names if n in vars(kind) and not isinstance(vars(kind)[n], _OF_SLOTS)}
+    arguments = metaclass, name, bases, {**namespace, "__slots__": _slots_of(kind)}, *rest
+    return _make_slotted_class, arguments, ({**attributes, **replaced}, *more), *setting
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """The slots that a class adds. Its ``__slots__`` may be a used iterator, and has private names unmangled."""
+    slots = [value for value in vars(kind).values() if isinstance(value, types.MemberDescriptorType)]
+    extra = [name for name in ("__dict__", "__weakref__") if isinstance(vars(kind).get(name), _OF_SLOTS)]
+    return *sorted({slot.__name__ for slot in slots if slot.__objclass__ is kind}), *extra
+
+
+def _with_members(kind: Any, reduced: Any) -> Any:
+    function, arguments, state, *items, _setstate = reduced
+    members = {member.name: vars(member) for member in kind}
+    return function, arguments, (state, members), *items, _set_enum_state
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+def _make_slotted_class(metaclass: Any, name: str, bases: Any, namespace: Any, tracker: Any, extra: Any) -> Any:
+    kind = _make_skeleton_class(metaclass, name, bases, namespace, None, extra)
+    if _slots_of(kind) != namespace["__slots__"]:  # its metaclass makes them of what the class does not have yet
+        plainly = functools.partial(type.__new__, metaclass)
+        kind = _make_skeleton_class(plainly, name, bases, namespace, None, extra)
+    return _lookup_class_or_track(tracker, kind)
+
+
+def _set_enum_state(kind: Any, state: Any) -> None:
+    of_class, members = state
+    _class_setstate(kind, of_class)
+    for name, attributes in members.items():
+        vars(kind[name]).update(attributes)
