@@ -32,6 +32,7 @@ class Plan:
         env: what the user adds to the environment.
         shares: how many ranks each host has, in the order of the ranks; () on this machine alone.
         min_hosts: with so many left, a run that may restart goes on.
+        optional: keyword arguments that are left out where they do not pickle.
         receive: makes the run's values of what the ranks returned, on the run's thread.
     """
 
@@ -58,6 +59,7 @@ class Plan:
     shares: tuple[tuple[str, int], ...] = ()
     min_hosts: int = 0
     notice: str = ""
+    optional: frozenset[str] = frozenset()
     receive: Callable[[list[Any]], list[Any]] = list
 
     def rank_environ(self, rank: int, rendezvous: Rendezvous, restart_count: int) -> dict[str, str]:
