@@ -129,9 +129,9 @@ def prepare(obj: object, *, known: Sequence[Any] = (), inheriting: bool = True, 
         return _lay_out(pickler, stream.getbuffer())
 
 
-def probe(obj: object, *, inheriting: bool = True) -> None:
+def probe(obj: object, *, inheriting: bool = True, back: bool = False) -> None:
     """Pickle ``obj`` and forget the result: raises what :func:`pack` would, copies no array."""
-    with contextlib.closing(Packer(io.BytesIO(), inheriting=inheriting)) as pickler:
+    with contextlib.closing(Packer(io.BytesIO(), inheriting=inheriting, back=back)) as pickler:
         pickler.dump(obj)
 
 

@@ -175,7 +175,8 @@ def _keep(value: Any, path: str, name: str) -> None:
         try:
             return payload.pack(value, fd, back=True).nbytes
         except Exception as error:  # whatever a user's __reduce__ raises
-            explained = culprit.explain({"the result": value}, error, what=f"what {name} returned cannot be kept")
+            what = f"what {name} returned cannot be kept"
+            explained = culprit.explain({"the result": value}, error, what=what, back=True)
             if isinstance(error, OSError) and not explained.path:
                 raise  # a full disk
             raise explained from None

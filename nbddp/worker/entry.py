@@ -189,6 +189,7 @@ def unpack(
     """The function with its arguments, out of the block ``fd``, and what travelled with them by value."""
     unpacked = payload.unpack(fd, job.payload_nbytes, inherited=inherited, device=context.device())
     main_module.publish(notebook, unpacked.by_value)
+    group.stand_aside_too()
     os.close(fd)
     function, args, kwargs = unpacked.value
     if job.pass_rank:
@@ -210,7 +211,7 @@ def _finished(value: Any, fd: int, known: Sequence[Any], job: wire.Job) -> wire.
         packed = payload.pack(value, fd, known=known, back=True)
     except Exception as error:  # whatever a user's __reduce__ raises
         what = f"what {job.run_name} returned on rank {job.rank} cannot come back to the notebook"
-        raise culprit.explain({"the result": value}, error, what=what) from None
+        raise culprit.explain({"the result": value}, error, what=what, back=True) from None
     return wire.Finished(packed.nbytes, time.monotonic())
 
 
