@@ -44,10 +44,12 @@ class Place:
 
 
 def threads_of(nprocs: int, environ: Mapping[str, str]) -> int:
-    """Intra-op threads of one rank: the user's OMP_NUM_THREADS, else this process's cores divided."""
-    asked = str(environ.get("OMP_NUM_THREADS", ""))
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
+    """Intra-op threads of one rank: what the user's variables say, as torch reads them, else this process's cores divided.
+    """
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+        asked = str(environ.get(name, ""))
+        if asked.isdigit() and int(asked) > 0:
+            return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // nprocs)
 

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbddp import culprit, payload, wire
+from nbddp import culprit, payload, process_state, wire
 from nbddp.tracebacks import drop_our_frames, make_picklable
-from nbddp.worker import context, group, main_module, metrics, output, switch, wanted
+from nbddp.worker import blas, context, counted, group, main_module, metrics, output, switch, wanted
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[An
         value = call()
         phase = "pack"
         return _finished(value, ends.result, known, job)
+    except _BadFork as error:
+        return wire.Failed(0, time.monotonic(), error.phase, error.why)
     except BaseException as error:
         at = time.monotonic()  # before anything slow: the first failure in time is the run's
         _let_nothing_else_raise()
@@ -80,7 +82,7 @@ def _forget_the_fork_server() -> None:
     """Be a process of our own: nothing here is shared with the server this one was forked from."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if "nbddp.worker.preload" in sys.modules:
+    if _is_forked():
         atexit._clear()  # the server's; those of a spawned rank are its own
     multiprocessing.set_start_method(None, force=True)  # the platform's own, not how we were started
     # Processes that the user's code starts are this rank's children, and so in its session; a child
@@ -91,11 +93,18 @@ def _forget_the_fork_server() -> None:
         server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
+def _is_forked() -> bool:
+    return "nbddp.worker.preload" in sys.modules
+
+
 def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     """Become that rank. Returns its ``__main__``, which stands for the notebook's."""
     if wanted.trouble:
-        raise RuntimeError(f"{BAD_FORK}: {wanted.trouble}")
+        raise _BadFork(UNFIT, wanted.trouble)
     _set_environ(job.environ)
+    refused = process_state.become(job.process_state, forked=_is_forked())
+    if _is_forked() and (outdated := refused + counted.outdated(job.environ)):
+        raise _BadFork(OUTDATED, ", ".join(outdated))
     os.chdir(job.cwd)
     if job.temp_dir:
         # DataLoader workers open a socket there per batch, and leave it when they are killed.
@@ -137,8 +146,10 @@ def _forget_missing_folders(paths: list[str]) -> None:
 
 def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     if torch.cuda._is_in_bad_fork():
-        raise RuntimeError(BAD_FORK)
+        raise _BadFork(UNFIT, "")
     torch.set_num_threads(job.threads)
+    blas.set_num_threads(job.threads, job.environ)
+    torch.distributed.set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG, else read when torch is imported
     if job.device != "cpu":
         torch.get_device_module(job.device).set_device(job.local_rank)
     if job.seed is None:
@@ -164,7 +175,17 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     group.let_users_make_their_own()  # after ours, whose store it would take for a foreign one
 
 
-BAD_FORK = "no rank can be forked from this server"  # the kernel side then starts them otherwise
+# Instead of "setup": this server can give no rank, or has what is not the run's. The kernel side then has another way.
+UNFIT, OUTDATED = "unfit", "outdated"
+
+
+class _BadFork(Exception):
+    """This rank cannot come from this fork server; ``phase`` is UNFIT or OUTDATED."""
+
+    def __init__(self, phase: str, why: str) -> None:
+        super().__init__(why)
+        self.phase = phase
+        self.why = why
 
 
 def _draw_fresh_seeds() -> None:
