@@ -38,7 +38,7 @@ class Job:
     deterministic: bool
     threads: int
     environ: dict[str, str]
-    process_state: ProcessState
+    process_state: ProcessState | None  # the notebook's; None: this process's own
     sys_path: list[str]
     cwd: str
     temp_dir: str  # for multiprocessing's sockets in this rank and its children, goes with the run; "": its own

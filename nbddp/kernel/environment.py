@@ -44,8 +44,7 @@ class Place:
 
 
 def threads_of(nprocs: int, environ: Mapping[str, str]) -> int:
-    """Intra-op threads of one rank: what the user's variables say, as torch reads them, else this process's cores divided.
-    """
+    """Intra-op threads of one rank: the user's variables, as torch reads them, else this process's cores divided."""
     for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         asked = str(environ.get(name, ""))
         if asked.isdigit() and int(asked) > 0:
@@ -85,5 +84,7 @@ def environment(
     for key, value in (env or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise LaunchError(f"env is a dict of strings; {key!r}: {value!r} is not. Use str(...)")
+        if not key or "=" in key or "\0" in key + value:
+            raise LaunchError(f"env has {key!r}, which no environment can: a name without '=', no zero bytes")
         environ[key] = value
     return environ

@@ -13,7 +13,8 @@ from typing import Any
 from nbddp.kernel import forkserver
 
 
-def _close_fds(*fds: int) -> None:
+def close_fds(*fds: int) -> None:
+    """As multiprocessing's finalizer of a process object."""
     for fd in fds:
         os.close(fd)
 
@@ -49,7 +50,7 @@ class _Popen(popen_forkserver.Popen):
                 os.close(self.sentinel)
                 raise
             # The child's sentinel for this process: it stays open for as long as the Popen object lives.
-            self.finalizer = util.Finalize(self, _close_fds, (kept, self.sentinel))
+            self.finalizer = util.Finalize(self, close_fds, (kept, self.sentinel))
             pipe.write(process_data)
         self.pid = read_signed(self.sentinel)
 

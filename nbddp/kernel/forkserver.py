@@ -58,9 +58,9 @@ class _ForkServer(forkserver.ForkServer):
 
     def ensure_running(self) -> None:
         """As the standard library's, but remembers when."""
-        before, now = self._forkserver_pid, time.monotonic()
+        before, now = vars(self)["_forkserver_pid"], time.monotonic()
         self._ensure_running()
-        if self._forkserver_pid != before:
+        if vars(self)["_forkserver_pid"] != before:
             self.began = now
 
     def _ensure_running(self) -> None:

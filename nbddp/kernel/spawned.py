@@ -20,13 +20,13 @@ class _Popen(popen_spawn_posix.Popen):
     _fds: list[int]
 
     def _launch(self, process_obj: Any) -> None:
-        tracker_fd = resource_tracker.getfd()
+        tracker_fd: Any = resource_tracker.getfd()
         data = forked.pickled(process_obj, self)
         with room_for(_FDS_OF_A_START):
             self.sentinel, child_w = os.pipe()
             child_r, parent_w = os.pipe()
         # The child's sentinel for this process is parent_w: it stays open for as long as the Popen object lives.
-        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_w))
+        self.finalizer = util.Finalize(self, forked.close_fds, (self.sentinel, parent_w))
         try:
             command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r)
             self.pid = _start(command, process_obj.environ, [*self._fds, tracker_fd, child_r, child_w])

@@ -253,8 +253,9 @@ class Supervisor:
         if error.outdated:
             self.outputs[0].note(_outdated_text(error.outdated, self._start_method))
             return
+        why = error.preloaded or "the fork server initialised CUDA"
         for output in self.outputs:
-            output.note(f"started again by {self._start_method}: {error.preloaded or 'the fork server initialised CUDA'}")
+            output.note(f"started again by {self._start_method}: {why}")
 
     def _method_after(self, error: failure.BadFork) -> str:
         if self._plan.shares:  # a host's fork server

@@ -1,7 +1,7 @@
 """Threads of numpy's OpenBLAS in a rank: found in the fork server, set in the rank.
 
-OpenBLAS reads OMP_NUM_THREADS when it is loaded, and ``torch.set_num_threads`` does not reach it (torch 2.13): each rank
-would compute numpy's products with all cores.
+OpenBLAS reads OMP_NUM_THREADS when it is loaded, and ``torch.set_num_threads`` does not reach it (torch 2.13): each
+rank would compute numpy's products with all cores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# numpy's wheels, scipy's, and a system's own build have different names for it. Not ..._ and ..._64_, which are Fortran's.
+# numpy's wheels, scipy's, and a system's own build name it differently. Those ending in _ and _64_ are Fortran's.
 _NAMES = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_", "_64")]
 _ITS_OWN = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
 

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping
 
 _READ_IN_C = re.compile(
     r"""
-    PYTHON(?!PATH$|STARTUP$|BREAKPOINT$|INSPECT$|UNBUFFERED$|IOENCODING$|FAULTHANDLER$).*  # set in each rank, or no use there
-    | LC_ALL | LANG                                       # not LC_CTYPE: Python itself sets it at its start (PEP 538)
+    PYTHON(?!PATH$|STARTUP$|BREAKPOINT$|INSPECT$|UNBUFFERED$|IOENCODING$|FAULTHANDLER$).*  # the same in all ranks
+    | LC_ALL | LANG                                  # not LC_CTYPE: Python itself sets it at its start (PEP 538)
     | (LD|DYLD|MALLOC)_.* | GLIBC_TUNABLES | OPENSSL_CONF
     | (OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|VECLIB|ACC)_.* | (ONEDNN|DNNL|MKLDNN)_.* | ATEN_CPU_CAPABILITY
     | NPY_.* | NUMPY_.*
     | TORCH_(CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES|CUSTOM_TERMINATE|ALLOW_TF32_CUBLAS_OVERRIDE) | PYTORCH_API_USAGE_STDERR
     | TORCH_(BLAS|LINALG|ROCM_FA)_PREFER_.* | PYTORCH_(CUDA_|HIP_)?ALLOC_CONF
-    | TQDM_.*                                             # looked for among all names
+    | TQDM_.*                                        # looked for among all names
     """,
     re.VERBOSE,
 )
@@ -30,7 +30,8 @@ _SET_IN_A_RANK = re.compile(
     r"""
     (LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE) | ROLE_NAME | MASTER_(ADDR|PORT) | TORCHELASTIC_.* | ACCELERATE_USE_CPU
     | (GLOO|NCCL)_SOCKET_IFNAME | CUBLAS_WORKSPACE_CONFIG | CUDA_VISIBLE_DEVICES | PYTORCH_NVML_BASED_CUDA_CHECK
-    | (OMP|MKL)_NUM_THREADS | KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK) | TORCH_DISTRIBUTED_DEBUG | TZ | TMPDIR | TEMP | TMP | TORCHINDUCTOR_CACHE_DIR
+    | (OMP|MKL)_NUM_THREADS | TORCH_DISTRIBUTED_DEBUG | TZ | TMPDIR | TEMP | TMP | TORCHINDUCTOR_CACHE_DIR
+    | KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)            # set by importing scikit-learn; for libraries that come later
     """,
     re.VERBOSE,
 )
@@ -77,4 +78,3 @@ def outdated(environ: Mapping[str, str]) -> list[str]:
 
 def _counts(name: str) -> bool:
     return not _SET_IN_A_RANK.fullmatch(name) and (name in _names or _READ_IN_C.fullmatch(name) is not None)
-

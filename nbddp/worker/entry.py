@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from nbddp import culprit, payload, process_state, wire
 from nbddp.tracebacks import drop_our_frames, make_picklable
@@ -102,9 +103,7 @@ def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     if wanted.trouble:
         raise _BadFork(UNFIT, wanted.trouble)
     _set_environ(job.environ)
-    refused = process_state.become(job.process_state, forked=_is_forked())
-    if _is_forked() and (outdated := refused + counted.outdated(job.environ)):
-        raise _BadFork(OUTDATED, ", ".join(outdated))
+    _inherit_from_the_notebook(job)
     os.chdir(job.cwd)
     if job.temp_dir:
         # DataLoader workers open a socket there per batch, and leave it when they are killed.
@@ -133,6 +132,14 @@ def _set_environ(environ: dict[str, str]) -> None:
     os.environ.update((name, value) for name, value in environ.items() if os.environ.get(name) != value)
 
 
+def _inherit_from_the_notebook(job: wire.Job) -> None:
+    """Have what a plain child of it would have now. Raises _BadFork where that is too late."""
+    forked = _is_forked()
+    refused = process_state.become(job.process_state, forked=forked) if job.process_state is not None else []
+    if forked and (outdated := refused + counted.outdated(job.environ)):
+        raise _BadFork(OUTDATED, ", ".join(outdated))
+
+
 def _forget_missing_folders(paths: list[str]) -> None:
     """A folder of the path that did not exist when the fork server looked may do so now.
 
@@ -149,7 +156,7 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
         raise _BadFork(UNFIT, "")
     torch.set_num_threads(job.threads)
     blas.set_num_threads(job.threads, job.environ)
-    torch.distributed.set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG, else read when torch is imported
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # TORCH_DISTRIBUTED_DEBUG, which is else read when torch is imported
     if job.device != "cpu":
         torch.get_device_module(job.device).set_device(job.local_rank)
     if job.seed is None:
