@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -156,7 +157,7 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
         raise _BadFork(UNFIT, "")
     torch.set_num_threads(job.threads)
     blas.set_num_threads(job.threads, job.environ)
-    dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # TORCH_DISTRIBUTED_DEBUG, which is else read when torch is imported
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # TORCH_DISTRIBUTED_DEBUG, else read at import
     if job.device != "cpu":
         torch.get_device_module(job.device).set_device(job.local_rank)
     if job.seed is None:
@@ -268,7 +269,7 @@ def _failed(error: BaseException, at: float, phase: str, fd: int, known: Sequenc
 
 
 def _leave(channel: Connection) -> None:
-    """Flush, wait until every rank has reported, and run the user's exit handlers."""
+    """Flush, wait until every rank has reported, and end as the interpreter does: threads, then exit handlers."""
     output.flush()
     metrics.flush()
     try:
@@ -276,5 +277,8 @@ def _leave(channel: Connection) -> None:
     except (EOFError, OSError):
         return
     group.close_group()
+    # First: executors end their processes there, which multiprocessing's exit handler joins. It is also what the end
+    # of a process of multiprocessing's calls (Python 3.10 to 3.14), and does nothing a second time.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     output.flush()
