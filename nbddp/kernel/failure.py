@@ -12,7 +12,7 @@ from nbddp import wire
 from nbddp.errors import HostLost, LaunchError, NbddpError, PayloadError, RankDied, RankError
 from nbddp.kernel import stacks
 from nbddp.kernel.crew import AnyWorker
-from nbddp.worker.entry import BAD_FORK
+from nbddp.worker import entry
 
 _LAST_LINES = 10
 _DEATH_SEEN_S = 0.03  # at most so long after a rank's death its exit code is here
@@ -22,7 +22,17 @@ _ECHO = re.compile(r"[Cc]onnection (closed|reset) by peer|remote worker crashing
 
 
 class BadFork(Exception):
-    """No rank can come from this fork server; with the words for it if that is what was preloaded, else without."""
+    """No rank of this run can come from this fork server.
+
+    Attributes:
+        preloaded: what is wrong with a module that was preloaded; "" if it is not that.
+        outdated: what the server has another value of than the run, which counts when a process starts or imports.
+    """
+
+    def __init__(self, preloaded: str = "", outdated: Sequence[str] = ()) -> None:
+        super().__init__(preloaded or ", ".join(outdated))
+        self.preloaded = preloaded
+        self.outdated = tuple(outdated)
 
 
 def has_failed(worker: AnyWorker) -> bool:
@@ -39,8 +49,10 @@ def first_of(workers: Sequence[AnyWorker]) -> AnyWorker:
     """Of those that have failed, the first in time: the others' follow from it. Raises BadFork if it was that."""
     # An echo may be stamped first: gloo closes its connections before the failure they break for is raised.
     first = min(filter(has_failed, workers), key=lambda worker: (is_echo(worker), _failed_at(worker)))
-    if isinstance(first.report, wire.Failed) and first.report.phase == "setup" and BAD_FORK in first.report.summary:
-        raise BadFork(first.report.summary.partition(BAD_FORK)[2].strip(": "))
+    if isinstance(first.report, wire.Failed) and first.report.phase == entry.UNFIT:
+        raise BadFork(preloaded=first.report.summary)
+    if isinstance(first.report, wire.Failed) and first.report.phase == entry.OUTDATED:
+        raise BadFork(outdated=first.report.summary.split(", "))
     return first
 
 

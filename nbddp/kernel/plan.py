@@ -15,6 +15,7 @@ from nbddp.kernel import forked, forkserver
 from nbddp.kernel.devices import choose_backend, choose_device, choose_nprocs, choose_shares
 from nbddp.kernel.environment import CONTRACT, Place, environment, threads_of
 from nbddp.kernel.rendezvous import Rendezvous
+from nbddp.process_state import ProcessState, present
 
 STALL_AFTER_S = 60.0
 
@@ -27,7 +28,7 @@ class Plan:
         device: ``"cpu"``, ``"cuda"`` or another accelerator's type.
         backend: of the ready-made process group; None for none (``init=False``).
         contract: do the ranks get torchrun's environment variables?
-        environ, sys_path, cwd: the kernel's own at this moment.
+        environ, process_state, sys_path, cwd: the kernel's own at this moment.
         notice: a default that the user should hear of, or "".
         env: what the user adds to the environment.
         shares: how many ranks each host has, in the order of the ranks; () on this machine alone.
@@ -52,6 +53,7 @@ class Plan:
     start_method: str
     argv: list[str]
     environ: dict[str, str]
+    process_state: ProcessState
     sys_path: list[str]
     cwd: str
     gpus: tuple[int, ...] | None = None
@@ -147,6 +149,7 @@ def make_plan(
         environ=environment(
             device_type, gpus if hosts is None else None, deterministic, threads if contract else None, env
         ),
+        process_state=present(),
         sys_path=forked.import_path(),
         cwd=os.getcwd(),
         gpus=tuple(gpus) if gpus is not None else None,

@@ -102,6 +102,7 @@ def _job(head: jobfile.Head) -> wire.Job:
         deterministic=False,
         threads=torch.get_num_threads(),  # by OMP_NUM_THREADS, which torchrun sets
         environ=environ,
+        process_state=None,
         sys_path=folders.first(head.folders, sys.path),
         cwd=os.getcwd(),
         temp_dir="",

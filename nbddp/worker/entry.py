@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,10 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from nbddp import culprit, payload, wire
+from nbddp import culprit, payload, process_state, wire
 from nbddp.tracebacks import drop_our_frames, make_picklable
-from nbddp.worker import context, group, main_module, metrics, output, switch, wanted
+from nbddp.worker import blas, context, counted, group, main_module, metrics, output, switch, wanted
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[An
         value = call()
         phase = "pack"
         return _finished(value, ends.result, known, job)
+    except _BadFork as error:
+        return wire.Failed(0, time.monotonic(), error.phase, error.why)
     except BaseException as error:
         at = time.monotonic()  # before anything slow: the first failure in time is the run's
         _let_nothing_else_raise()
@@ -80,7 +84,7 @@ def _forget_the_fork_server() -> None:
     """Be a process of our own: nothing here is shared with the server this one was forked from."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if "nbddp.worker.preload" in sys.modules:
+    if _is_forked():
         atexit._clear()  # the server's; those of a spawned rank are its own
     multiprocessing.set_start_method(None, force=True)  # the platform's own, not how we were started
     # Processes that the user's code starts are this rank's children, and so in its session; a child
@@ -91,11 +95,16 @@ def _forget_the_fork_server() -> None:
         server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
+def _is_forked() -> bool:
+    return "nbddp.worker.preload" in sys.modules
+
+
 def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     """Become that rank. Returns its ``__main__``, which stands for the notebook's."""
     if wanted.trouble:
-        raise RuntimeError(f"{BAD_FORK}: {wanted.trouble}")
+        raise _BadFork(UNFIT, wanted.trouble)
     _set_environ(job.environ)
+    _inherit_from_the_notebook(job)
     os.chdir(job.cwd)
     if job.temp_dir:
         # DataLoader workers open a socket there per batch, and leave it when they are killed.
@@ -124,6 +133,14 @@ def _set_environ(environ: dict[str, str]) -> None:
     os.environ.update((name, value) for name, value in environ.items() if os.environ.get(name) != value)
 
 
+def _inherit_from_the_notebook(job: wire.Job) -> None:
+    """Have what a plain child of it would have now. Raises _BadFork where that is too late."""
+    forked = _is_forked()
+    refused = process_state.become(job.process_state, forked=forked) if job.process_state is not None else []
+    if forked and (outdated := refused + counted.outdated(job.environ)):
+        raise _BadFork(OUTDATED, ", ".join(outdated))
+
+
 def _forget_missing_folders(paths: list[str]) -> None:
     """A folder of the path that did not exist when the fork server looked may do so now.
 
@@ -137,8 +154,10 @@ def _forget_missing_folders(paths: list[str]) -> None:
 
 def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     if torch.cuda._is_in_bad_fork():
-        raise RuntimeError(BAD_FORK)
+        raise _BadFork(UNFIT, "")
     torch.set_num_threads(job.threads)
+    blas.set_num_threads(job.threads, job.environ)
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # TORCH_DISTRIBUTED_DEBUG, else read at import
     if job.device != "cpu":
         torch.get_device_module(job.device).set_device(job.local_rank)
     if job.seed is None:
@@ -164,7 +183,17 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     group.let_users_make_their_own()  # after ours, whose store it would take for a foreign one
 
 
-BAD_FORK = "no rank can be forked from this server"  # the kernel side then starts them otherwise
+# Instead of "setup": this server can give no rank, or has what is not the run's. The kernel side then has another way.
+UNFIT, OUTDATED = "unfit", "outdated"
+
+
+class _BadFork(Exception):
+    """This rank cannot come from this fork server; ``phase`` is UNFIT or OUTDATED."""
+
+    def __init__(self, phase: str, why: str) -> None:
+        super().__init__(why)
+        self.phase = phase
+        self.why = why
 
 
 def _draw_fresh_seeds() -> None:
@@ -241,7 +270,7 @@ def _failed(error: BaseException, at: float, phase: str, fd: int, known: Sequenc
 
 
 def _leave(channel: Connection) -> None:
-    """Flush, wait until every rank has reported, and run the user's exit handlers."""
+    """Flush, wait until every rank has reported, and end as the interpreter does: threads, then exit handlers."""
     output.flush()
     metrics.flush()
     try:
@@ -249,5 +278,8 @@ def _leave(channel: Connection) -> None:
     except (EOFError, OSError):
         return
     group.close_group()
+    # First: executors end their processes there, which multiprocessing's exit handler joins. It is also what the end
+    # of a process of multiprocessing's calls (Python 3.10 to 3.14), and does nothing a second time.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     output.flush()
