@@ -28,6 +28,7 @@ MESSAGE_CHARS = 64 << 10  # of an error's text
 CAUSE_CHARS = 10_000  # of the exception that a rank raised
 LINE_CHARS = 300  # of what has a line to itself: in the panel, in a table, in another error
 _CAUSE = "run.error.cause"  # where the rest of it is
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _IPYTHONS_FOLD = re.compile(r"\[\.\.\. skipping hidden \d+ frames?\]")
 
 
@@ -118,7 +119,7 @@ class RankError(NbddpError):
 
     def _render_traceback_(self) -> list[str]:
         shown = _render(type(self.cause), self.cause, self.cause.__traceback__, tb_offset=0)
-        shown = [bounded(part, CAUSE_CHARS, _CAUSE) for part in _naming_libraries(shown, self.cause)]
+        shown = [_cut(part) for part in _naming_libraries(shown, self.cause)]
         return [self._header, *shown, *([self.advice] if self.advice else []), *self._told_of_restarts()]
 
 
@@ -229,6 +230,11 @@ def _render(etype: type[BaseException], error: BaseException, tb: TracebackType 
         return "".join(traceback.format_exception(etype, error, tb)).splitlines()
     lines: list[str] = shell.InteractiveTB.structured_traceback(etype, error, tb, tb_offset=tb_offset)
     return lines
+
+
+def _cut(part: str) -> str:
+    """One of a cell's parts of a traceback; of a long one without colours, which would not end, nor count."""
+    return part if len(part) <= CAUSE_CHARS else bounded(_COLOURS.sub("", part), CAUSE_CHARS, _CAUSE)
 
 
 def _naming_libraries(shown: list[str], error: BaseException) -> list[str]:
