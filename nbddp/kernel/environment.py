@@ -88,6 +88,8 @@ def environment(
             raise LaunchError(f"env is a dict of strings; {named} is set to {type(value).__name__}. Use str(...)")
         if not key or "=" in key or "\0" in key + value:
             name = short(key.partition("=")[0])
-            raise LaunchError(f"env has {name}, which no environment can hold: a name has no '=', and nothing a zero byte")
+            raise LaunchError(
+                f"env has {name}, which no environment can hold: a name has no '=', and nothing a zero byte"
+            )
         environ[key] = value
     return environ

@@ -27,7 +27,7 @@ from IPython.core.magic import (  # noqa: TID253
 )
 from IPython.core.magic_arguments import magic_arguments  # noqa: TID253
 
-from nbddp.errors import LaunchError
+from nbddp.errors import LaunchError, did_you_mean
 from nbddp.kernel import cell as cells
 from nbddp.kernel import forkserver, runner
 from nbddp.kernel.devices import CPU_NPROCS, accelerator
@@ -99,7 +99,7 @@ class DdpMagics(Magics):
         names = cells.names_of(tree, out)
         for name in out:
             if name not in names.bound | names.needed and not names.open_ended:
-                raise LaunchError(f"-o {name}: the cell never sets {name}")
+                raise LaunchError(f"-o {name}: the cell never sets {name}{did_you_mean(name, names.bound)}")
         values = self._values_of(names, tree)
         return self._launch(source, values, names.perhaps & values.keys(), Return(self._shell, out), options)
 
@@ -164,7 +164,8 @@ class DdpMagics(Magics):
         if command.startswith("-"):
             return self._set_defaults(words)
         if command not in _COMMANDS:
-            raise UsageError(f"%ddp {command}: there is no such command, only {', '.join(_COMMANDS)}")
+            meant = did_you_mean(command, _COMMANDS)
+            raise UsageError(f"%ddp {command}: there is no such command, only {', '.join(_COMMANDS)}{meant}")
         if len(words) > 1 and command not in ("run", "logs"):
             raise UsageError(f"%ddp {command} takes no arguments")
         return getattr(self, f"_{command}")(words[1:])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nbddp.errors import LaunchError, short
+from nbddp.errors import LaunchError, first_line, short
 from nbddp.kernel import forked, forkserver
 from nbddp.kernel.devices import choose_backend, choose_device, choose_nprocs, choose_shares
 from nbddp.kernel.environment import CONTRACT, Place, environment, threads_of
@@ -111,6 +111,7 @@ def make_plan(
         LaunchError: an argument that cannot work, with what to do instead.
     """
     name = check_call(fn, (0, *args) if pass_rank else args, kwargs, name)
+    cwd = working_directory()
     _check_numbers(max_restarts=max_restarts, seed=seed)
     for share in nprocs.values() if isinstance(nprocs, Mapping) and hosts is not None else (nprocs,):
         _check_numbers(nprocs=share)
@@ -151,7 +152,7 @@ def make_plan(
         ),
         process_state=present(),
         sys_path=forked.import_path(),
-        cwd=os.getcwd(),
+        cwd=cwd,
         gpus=tuple(gpus) if gpus is not None else None,
         env=dict(env or {}),
         shares=tuple(shares.items()),
@@ -165,9 +166,27 @@ def make_plan(
 
 def check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str | None) -> str:
     """The run's name. Raises LaunchError if this is no function, or cannot be called so."""
-    name = name or _name_of(fn)
+    name = first_line(str(name or _name_of(fn)))
     _check_function(fn, args, kwargs, name)
     return name
+
+
+def working_directory() -> str:
+    """The notebook's, in which the ranks start. Raises LaunchError if it has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise LaunchError(
+            f"the notebook's working directory{_last_known_directory()} has been deleted, and the ranks would start "
+            "in it. Change to one that exists, with %cd or os.chdir()"
+        ) from None
+
+
+def _last_known_directory() -> str:
+    try:
+        return f", {os.readlink('/proc/self/cwd').removesuffix(' (deleted)')},"
+    except OSError:  # not on Linux
+        return ""
 
 
 def _name_of(fn: Any) -> str:

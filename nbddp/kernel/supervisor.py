@@ -82,7 +82,7 @@ class Supervisor:
         self._start_method = plan.start_method
         self._renewed = False  # the fork server, for this run
         self._attempt_began = self.began
-        self._naming = failure.Naming(plan.name, plan.nprocs, self._packed.by_value)
+        self._naming = failure.Naming(plan.name, plan.nprocs, self._packed.by_value, plan.device)
         self._stillness = _Stillness(plan.stall_after_s)
         self._first: NbddpError | None = None  # of a run that has been restarted
         self._was_here = ""  # where the ranks were when the run was stopped
@@ -381,7 +381,8 @@ class Supervisor:
         # Broken connections alone: the rank that broke them is still on its way to saying why.
         self._watch_until(crew, began + _ECHO_WINDOW_S, or_when=lambda crew: not _only_echoes(crew))
         first = failure.first_of(crew.workers)
-        error = self._naming.error_of(first, self._who_was_missing(crew, first))
+        where, alike = self._who_was_missing(crew, first), failure.all_alike(crew.workers)
+        error = self._naming.error_of(first, where, alike=alike)
         self._wind_down(crew, lambda: _PEERS_GRACE_S)
         raise error
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import builtins
 import errno
 import fcntl
 import os
@@ -65,8 +66,9 @@ def _live(options: argparse.Namespace) -> None:
         _check_folder(options.result)
     if job.local_world_size < job.world_size:
         loopback.let_other_hosts_in()
+    read = builtins.input
     notebook = entry.set_up(job, entry.Ends(sink, output=1, stacks=2, payload=block, result=-1, store=None))
-    sys.breakpointhook = sys.__breakpointhook__
+    sys.breakpointhook, builtins.input = sys.__breakpointhook__, read
     value = _called(_unpack(job, block, notebook))
     metrics.flush()
     if options.result and job.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import functools
 import multiprocessing
 import os
@@ -24,8 +25,11 @@ import torch
 import torch.distributed as dist
 
 from nbddp import culprit, payload, process_state, wire
+from nbddp.errors import CAUSE_CHARS, bounded
 from nbddp.tracebacks import drop_our_frames, make_picklable
 from nbddp.worker import blas, context, counted, group, main_module, metrics, output, switch, wanted
+
+_EXIT_CHARS = 1000  # of what sys.exit() was given
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,8 @@ def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     metrics.enter(ends.metrics)
     output.answer_stacks(ends.stacks)
     sys.breakpointhook = _no_terminal
+    builtins.input = _no_input
+    output.show_no_figures()
     _set_up_torch(job, ends.store)
     return notebook
 
@@ -125,6 +131,10 @@ def _no_terminal(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
         "a rank has no terminal for breakpoint(); call the function itself in the notebook (rank 0 of 1)"
     )
+
+
+def _no_input(prompt: object = "", /) -> str:
+    raise EOFError("a rank has no input(); ask in the notebook and pass the answer as an argument, run(fn, args=...)")
 
 
 def _set_environ(environ: dict[str, str]) -> None:
@@ -250,19 +260,28 @@ def _exited(error: SystemExit, fd: int) -> wire.Message:
         return wire.Finished(payload.pack(None, fd, back=True).nbytes, at)
     if isinstance(error.code, int):
         return wire.Exited(error.code & 0xFF, "", at)  # as the system would tell it
-    print(error.code, file=sys.stderr)
-    return wire.Exited(1, str(error.code)[:1000], at)
+    text = _text_of(error.code)
+    print(text, file=sys.stderr)
+    return wire.Exited(1, bounded(text, _EXIT_CHARS, f"run.logs({context.rank()})"), at)
+
+
+def _text_of(value: object) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # whatever a user's __str__ raises
+        return f"a {type(value).__name__} whose str() raises {type(error).__name__}"
 
 
 def _failed(error: BaseException, at: float, phase: str, fd: int, known: Sequence[Any]) -> wire.Message:
-    summary = "".join(traceback.format_exception_only(type(error), error)).strip()[:10_000]
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    summary = bounded(text, CAUSE_CHARS)
     drop_our_frames(error)
     make_picklable(error)
     try:
         packed = payload.pack(error, fd, known=known, back=True)
     except Exception:  # an exception that does not pickle: its name, text and frames still travel
         look_alike = type(type(error).__name__, (Exception,), {"__module__": type(error).__module__})
-        stand_in = look_alike(summary.partition(": ")[2] or summary)
+        stand_in = look_alike(text.partition(": ")[2] or text)
         stand_in.__traceback__ = error.__traceback__
         make_picklable(stand_in)
         packed = payload.pack(stand_in, fd, back=True)
