@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
-import operator
+import heapq
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,11 @@ _CHUNK_NBYTES = 4 << 20  # of one thread, between two looks whether it is still 
 _TOGETHER_FROM_NBYTES = 32 << 20
 _MOST_THREADS = 4
 
+_MOST_COPIED_NBYTES = 16 << 20  # of what overlaps, in all
+_MOST_MAPPINGS = 1 << 13  # of one block; Linux allows a process 65,530
+
 _Chunks = Iterator[tuple[int, memoryview]]
+Extent = tuple[int, int]  # addresses: of the first byte, and behind the last
 
 
 def open_block(name: str) -> int:
@@ -45,7 +49,7 @@ def open_block(name: str) -> int:
 
 def map_block(fd: int, nbytes: int) -> memoryview:
     """The block's bytes, private and writable, kept alive by whoever holds a part of them."""
-    if nbytes < _MAP_FROM_NBYTES or not os.path.exists("/proc/self/fd"):
+    if nbytes < _MAP_FROM_NBYTES or not _can_map():
         copy = bytearray(nbytes)
         read = 0
         while read < nbytes:
@@ -54,6 +58,10 @@ def map_block(fd: int, nbytes: int) -> memoryview:
             read += more
         return memoryview(copy)
     return storage_bytes(_mapping(fd, nbytes, shared=False))
+
+
+def _can_map() -> bool:
+    return os.path.exists("/proc/self/fd")
 
 
 def _mapping(fd: int, nbytes: int, *, shared: bool) -> Any:
@@ -168,58 +176,110 @@ class Piece:
         return cls(int(np.frombuffer(data, dtype=np.uint8).ctypes.data) if data.nbytes else 0, data)
 
     @property
-    def extent(self) -> tuple[int, int]:
-        """Its addresses: the first, and the one behind the last."""
+    def extent(self) -> Extent:
         return self.address, self.address + self.data.nbytes
 
 
-class Layout:
-    """Which interval of the sender's memory goes where in the block; overlapping ones stay so."""
+@dataclass(frozen=True)
+class Area:
+    """Memory of the sender that is one thing to the reader, and what of it goes into the block."""
 
-    def __init__(self) -> None:
-        self._intervals: list[tuple[int, int]] = []
-        self._regions: list[tuple[int, int, int]] = []  # start, stop, offset
+    extent: Extent
+    pieces: list[Piece]
 
-    def add(self, start: int, stop: int) -> None:
-        """These bytes of memory will be in the block."""
-        if stop > start:
-            self._intervals.append((start, stop))
-
-    def place(self, first_offset: int) -> int:
-        """Give every region its offset. Returns the first free offset after them."""
-        offset = first_offset
-        for start, stop in merged(self._intervals):
-            shift = start % ALIGN  # an address keeps its alignment, whatever that was
-            self._regions.append((start, stop, offset + shift))
-            offset = _aligned(offset + shift + stop - start)
-        return offset
-
-    def offset(self, address: int) -> int:
-        """Where in the block the byte at this address is."""
-        index = bisect.bisect_right(self._regions, address, key=operator.itemgetter(0)) - 1
-        if index < 0:
-            return 0  # an empty array: its address means nothing
-        start, stop, offset = self._regions[index]
-        return offset + address - start if address < stop else 0
-
-    def disjoint(self, pieces: list[Piece]) -> Iterator[tuple[int, memoryview]]:
-        """Every byte of the pieces once, however often they overlap, and its offset."""
-        written = 0
-        for piece in sorted(pieces, key=lambda p: (p.address, -p.data.nbytes)):
-            stop = piece.address + piece.data.nbytes
-            start = max(piece.address, written)
-            if start < stop:
-                yield self.offset(start), piece.data[start - piece.address :]
-                written = stop
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.data.nbytes for piece in self.pieces)
 
 
-def merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+@dataclass(frozen=True)
+class Place:
+    """Where in the block an area begins, and in which of the reader's mappings of the block.
+
+    Attributes:
+        mapping: areas that overlap have different numbers, so that the reader writes to each alone.
+    """
+
+    offset: int
+    mapping: int = 0
+
+
+def lay_out(areas: Sequence[Area], first_offset: int) -> tuple[list[Place], int]:
+    """Where everything goes, and the first free offset behind it. Bytes that areas share lie there once, unless few."""
+    mappings = mappings_for([area.extent for area in areas], [area.nbytes for area in areas])
+    regions = merged(area.extent for area, mapping in zip(areas, mappings) if mapping is not None)
+    own = [area.extent for area, mapping in zip(areas, mappings) if mapping is None]
+    shifts, offset = [], first_offset
+    for start, stop in [*regions, *own]:
+        shifts.append(offset + start % ALIGN - start)  # an address keeps its alignment, whatever that was
+        offset = _aligned(stop + shifts[-1])
+    starts, of_own = [start for start, _ in regions], iter(shifts[len(regions) :])
+    places = []
+    for area, mapping in zip(areas, mappings):
+        start, stop = area.extent
+        if mapping is None:
+            places.append(Place(start + next(of_own)))
+        elif start < stop:
+            places.append(Place(start + shifts[bisect.bisect_right(starts, start) - 1], mapping))
+        else:
+            places.append(Place(0))  # empty: its address means nothing
+    return places, offset
+
+
+def parts_of(areas: Sequence[Area], places: Sequence[Place]) -> Iterator[tuple[int, memoryview]]:
+    """What is to be written at which offset; in their order, and every byte once."""
+    parts = [
+        (place.offset + piece.address - area.extent[0], piece.data)
+        for area, place in zip(areas, places)
+        for piece in area.pieces
+    ]
+    written = 0
+    for offset, data in sorted(parts, key=lambda part: (part[0], -part[1].nbytes)):
+        start, stop = max(offset, written), offset + data.nbytes
+        if start < stop:
+            yield start, data[start - offset :]
+            written = stop
+
+
+def mappings_for(extents: Sequence[Extent], nbytes_seen: Sequence[int]) -> list[int | None]:
+    """By extent, the number of the mapping to read it from: those of one number do not overlap.
+
+    None: what overlaps is better copied, being small, or too much for the mappings that there may be.
+    """
+    numbers = _numbers_for(extents)
+    nbytes: collections.Counter[int] = collections.Counter()
+    for number, seen in zip(numbers, nbytes_seen):
+        nbytes[number] += seen
+    mapped, copied = {0}, 0
+    for number in sorted(nbytes, key=nbytes.__getitem__):
+        copied += nbytes[number]
+        if (nbytes[number] >= _MAP_FROM_NBYTES or copied > _MOST_COPIED_NBYTES) and number < _MOST_MAPPINGS:
+            mapped.add(number)
+    return [number if number in mapped and (number == 0 or _can_map()) else None for number in numbers]
+
+
+def _numbers_for(extents: Sequence[Extent]) -> list[int]:
+    numbers = [0] * len(extents)
+    busy: list[tuple[int, int]] = []  # a heap: up to where, and the number
+    reach = 0
+    for i in sorted(range(len(extents)), key=lambda i: (extents[i][0], -extents[i][1])):
+        start, stop = extents[i]
+        if start >= reach:
+            busy.clear()
+        if start < stop:
+            numbers[i] = heapq.heappop(busy)[1] if busy and busy[0][0] <= start else len(busy)
+            heapq.heappush(busy, (stop, numbers[i]))
+            reach = max(reach, stop)
+    return numbers
+
+
+def merged(extents: Iterable[Extent]) -> list[Extent]:
     """The same bytes, those that overlap as one."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(intervals):
+    found: list[Extent] = []
+    for start, stop in sorted(extents):
         if found and start < found[-1][1]:
             found[-1] = found[-1][0], max(found[-1][1], stop)
-        else:
+        elif start < stop:
             found.append((start, stop))
     return found
 

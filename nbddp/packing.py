@@ -94,6 +94,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduce(self, obj)
         if obj is sys.stdout or obj is sys.stderr:
             return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
+        if isinstance(obj, _blocks_of_pandas()):
+            return _with_values_of_its_own(obj)
         refuse_unshippable(obj, back=self._back)
         reduce_without = None if self._back else _reducer_of(type(obj))
         reduced = NotImplemented if reduce_without is None else reduce_without(obj)
@@ -235,6 +237,22 @@ def _with_seen_storage(reduced: tuple[Any, ...]) -> tuple[Any, ...]:
         inner, inner_args = _with_seen_storage((inner, inner_args))
         return function, (inner, kind, inner_args, *state), *rest
     return reduced
+
+
+def _blocks_of_pandas() -> tuple[type, ...]:
+    """What holds the values of frames and series; private, of pandas 2.2 to 3.1."""
+    loaded = sys.modules.get("pandas._libs.internals")
+    return (loaded.Block,) if hasattr(loaded, "Block") else ()
+
+
+def _with_values_of_its_own(block: Any) -> Any:
+    """How a block reduces, had it an array that nobody else holds.
+
+    Frames that pandas keeps apart by copy-on-write may hold one array (of dates, say). pandas' note of that does not
+    travel: after pickle they share it unprotected.
+    """
+    function, (values, *rest) = block.__reduce__()
+    return function, (values[:], *rest)
 
 
 # What multiprocessing hands over only to a process that it is starting.

@@ -7,9 +7,11 @@ the notebook's::
 
     [header][array or storage][array or storage] ... [pickle stream][table]
 
-Memory that overlapped in the sender overlaps in the block: views that shared storage still share it,
-numpy with torch as well. Numpy views with gaps, say columns, do so unless together they see less than
-half of a large array: then each arrives as a copy of its own, as from ``pickle``.
+Who shares memory with whom is as after ``pickle`` and ``torch.save``. Tensors of one storage share it still.
+Numpy arrays are independent, of the arrays and tensors too that they were views of; so are pandas objects,
+also those that pandas keeps apart by copy-on-write, which ``pickle`` lets share. That costs no memory: bytes
+that several arrays see lie in the block once, and each array is read from a private mapping in which nothing
+else lies over it. Only small arrays (less than 1 MiB in all that overlaps) lie there once each.
 """
 
 from __future__ import annotations
@@ -32,13 +34,18 @@ from numpy.lib.stride_tricks import as_strided
 
 from nbddp.block import (
     ALIGN,
-    Layout,
+    Area,
+    Extent,
     Piece,
+    Place,
     as_bytes,
     fill,
+    lay_out,
     map_block,
+    mappings_for,
     merged,
     open_block,
+    parts_of,
     storage_bytes,
     storage_over,
 )
@@ -154,23 +161,27 @@ def unpack(
     for filename, lines in table.sources.items():
         # mtime None: linecache.checkcache leaves such an entry alone.
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
-    storage = functools.cache(lambda index: table.storages[index].read(memory, device))
-    with reading_now(Reading(storage, lambda number: table.arrays[number].read(memory), inherited, known)):
-        buffers = (place.read(memory) for place in table.buffers)
+    mappings = functools.cache(lambda number: map_block(fd, nbytes) if number else memory)
+    storage = functools.cache(lambda index: table.storages[index].read(mappings, device))
+    with reading_now(Reading(storage, lambda number: table.arrays[number].read(mappings), inherited, known)):
+        buffers = (buffer.read(mappings) for buffer in table.buffers)
         value, by_value = pickle.loads(memory[stream_at:table_at], buffers=buffers)
     return Unpacked(value, by_value)
+
+
+_Mappings = Callable[[int], memoryview]
 
 
 @dataclass(frozen=True)
 class _Buffer:
     """Where in the block an array's memory lies."""
 
-    offset: int
+    place: Place
     nbytes: int
     readonly: bool
 
-    def read(self, memory: memoryview) -> memoryview:
-        view = memory[self.offset : self.offset + self.nbytes]
+    def read(self, mappings: _Mappings) -> memoryview:
+        view = mappings(self.place.mapping)[self.place.offset : self.place.offset + self.nbytes]
         return view.toreadonly() if self.readonly else view
 
 
@@ -178,12 +189,13 @@ class _Buffer:
 class _Storage:
     """Where in the block a torch storage lies, and whether it came from an accelerator."""
 
-    offset: int
+    place: Place
     nbytes: int
     was_on_device: bool
 
-    def read(self, memory: memoryview, device: torch.device | None) -> torch.UntypedStorage:
-        storage = storage_over(memory[self.offset : self.offset + self.nbytes])
+    def read(self, mappings: _Mappings, device: torch.device | None) -> torch.UntypedStorage:
+        memory = mappings(self.place.mapping)
+        storage = storage_over(memory[self.place.offset : self.place.offset + self.nbytes])
         if self.was_on_device and device is not None and device.type != "cpu":
             return as_bytes(storage).to(device).untyped_storage()
         return storage
@@ -199,8 +211,8 @@ class _Array:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def read(self, memory: memoryview) -> npt.NDArray[Any]:
-        return np.ndarray(self.shape, self.dtype, self.memory.read(memory), self.first, self.strides)
+    def read(self, mappings: _Mappings) -> npt.NDArray[Any]:
+        return np.ndarray(self.shape, self.dtype, self.memory.read(mappings), self.first, self.strides)
 
 
 @dataclass(frozen=True)
@@ -218,45 +230,79 @@ class _Table:
 
 
 def _lay_out(pickler: Packer, stream: memoryview) -> Pickled:
-    pieces = [Piece.of(view) for view in pickler.buffers]
+    buffers = [_area_of(Piece.of(view)) for view in pickler.buffers]
     storages = [_LaidOut.of(entry) for entry in pickler.storages.values()]
-    in_sight = [*pieces, *(piece for storage in storages for piece in storage.seen)]
-    arrays = _without_wide_gaps(pickler.arrays, [piece.extent for piece in in_sight])
-    pieces_of_arrays = [_memory_of(array) for array in arrays]
-    layout = Layout()
-    for piece in [*pieces, *pieces_of_arrays]:
-        layout.add(*piece.extent)
-    for storage in storages:
-        layout.add(storage.address, storage.address + storage.nbytes)
-    stream_at = layout.place(ALIGN)
+    arrays = _compact(pickler.arrays, [*buffers, *(storage.area for storage in storages)])
+    areas = [*buffers, *(storage.area for storage in storages), *(_area_of(_memory_of(array)) for array in arrays)]
+    places, stream_at = lay_out(areas, ALIGN)
+    placed = iter(places)
     table = _Table(
-        [_Buffer(layout.offset(p.address), p.data.nbytes, p.data.readonly) for p in pieces],
-        [_Storage(layout.offset(s.address), s.nbytes, s.was_on_device) for s in storages],
-        [_placed(array, piece, layout) for array, piece in zip(arrays, pieces_of_arrays)],
+        [_Buffer(next(placed), area.nbytes, area.pieces[0].data.readonly) for area in buffers],
+        [_Storage(next(placed), storage.nbytes, storage.was_on_device) for storage in storages],
+        [_placed(array, next(placed)) for array in arrays],
         sources_of(pickler.codes),
     )
     table_at = stream_at + stream.nbytes
     encoded = pickle.dumps(table, protocol=5)
     end = table_at + len(encoded)
     header = memoryview(_HEADER.pack(stream_at, table_at, end))
-    data = layout.disjoint([*in_sight, *pieces_of_arrays])
-    parts = [(0, header), *data, (stream_at, stream), (table_at, memoryview(encoded))]
+    parts = [(0, header), *parts_of(areas, places), (stream_at, stream), (table_at, memoryview(encoded))]
     return Pickled(Packed(end, pickler.inherited, pickler.by_value), parts)
 
 
-def _without_wide_gaps(arrays: list[npt.NDArray[Any]], others: list[tuple[int, int]]) -> list[npt.NDArray[Any]]:
-    """The arrays themselves, or copies without gaps of those that would take much unseen memory along."""
+def _area_of(piece: Piece) -> Area:
+    return Area(piece.extent, [piece])
+
+
+def _compact(arrays: list[npt.NDArray[Any]], others: list[Area]) -> list[npt.NDArray[Any]]:
+    """The arrays themselves, or copies without gaps of those that would take much unseen memory along.
+
+    Copied is also what lies over itself, since each element is to be written to alone; and over others, if it is small
+    or gaps for the most part.
+    """
+    arrays = [_copied(array) if _lies_over_itself(array) else array for array in arrays]
     extents = [_extent_of(array) for array in arrays]
-    regions = merged([*others, *extents])
+    mappings = mappings_for(
+        [*(area.extent for area in others), *extents],
+        [*(area.nbytes for area in others), *(array.nbytes for array in arrays)],
+    )[len(others) :]
+    wide = _lie_wide(extents, [array.nbytes for array in arrays], others)
+    return [
+        _copied(array) if is_wide or mapping is None or (mapping and stop - start > 2 * array.nbytes) else array
+        for array, mapping, is_wide, (start, stop) in zip(arrays, mappings, wide, extents)
+    ]
+
+
+def _copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    copy = array.copy("K")
+    copy.flags.writeable = array.flags.writeable
+    return copy
+
+
+def _lies_over_itself(array: npt.NDArray[Any]) -> bool:
+    """May it be that writing to one element changes another? Not for steps that each reach beyond the shorter ones."""
+    reach = array.itemsize
+    for step, size in sorted((abs(step), size) for step, size in zip(array.strides, array.shape) if size > 1):
+        if step < reach:
+            return array.flags.writeable
+        reach += step * (size - 1)
+    return False
+
+
+def _lie_wide(extents: list[Extent], nbytes: list[int], others: list[Area]) -> list[bool]:
+    """Which of them are in regions that are large, and mostly gaps that nobody sees."""
+    in_sight = [piece.extent for area in others for piece in area.pieces]
+    regions = merged([*in_sight, *extents])
     firsts = [start for start, _ in regions]
     region_of = [bisect.bisect_right(firsts, start) - 1 for start, _ in extents]
     seen = [0] * len(regions)
-    for start, stop in others:
-        seen[bisect.bisect_right(firsts, start) - 1] += stop - start
-    for array, (start, stop), region in zip(arrays, extents, region_of):
-        seen[region] += min(array.nbytes, stop - start)
+    for start, stop in in_sight:
+        if start < stop:
+            seen[bisect.bisect_right(firsts, start) - 1] += stop - start
+    for (start, stop), size, region in zip(extents, nbytes, region_of):
+        seen[region] += min(size, stop - start)
     wide = [stop - start > max(2 * nbytes, _SMALL_NBYTES) for (start, stop), nbytes in zip(regions, seen)]
-    return [array.copy("K") if wide[region] else array for array, region in zip(arrays, region_of)]
+    return [wide[region] for region in region_of]
 
 
 def _extent_of(array: npt.NDArray[Any]) -> tuple[int, int]:
@@ -276,25 +322,29 @@ def _memory_of(array: npt.NDArray[Any]) -> Piece:
     return Piece(start, memoryview(as_strided(lowest, (stop - start,), (1,))))  # type: ignore[arg-type]
 
 
-def _placed(array: npt.NDArray[Any], piece: Piece, layout: Layout) -> _Array:
-    place = _Buffer(layout.offset(piece.address), piece.data.nbytes, not array.flags.writeable)
-    return _Array(place, array.ctypes.data - piece.address, array.dtype, array.shape, array.strides)
+def _placed(array: npt.NDArray[Any], place: Place) -> _Array:
+    start, stop = _extent_of(array)
+    memory = _Buffer(place, stop - start, not array.flags.writeable)
+    return _Array(memory, array.ctypes.data - start, array.dtype, array.shape, array.strides)
 
 
 @dataclass(frozen=True)
 class _LaidOut:
     """A storage in this process's memory, and the pieces of it that some tensor sees: only those are copied."""
 
-    address: int
-    nbytes: int
+    area: Area
     was_on_device: bool
-    seen: list[Piece]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return self.area.extent[1] - self.area.extent[0]
 
     @classmethod
     def of(cls, entry: PackedStorage) -> _LaidOut:
         was_on_device = entry.storage.device.type != "cpu"
         storage = entry.storage.cpu() if was_on_device else entry.storage  # type: ignore[no-untyped-call]
-        whole = storage_bytes(storage)
-        base = Piece.of(whole).address
-        spans = [(max(start, 0), min(stop, whole.nbytes)) for start, stop in entry.spans]
-        return cls(base, whole.nbytes, was_on_device, [Piece(base + start, whole[start:stop]) for start, stop in spans])
+        whole = Piece.of(storage_bytes(storage))
+        spans = [(max(start, 0), min(stop, whole.data.nbytes)) for start, stop in entry.spans]
+        pieces = [Piece(whole.address + start, whole.data[start:stop]) for start, stop in spans]
+        return cls(Area(whole.extent, pieces), was_on_device)

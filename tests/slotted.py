@@ -266,7 +266,11 @@ class _Describer:
 
 
 def _way_to(kind: type) -> list[Any]:
-    return [[base.__name__, str(vars(base).get("__slots__", "none"))] for base in kind.__mro__]
+    slots = [vars(base).get("__slots__", "none") for base in kind.__mro__]
+    return [
+        [base.__name__, str(names) if isinstance(names, (str, tuple, list, dict)) else type(names).__name__]
+        for base, names in zip(kind.__mro__, slots)
+    ]
 
 
 def _is_set(slot: Any, thing: Any) -> bool:

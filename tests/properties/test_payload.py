@@ -1,4 +1,4 @@
-"""Whatever is packed arrives as it was: values, kinds, strides, and who shares memory with whom."""
+"""Whatever is packed arrives as it was: values, kinds, strides; and shares memory with whom pickle lets it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nbddp import payload
 from tests.properties.budget import examples
-from tests.properties.things import describe, overwrite, things
+from tests.properties.things import describe, orders, overlaps, overwrite, things
 from tests.support import run
 
 pytestmark = [
@@ -41,6 +41,8 @@ def test_anything_arrives_as_it_was(thing: Any, mapped: bool, back: bool) -> Non
     sent = [thing, torch.ones(_MAPPED_NBYTES, dtype=torch.uint8)] if mapped else [thing]
     arrived = round_trip(sent, back=back)[0]
     assert describe(arrived) == before
+    assert overlaps(arrived) == []
+    assert all(order in (None, now) for order, now in zip(orders(thing), orders(arrived)))
     overwrite(arrived)
     assert describe(thing) == before
 
@@ -66,6 +68,7 @@ def test_real_ranks_get_it_and_give_it_back(several: list[Any]) -> None:
 
 def _look_and_write(several: list[Any]) -> tuple[Any, Any, Any]:
     seen = describe(several)
+    assert overlaps(several) == []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         overwrite(several)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -211,6 +212,8 @@ def _array_view(draw: st.DrawFn, array: np.ndarray[Any, Any]) -> Any:
     ]
     if array.dtype.names and array.ndim:
         ways.append(lambda: array["a"])
+    if array.ndim == 1 and len(array) > 2 and array.flags.writeable:
+        ways.append(lambda: np.lib.stride_tricks.sliding_window_view(array, 2, writeable=True))
     if array.flags.c_contiguous:
         ways += [lambda: array.reshape(-1), lambda: array.reshape(-1).view("u1") if array.size else array]
     simple = array.dtype.kind in "bif" and array.dtype.isnative and array.dtype.itemsize <= 8
@@ -264,20 +267,38 @@ def _frame() -> Any:
 
 
 def describe(thing: Any) -> list[Any]:
-    """All that is to survive: kinds, values, which places hold one object, and which bytes are the same.
+    """All that is to survive: kinds, values, which places hold one object, and which tensors one storage.
 
-    Not told are the strides of numpy arrays that are not contiguous.
+    Not told are the strides of numpy arrays that are not contiguous, and which arrays are views of each other: they
+    arrive as objects of their own, as from pickle.
     """
     describer = _Describer()
     described = describer.of(thing)
-    return [described, describer.overlaps(), describer.storages()]
+    return [described, describer.storages()]
+
+
+def orders(thing: Any) -> list[tuple[bool, bool] | None]:
+    """Of each array that is contiguous, how it is."""
+    describer = _Describer()
+    describer.of(thing)
+    flags = [array.flags for array, _ in describer.arrays]
+    return [(each.c_contiguous, each.f_contiguous) if each.forc else None for each in flags]
+
+
+def overlaps(thing: Any) -> list[tuple[Any, Any]]:
+    """Each two arrays or storages in it that have bytes in common, and each array whose own elements have."""
+    describer = _Describer()
+    describer.of(thing)
+    extents = describer.extents()
+    found = [(a, b) for a, b in itertools.combinations(extents, 2) if max(a[0], b[0]) < min(a[1], b[1])]
+    return found + [(extent, extent) for array, extent in describer.arrays if _lies_over_itself(array)]
 
 
 class _Describer:
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []
-        self._extents: list[tuple[int, int]] = []
+        self.arrays: list[tuple[Any, tuple[int, int]]] = []
         self._storages: list[Any] = []
 
     def of(self, thing: Any) -> Any:
@@ -326,9 +347,6 @@ class _Describer:
         yield tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes()
         yield _bits(tensor)
         self._storages.append(tensor.untyped_storage())
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-        start = tensor.data_ptr()
-        self._extents.append((start, start + (last + 1) * tensor.element_size() if tensor.numel() else start))
 
     def _array(self, array: np.ndarray[Any, Any]) -> Iterator[Any]:
         # numpy itself forgets the byte order of dates where there are none.
@@ -341,17 +359,15 @@ class _Describer:
             yield array.tolist()
         else:
             plain = array.view(np.ndarray)
-            yield array.flags.c_contiguous, array.flags.f_contiguous, array.flags.writeable or not array.nbytes
+            yield array.flags.writeable or not array.nbytes
             yield np.ascontiguousarray(plain).tobytes()
-            self._extents.append(_extent(plain) if plain.nbytes else (0, 0))
+            self.arrays.append((plain, _extent(plain) if plain.nbytes else (0, 0)))
 
-    def overlaps(self) -> list[tuple[int, int, int, int]]:
-        """Of each two that share bytes, where the second begins and ends, seen from the first."""
-        return [
-            (i, j, b[0] - a[0], b[1] - a[0])
-            for (i, a), (j, b) in itertools.combinations(enumerate(self._extents), 2)
-            if max(a[0], b[0]) < min(a[1], b[1])
-        ]
+    def extents(self) -> list[tuple[int, int]]:
+        """The addresses of all arrays, and of all storages that tensors share."""
+        storages = {storage._cdata: storage for storage in self._storages}.values()
+        of_storages = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        return [extent for _, extent in self.arrays] + of_storages
 
     def storages(self) -> list[int]:
         """By tensor, which of them has the same storage first."""
@@ -364,6 +380,15 @@ def _extent(array: np.ndarray[Any, Any]) -> tuple[int, int]:
     for size, step in zip(array.shape, array.strides):
         lowest, highest = lowest + min(0, (size - 1) * step), highest + max(0, (size - 1) * step)
     return lowest, highest + array.itemsize
+
+
+def _lies_over_itself(array: np.ndarray[Any, Any]) -> bool:
+    """By the address of each of its bytes."""
+    if not array.flags.writeable or not array.nbytes:
+        return False
+    steps = [np.arange(size) * step for size, step in zip(array.shape, array.strides)]
+    bytes_ = functools.reduce(np.add.outer, [*steps, np.arange(array.itemsize)], np.int64(0)).reshape(-1)
+    return len(set(bytes_.tolist())) < len(bytes_)
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
