@@ -178,6 +178,134 @@ def test_the_last_uneven_batch_does_not_hang(cell: Cells) -> None:
     assert run(names.train, nprocs=3, timeout=60).values == [2, 2, 2]
 
 
+LOOKS = {
+    "one batch": "next(iter(loader))",
+    "several": "[next(iter(loader)) for _ in range(2)]",
+    "a few in a row": "[batch for _, batch in zip(range(2), loader)]",
+    "before it breaks": "for batch in loader:\n    break",
+    "in the middle of a pass": "for batch in loader:\n    next(iter(loader))\n    break",
+}
+
+
+@pytest.mark.parametrize(("look", "workers"), [*((look, 0) for look in LOOKS), ("one batch", 1)])
+def test_a_rank_may_look_at_a_batch_alone(cell: Cells, look: str, workers: int) -> None:
+    """What follows is the same epoch on every rank."""
+    names = cell("""
+        import nbddp, torch, warnings
+        def train(look, workers):
+            loader = nbddp.loader(torch.arange(20), 4, shuffle=True, num_workers=workers,
+                                  persistent_workers=workers > 0)
+            epochs = []
+            for epoch in range(4):
+                if nbddp.is_primary():
+                    exec(look, {"loader": loader})
+                nbddp.barrier()
+                seen = []
+                for batch in loader:
+                    nbddp.barrier()
+                    seen += batch.tolist()
+                epochs.append(seen)
+            return epochs
+    """)
+    done = run(names.train, LOOKS[look], workers, seed=3, timeout=60)
+    for epoch, (first, second) in enumerate(zip(*done.values)):
+        expected = [share(20, 2, rank, epoch, seed=3) for rank in range(2)]
+        assert sorted(first) == sorted(expected[0])
+        assert second == expected[1], "without a look, it is torch's order"
+        assert sorted(first + second) == list(range(20))
+    assert done.logs(0) + done.logs(1) == ""
+
+
+def share(size: int, ranks: int, rank: int, epoch: int, seed: int) -> list[int]:
+    """A rank's samples as torch's own sampler deals them."""
+    sampler = torch.utils.data.DistributedSampler(range(size), ranks, rank, shuffle=True, seed=seed)  # type: ignore[arg-type]
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def test_passes_that_are_left_early_go_through_all_data_and_then_reshuffle(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train(batches):
+            loader = nbddp.loader(torch.arange(24), 2, shuffle=True)
+            seen = []
+            for _ in range(12 // batches):
+                for step, batch in enumerate(loader, 1):
+                    nbddp.barrier()
+                    seen += batch.tolist()
+                    if step == batches: break
+            return seen
+        def one_at_a_time():
+            loader = nbddp.loader(torch.arange(24), 2, shuffle=True)
+            return [i for _ in range(12) for i in next(iter(loader)).tolist()]
+    """)
+    two_epochs = [share(24, 2, rank, 0, seed=3) + share(24, 2, rank, 1, seed=3) for rank in range(2)]
+    for batches in (1, 2, 3, 6):
+        assert run(names.train, batches, seed=3).values == two_epochs
+    assert run(names.one_at_a_time, seed=3).values == two_epochs
+
+
+def test_without_shuffle_every_pass_begins_at_the_start(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            loader = nbddp.loader(torch.arange(12), 2)
+            return [next(iter(loader)).tolist() for _ in range(2)] + [torch.cat(list(loader)).tolist()]
+    """)
+    assert run(names.train).values == [
+        [[0, 2], [0, 2], [0, 2, 4, 6, 8, 10]],
+        [[1, 3], [1, 3], [1, 3, 5, 7, 9, 11]],
+    ]
+
+
+def test_set_epoch_begins_that_epoch_whatever_a_rank_has_looked_at(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            loader = nbddp.loader(torch.arange(20), 5, shuffle=True)
+            for _ in range(nbddp.rank()): next(iter(loader))
+            loader.sampler.set_epoch(4)
+            return [torch.cat(list(loader)).tolist() for _ in range(2)]
+    """)
+    assert run(names.train, seed=3).values == [[share(20, 2, rank, e, seed=3) for e in (4, 5)] for rank in range(2)]
+
+
+@pytest.mark.parametrize("group", ["ready-made", "the function's own"])
+def test_ranks_in_different_epochs_are_told(cell: Cells, group: str) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train(make):
+            if make: torch.distributed.init_process_group("gloo")
+            loader = nbddp.loader(torch.arange(20), 4, shuffle=True)
+            if nbddp.is_primary(): list(loader)
+            model = nbddp.wrap(torch.nn.Linear(1, 1))
+            for epoch in range(2):
+                for batch in loader:
+                    model(batch[:, None].float()).sum().backward()
+    """)
+    done = run(names.train, group != "ready-made", init=group == "ready-made", timeout=60)
+    said = done.logs(0) + done.logs(1)
+    assert said.count("UserWarning") == 1
+    one, other = "rank 0 is in epoch 1 and rank 1 in epoch 0", "rank 1 is in epoch 0 and rank 0 in epoch 1"
+    assert one in said or other in said
+    assert "loader.sampler.set_epoch(epoch) on every rank" in said
+
+
+def test_a_loader_that_one_rank_goes_through_alone_waits_for_nobody_and_is_no_difference(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            if nbddp.is_primary():
+                extra = nbddp.loader(torch.arange(6), 3, shuffle=True)
+            loader, val = (nbddp.loader(torch.arange(20), 5, shuffle=True) for _ in range(2))
+            for epoch in range(3):
+                for batch in loader: nbddp.barrier()
+                if nbddp.is_primary(): list(val), list(extra)
+    """)
+    done = run(names.train, timeout=30)
+    assert done.logs(0) + done.logs(1) == ""
+
+
 # ---------------------------------------------------------------------------- log
 
 

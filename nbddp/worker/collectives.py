@@ -87,8 +87,9 @@ def reduce(x: N, op: str = "mean") -> N:
     if wire is None:
         result = _reduce_numbers(parts, op)
     else:
+        combined = _reduce_tensors(wire, parts, op).to(given.dtype)  # before it is rearranged: NaN has other bits after
         result = torch.empty_like(given.detach())
-        result.as_subclass(torch.Tensor).copy_(_reduce_tensors(wire, parts, op))
+        result.as_subclass(torch.Tensor).copy_(combined)
     return cast(N, result)
 
 

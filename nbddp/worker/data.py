@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbddp.worker import context, metrics
 from nbddp.worker.collectives import require_group
+from nbddp.worker.epochs import EpochSampler, Pass
 
 _COUNT_EVERY_S = 0.1
 _samples = 0  # of all loaders of this rank together
@@ -37,22 +37,16 @@ def wrap(model: torch.nn.Module, **ddp: Any) -> torch.nn.Module:
     return DistributedDataParallel(model, **ddp)
 
 
-class _ReshufflingSampler(DistributedSampler[Any]):
-    """``DistributedSampler`` that begins a new epoch by itself each time it is iterated."""
+class _EpochLoader(DataLoader[Any]):
+    """A DataLoader that keeps count of its epochs, and tells the panel how many samples went through it."""
 
-    def __iter__(self) -> Iterator[Any]:
-        indices = super().__iter__()
-        self.epoch += 1
-        return indices
-
-
-class _CountingLoader(DataLoader[Any]):
-    """A DataLoader that tells the panel how many samples went through it."""
+    sampler: EpochSampler
 
     def __iter__(self) -> Any:
         global _samples
         counted_at = 0.0
-        left = len(self.sampler)  # type: ignore[arg-type]
+        left = len(self.sampler)
+        this_pass = Pass(self.sampler)
         for batch in super().__iter__():
             taken = min(self.batch_size or 1, left)
             left -= taken
@@ -61,7 +55,10 @@ class _CountingLoader(DataLoader[Any]):
             if now - counted_at >= _COUNT_EVERY_S or not left:
                 counted_at = now
                 metrics.count_samples(_samples)
+            this_pass.take(taken)
             yield batch
+            this_pass.go_on()
+        this_pass.end()
 
 
 def loader(
@@ -69,12 +66,18 @@ def loader(
 ) -> DataLoader[Any]:
     """A DataLoader that gives each rank its own share of ``dataset``, reshuffled every epoch by itself.
 
+    With ``shuffle=True`` an epoch ends when its batches have been taken, in one pass or in several that were left
+    early: each goes on where the last one stopped. So a rank may look at a batch alone, ``next(iter(loader))``, and
+    its next pass still has its whole share of the epoch that the others are in. Ranks that do get into different
+    epochs, e.g. because one went through the whole loader alone, are told by a ``UserWarning`` that names them.
+
     Args:
         dataset: map-style; its length need not divide by the world size: the shares are evened out by
             repeating a few samples (``DistributedSampler``'s meaning), so that no rank waits for another.
         batch_size: samples per rank and step, or with ``split_batch=True`` per step over all ranks.
-        shuffle: a new order each epoch, from the run's ``seed``; ``loader.sampler.set_epoch`` still
-            picks one, e.g. after a resume.
+        shuffle: a new order each epoch, from the run's ``seed``: that of ``DistributedSampler`` with
+            ``set_epoch(0)``, ``set_epoch(1)``, ... ``loader.sampler.set_epoch`` still picks one, from its start,
+            e.g. after a resume.
         **kw: options of ``torch.utils.data.DataLoader``.
 
     Raises:
@@ -90,8 +93,8 @@ def loader(
         if batch_size % ranks:
             raise ValueError(f"a global batch_size of {batch_size} does not divide by {ranks} ranks")
         batch_size //= ranks
-    sampler = _ReshufflingSampler(
-        dataset, num_replicas=ranks, rank=context.rank(), shuffle=shuffle, seed=context.seed()
+    sampler = EpochSampler(
+        dataset, batch_size, num_replicas=ranks, rank=context.rank(), shuffle=shuffle, seed=context.seed()
     )
     kw.setdefault("pin_memory", context.device().type == "cuda")
-    return _CountingLoader(dataset, batch_size, sampler=sampler, **kw)
+    return _EpochLoader(dataset, batch_size, sampler=sampler, **kw)

@@ -1,4 +1,4 @@
-"""Whatever the ranks bring, reduce and gather give what one process computes from it, or the same error on every rank."""
+"""Whatever the ranks bring: reduce and gather give what one process computes, or the same error on every rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import cmath
 import functools
 import itertools
 import math
-import operator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -201,18 +200,14 @@ def check_reduced(case: Case, outcomes: list[tuple[str, Any]]) -> None:
     expected = refused(case.op, made)
     if expected or kind:
         assert kind in expected or may_overflow(case.op, made, kind), (expected, kind, text)
-        if len({describe(x) for x in made}) > 1:
-            assert "rank 0 " in text or "ranks 0" in text or "() on rank" in text
+        alone = {refused_alone(case.op, x) for x in made}
+        assert "rank" in text or (len(alone) == 1 and alone != {""})
         return
     results = [result for _, result in outcomes]
     if isinstance(made[0], torch.Tensor):
         check_tensors(case.op, made, results)
     else:
         check_numbers(case.op, made, results)
-
-
-def describe(x: Any) -> Any:
-    return (x.dtype, x.shape) if isinstance(x, torch.Tensor) else type(x)
 
 
 def refused(op: str, made: list[Any]) -> set[str]:
@@ -233,7 +228,7 @@ def refused_alone(op: str, x: Any) -> str:
     number = x.dtype.is_floating_point or x.dtype.is_complex
     if op == "mean" and not number:
         return "ValueError"
-    if op == "sum" and x.dtype == torch.bool or op in ("min", "max") and x.dtype.is_complex:
+    if (op == "sum" and x.dtype == torch.bool) or (op in ("min", "max") and x.dtype.is_complex):
         return "ValueError"
     return "TypeError" if x.dtype == torch.uint64 else ""
 
@@ -305,18 +300,19 @@ def check_sum(op: str, values: Any, got: Any, *, eps: float, largest: float, tin
         check_complex(op, values, got, eps=eps, largest=largest, tiny=tiny)
         return
     count = len(values) if op == "mean" else 1
-    if not all(math.isfinite(v) for v in values if isinstance(v, float)):
-        expected = functools.reduce(operator.add, (v for v in values if isinstance(v, float)))
-        special = sum({v for v in values if isinstance(v, float) and not math.isfinite(v)})
-        assert got == special or (math.isnan(special) and math.isnan(got)), (values, got, expected)
+    special = [v for v in values if isinstance(v, float) and not math.isfinite(v)]
+    if special:
+        # inf - inf, also where the infinity comes of finite values on the way.
+        may_be_nan = any(abs(v) > largest / 4 for v in values if math.isfinite(v)) or math.isnan(sum(special))
+        assert got == sum(special) or (may_be_nan and math.isnan(got)), (values, got)
         return
     exact = sum(map(Fraction, values)) / count
     size = sum(abs(Fraction(v)) for v in values) / count
     if not isinstance(got, float):
         assert got == exact
-    elif not math.isfinite(got):
+    elif not math.isfinite(got) or abs(got) == largest:  # float8 ends at its largest, without an infinity
         # On the way to the sum it was out of range; a mean is in range where its values are.
-        assert size > Fraction(largest) * (1 - Fraction(eps)), (values, got)
+        assert size >= Fraction(largest) * (1 - Fraction(eps)), (values, got)
     else:
         assert abs(Fraction(got) - exact) <= max(Fraction(eps) * size, Fraction(tiny)), (values, got, exact)
 
