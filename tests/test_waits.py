@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nbddp.kernel import supervisor
-from tests.support import Cells, run
+from tests.support import Cells, run, script
 
 # ---------------------------------------------------------------------------- the end of a rank
 
@@ -57,3 +57,43 @@ def test_a_thread_that_is_not_a_daemon_ends_before_the_exit_handlers(cell: Cells
     """).train
     run(train, nprocs=1)
     assert (in_folder / "seen").read_text() == "by the thread"
+
+
+# ---------------------------------------------------------------------------- workers of a DataLoader
+
+# As on Linux from Python 3.14 on, in the notebook, its fork server and every process: read when Python starts.
+SITECUSTOMIZE = """
+from multiprocessing import context
+if not hasattr(context._default_context, "_default_context"): raise SystemExit("test_waits needs another way")
+context._default_context._default_context = context._concrete_contexts["forkserver"]
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_dataloader_workers_are_forked_where_the_platform_has_a_fork_server(in_folder: Path, method: str) -> None:
+    """A server of the rank's own would have to import torch in every epoch, 10 s; a child of the notebook's is not it."""
+    (in_folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    done = script(
+        f"""
+        import multiprocessing, os, torch, nbddp
+        class Parents(torch.utils.data.Dataset):
+            def __len__(self): return 4
+            def __getitem__(self, i): return os.getppid()
+        def train():
+            before = multiprocessing.get_start_method(allow_none=True)
+            loader = torch.utils.data.DataLoader(Parents(), num_workers=2)
+            forked = [int(parent) == os.getpid() for epoch in range(2) for parent in loader]
+            mine = before, multiprocessing.get_start_method()
+            multiprocessing.set_start_method("spawn", force=True)  # a program's own choice holds
+            return forked, mine, multiprocessing.get_start_method()
+        def chooses():
+            multiprocessing.set_start_method("spawn")
+        print(multiprocessing.get_start_method())
+        for value in nbddp.run(train, nprocs=2, device="cpu", show=False, start_method={method!r}).values:
+            print(*value)
+        nbddp.run(chooses, nprocs=1, device="cpu", show=False)
+        """,
+        PYTHONPATH=str(in_folder),
+    )
+    assert done.stderr == ""
+    assert done.stdout == "forkserver\n" + f"{[True] * 8} (None, 'fork') spawn\n" * 2
