@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -21,12 +22,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, process, reduction, util
 from typing import Any
 
+from nbddp.errors import LaunchError
 from nbddp.kernel.room import room_for
 
-RUN_PREFIX = "r-"  # see nbddp.worker.preload
+RUN_PREFIX = "r"  # see nbddp.worker.preload
 WANTED_PREFIX = "nbddp.preload:"  # see nbddp.worker.wanted
 _DIED = (EOFError, BrokenPipeError, ConnectionResetError)  # what asking a server raises that dies just then
 _FDS_OF_A_START = 8  # a socket, two pipes, a duplicate
+_MOST_NAME = 107 if sys.platform == "linux" else 103  # bytes of a socket's path (sun_path, less its zero)
+_OF_MULTIPROCESSING = len("/pymp-12345678")  # its folder for sockets
+_OF_A_RUN = len("/rff")  # with up to 256 at once
+_OF_A_SOCKET = len("/listener-12345678")
 PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
 
 
@@ -221,10 +227,11 @@ def available() -> bool:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Have later ranks come from a server that has imported these, too, and start it. Raises OSError."""
+    """Have later ranks come from a server that has imported these, too, and start it. Raises OSError, LaunchError."""
+    check_folder("forkserver", {})
     _server.want(modules)
     _server.private_folder()
-    warm()
+    _server.running()
 
 
 def method_without(*, preloaded: str) -> str:
@@ -272,7 +279,7 @@ def connect(fds: list[int]) -> tuple[Any, tuple[int, int]]:
 
 def warm() -> None:
     """Start the server, if there can be one and it is not running. Returns at once; it imports torch meanwhile."""
-    if available():
+    if available() and not _excess("forkserver", {}):
         _server.running()
 
 
@@ -296,12 +303,58 @@ def pid() -> int | None:
 @contextlib.contextmanager
 def folder_of_a_run() -> Iterator[str]:
     """Beside the server's socket, where the ranks' multiprocessing leaves sockets when it is killed."""
-    # The server removes it when the kernel is killed. Short: a socket's path has 108 bytes.
-    folder = tempfile.mkdtemp(prefix=RUN_PREFIX, dir=_server.private_folder())
+    # The server removes it when the kernel is killed.
+    folder = _new_folder(_server.private_folder())
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_folder(parent: str) -> str:
+    """With a name as short as can be, since a socket's path is limited."""
+    for number in itertools.count():
+        path = os.path.join(parent, f"{RUN_PREFIX}{number:x}")
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+            return path
+    raise AssertionError
+
+
+def check_folder(start_method: str, environ: Mapping[str, str]) -> None:
+    """See that the ranks' sockets can have names in the folder for temporary files.
+
+    Args:
+        environ: the ranks'.
+
+    Raises:
+        LaunchError: it is too long for that.
+    """
+    if excess := _excess(start_method, environ):
+        base = _base(start_method, environ)
+        length = len(os.fsencode(base))
+        raise LaunchError(
+            f"TMPDIR is {length} characters long, and sockets of DataLoader workers lie in it, whose names the system "
+            f"limits: at most {length - excess}. Set TMPDIR to a shorter folder, e.g. /tmp, before the notebook "
+            f"starts ({base})"
+        )
+
+
+def _excess(start_method: str, environ: Mapping[str, str]) -> int:
+    """By how many bytes the folder for temporary files is too long; 0 where it is not."""
+    longest = len(os.fsencode(_base(start_method, environ))) + _OF_MULTIPROCESSING + _OF_A_SOCKET
+    return max(0, longest + _OF_A_RUN * (start_method == "forkserver") - _MOST_NAME)
+
+
+def _base(start_method: str, environ: Mapping[str, str]) -> str:
+    """Where multiprocessing makes its folder: here for all ranks that are forked; each spawned one makes its own."""
+    if hasattr(util, "_get_base_temp_dir"):  # Python 3.14, which avoids a long TMPDIR
+        return str(util._get_base_temp_dir(tempfile))
+    given = environ.get("TMPDIR", "")
+    if start_method == "spawn" and os.path.isdir(given):
+        return os.path.abspath(given)
+    made = process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    return os.path.dirname(made) if made else tempfile.gettempdir()
 
 
 def _unlink_socket(address: str | None) -> None:

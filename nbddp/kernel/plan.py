@@ -131,6 +131,12 @@ def make_plan(
     if device is None and gpus is None and device_type == "cpu" and nprocs is None:
         notice = f"no GPU: {ranks} processes on CPU" + (" with gloo" if init and backend in (None, "gloo") else "")
     threads = threads_of(ranks, {**os.environ, **(env or {})})
+    start_method = _choose_start_method(start_method)
+    environ = environment(
+        device_type, gpus if hosts is None else None, deterministic, threads if contract else None, env
+    )
+    if hosts is None:
+        forkserver.check_folder(start_method, environ)
     return Plan(
         name=name,
         nprocs=ranks,
@@ -145,11 +151,9 @@ def make_plan(
         pg_timeout_s=pg_timeout,
         max_restarts=max_restarts,
         stall_after_s=stall_after,
-        start_method=_choose_start_method(start_method),
+        start_method=start_method,
         argv=[name, *argv],
-        environ=environment(
-            device_type, gpus if hosts is None else None, deterministic, threads if contract else None, env
-        ),
+        environ=environ,
         process_state=present(),
         sys_path=forked.import_path(),
         cwd=cwd,

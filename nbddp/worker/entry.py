@@ -6,6 +6,7 @@ import atexit
 import builtins
 import functools
 import multiprocessing
+import multiprocessing.context
 import os
 import random
 import signal
@@ -90,13 +91,26 @@ def _forget_the_fork_server() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if _is_forked():
         atexit._clear()  # the server's; those of a spawned rank are its own
-    multiprocessing.set_start_method(None, force=True)  # the platform's own, not how we were started
+    _choose_start_method()
     # Processes that the user's code starts are this rank's children, and so in its session; a child
     # of the server would be out of the switch's reach (the default method from Python 3.14 on).
     server: Any = forkserver._forkserver
     if getattr(server, "_forkserver_alive_fd", None) is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+
+
+def _choose_start_method() -> None:
+    """For what the user's code starts: the platform's own default, whatever started this rank; but not a fork server.
+
+    That is Linux's from Python 3.14 on. The rank's own server would import torch before each epoch's DataLoader
+    workers (10 s), and leave semaphores in /dev/shm when it is killed. What makes a fork dangerous, threads that hold
+    locks, was no danger to DataLoader workers in all the years before.
+    """
+    multiprocessing.set_start_method(None, force=True)
+    default: Any = multiprocessing.context._default_context
+    if hasattr(default, "_default_context") and default._default_context._name == "forkserver":  # Python 3.10 to 3.14
+        default._default_context = multiprocessing.get_context("fork")
 
 
 def _is_forked() -> bool:

@@ -42,11 +42,15 @@ def _remove_files_of_a_dead_kernel() -> None:
 
 def _remove_runs(folder: str) -> bool:
     """What the kernel's runs left; then the folder, if it was theirs alone. Returns whether no run is left."""
-    for run in glob.glob(os.path.join(glob.escape(folder), "r-*")):  # forkserver.RUN_PREFIX
+    for run in _runs_in(folder):
         shutil.rmtree(run, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.rmdir(folder)
-    return not glob.glob(os.path.join(glob.escape(folder), "r-*"))
+    return not _runs_in(folder)
+
+
+def _runs_in(folder: str) -> list[str]:
+    return glob.glob(os.path.join(glob.escape(folder), "r[0-9a-f]*"))  # forkserver.RUN_PREFIX
 
 
 def _outlive_a_kernel_out_of_files() -> None:
