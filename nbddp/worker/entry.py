@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbddp import culprit, payload, wire
+from nbddp import copies, culprit, payload, wire
 from nbddp.errors import CAUSE_CHARS, bounded
 from nbddp.tracebacks import drop_our_frames, make_picklable
 from nbddp.worker import context, group, main_module, metrics, output, switch, wanted
@@ -61,7 +61,7 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[An
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         notebook = set_up(job, ends)
-        channel.send_bytes(wire.encode(wire.Ready()))
+        channel.send_bytes(wire.encode(wire.Ready(copies.folder())))
         phase = "unpack"
         call, known = unpack(job, ends.payload, notebook, inherited)
         phase = "call"
@@ -99,6 +99,8 @@ def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     """Become that rank. Returns its ``__main__``, which stands for the notebook's."""
     if wanted.trouble:
         raise RuntimeError(f"{BAD_FORK}: {wanted.trouble}")
+    if job.copy and (difference := copies.difference(job.copy, copies.folder())):
+        raise RuntimeError(difference)
     _set_environ(job.environ)
     os.chdir(job.cwd)
     if job.temp_dir:
