@@ -46,6 +46,7 @@ class Job:
     payload_nbytes: int
     pass_rank: bool  # torch.multiprocessing.spawn's calling convention: fn(rank, *args)
     restart_count: int
+    copy: str = ""  # of nbddp that the rank must have (copies.folder()); "": any
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Leave:
 @dataclass(frozen=True)
 class Ready:
     """Worker to kernel: device and process group are up, the user's code comes next."""
+
+    copy: str = ""  # of nbddp that the rank has; "" from one of version 0.1
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -321,8 +322,9 @@ def test_a_collective_that_timed_out_says_first_where_the_ranks_were(cell: Cells
 # ---------------------------------------------------------------------------- whose frames
 
 
-def test_the_place_in_an_installed_script_is_the_scripts_line(tmp_path: Path) -> None:
+def test_the_place_in_an_installed_script_is_the_scripts_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "site-packages"
+    monkeypatch.setattr(stacks, "_INSTALLED", (*stacks._INSTALLED, f"{folder}{os.sep}"))
     (folder / "lib").mkdir(parents=True)
     (folder / "lib" / "train.py").write_text(
         "import torch.distributed as dist, torch, os, time\n"

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, process, reduction, util
 from typing import Any
 
+from nbddp import copies
 from nbddp.errors import LaunchError
 from nbddp.kernel.room import room_for
 
@@ -51,6 +52,16 @@ class ServerDied(EOFError):
         self.wanted = wanted
 
 
+class _Imports(list[str]):
+    """What a server imports. multiprocessing writes it into the server's program, which first imports our own copy.
+
+    The server finds modules by a ``sys.path`` of its own (until Python 3.13), or by the kernel's as it is now.
+    """
+
+    def __repr__(self) -> str:
+        return f"exec({copies.import_source()!r}) or {super().__repr__()}"
+
+
 class _ForkServer(forkserver.ForkServer):
     """One server. It ends when nobody holds this object any more: no process that came from it, no thread that asks."""
 
@@ -59,7 +70,7 @@ class _ForkServer(forkserver.ForkServer):
         self.owner = os.getpid()
         self.wanted = wanted
         self.began = 0.0  # when the process was started, monotonic
-        self.set_forkserver_preload([*PRELOAD, *(WANTED_PREFIX + name for name in wanted)])
+        self.set_forkserver_preload(_Imports([*PRELOAD, *(WANTED_PREFIX + name for name in wanted)]))
         weakref.finalize(self, _end, vars(self)).atexit = False  # with this process it ends by itself
 
     def ensure_running(self) -> None:

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from nbddp import payload, wire
+from nbddp import copies, payload, wire
 from nbddp.kernel import forkserver
 from nbddp.kernel.gauges import Gauges
 from nbddp.kernel.launcher import Crew
@@ -119,6 +119,7 @@ class LocalCrew(Crew):
                 payload_nbytes=nbytes,
                 pass_rank=plan.pass_rank,
                 restart_count=restart_count,
+                copy=copies.folder(),
             )
             for rank in range(plan.nprocs)
         ]

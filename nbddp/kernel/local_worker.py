@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from nbddp import payload, wire
+from nbddp import copies, payload, wire
 from nbddp.kernel import forked, oom, stacks
 from nbddp.kernel.crew import Rank
 from nbddp.kernel.output import RankOutput
@@ -107,10 +107,12 @@ class Worker(Rank):
     def _take(self, message: wire.Message) -> None:
         if isinstance(message, wire.Ready):
             self.ready = True
+            if difference := copies.difference(copies.folder(), message.copy):
+                self.report = wire.Failed(0, time.monotonic(), "setup", difference)
         elif isinstance(message, wire.Called):
             self.called = True
         elif isinstance(message, (wire.Finished, wire.Failed, wire.Exited)):
-            self.report = message
+            self.report = self.report or message
 
     def read_metrics(self) -> bytes:
         """The metric records in its pipe, at most 256 KiB of them: one rank shall not keep us from the others."""

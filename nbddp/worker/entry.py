@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nbddp import culprit, payload, process_state, wire
+from nbddp import copies, culprit, payload, process_state, wire
 from nbddp.errors import CAUSE_CHARS, bounded
 from nbddp.tracebacks import drop_our_frames, make_picklable
 from nbddp.worker import blas, context, counted, group, main_module, metrics, output, switch, wanted
@@ -64,7 +64,7 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[An
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         notebook = set_up(job, ends)
-        channel.send_bytes(wire.encode(wire.Ready()))
+        channel.send_bytes(wire.encode(wire.Ready(copies.folder())))
         phase = "unpack"
         call, known = unpack(job, ends.payload, notebook, inherited)
         phase = "call"
@@ -121,6 +121,8 @@ def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     """Become that rank. Returns its ``__main__``, which stands for the notebook's."""
     if wanted.trouble:
         raise _BadFork(UNFIT, wanted.trouble)
+    if job.copy and (difference := copies.difference(job.copy, copies.folder())):
+        raise RuntimeError(difference)
     _set_environ(job.environ)
     _inherit_from_the_notebook(job)
     os.chdir(job.cwd)

@@ -40,7 +40,8 @@ def import_all() -> None:
 
 
 def _order(source: str) -> tuple[list[str], list[str]]:
-    """From multiprocessing's ``...; main(fd, fd, [names], **{...})``: our names, and the kernel's ``sys.path``."""
+    """From multiprocessing's ``main(fd, fd, ... or [names], **{...})``: our names, and the kernel's ``sys.path``."""
     call: Any = ast.parse(source).body[-1]
-    imports, told = ast.literal_eval(call.value.args[2]), ast.literal_eval(call.value.keywords[-1].value)
+    names = next(node for node in ast.walk(call.value.args[2]) if isinstance(node, ast.List))
+    imports, told = ast.literal_eval(names), ast.literal_eval(call.value.keywords[-1].value)
     return [name.removeprefix(_PREFIX) for name in imports if name.startswith(_PREFIX)], told["sys_path"]
