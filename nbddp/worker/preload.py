@@ -19,7 +19,7 @@ import torch._dynamo  # noqa: F401 - 1 s at the first torch.optim.Optimizer othe
 import nbddp.worker.data
 import nbddp.worker.entry
 import nbddp.worker.snapshot  # noqa: F401
-from nbddp.worker import detach, heap, hugepages, wanted
+from nbddp.worker import detach, heap, hugepages, reaper, wanted
 
 _STARTED_BY = os.getppid()
 _PARENT_GONE_S = 1.0
@@ -33,6 +33,7 @@ def _remove_files_of_a_dead_kernel() -> None:
         time.sleep(0.01)  # a dying process closes its pipes, which is what ends us, before its children see it dead
     if os.getppid() == _STARTED_BY or not isinstance(address, str):
         return
+    reaper.end_all()
     folder = os.path.dirname(address)
     with contextlib.suppress(OSError):
         os.unlink(address)
@@ -69,6 +70,7 @@ wanted.import_all()
 if not wanted.trouble:  # else the watch ends this server: a thread of theirs might keep it
     detach.all_is_imported()
 _outlive_a_kernel_out_of_files()
+reaper.watch_ranks()
 atexit.register(_remove_files_of_a_dead_kernel)
 # Ranks share these pages for as long as the collector does not touch them.
 gc.collect()
