@@ -43,6 +43,7 @@ class Job:
     payload_nbytes: int
     pass_rank: bool  # torch.multiprocessing.spawn's calling convention: fn(rank, *args)
     restart_count: int
+    mark: str = ""  # of this attempt, in the names of what its processes make; see leftovers
 
 
 @dataclass(frozen=True)

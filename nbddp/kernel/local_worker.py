@@ -27,12 +27,16 @@ _UNKNOWN_EXIT = 255  # multiprocessing's, when the fork server died before the p
 
 
 class Worker(Rank):
-    """One rank on this machine."""
+    """One rank on this machine.
+
+    Attributes:
+        spawned: it does not come from a fork server.
+    """
 
     def __init__(self, rank: int, process: Any, channel: Connection, output: RankOutput, fds: dict[str, int]) -> None:
         super().__init__(rank, output)
         self._dismissed = False
-        self._spawned = not isinstance(process, forked.WorkerProcess)
+        self.spawned = not isinstance(process, forked.WorkerProcess)
         self._oom_kills = oom.kills()
         self._process = process
         self._channel: Connection | None = channel
@@ -80,7 +84,7 @@ class Worker(Rank):
         """Take in what it has said, and whether it has ended."""
         # Its exit first: a message that it sent before that is then certainly in the channel.
         # A spawned one is asked for itself: children that it forked keep its sentinel's pipe open.
-        if self.alive and (self._spawned or self.orphaned or wait([self._process.sentinel], 0)):
+        if self.alive and (self.spawned or self.orphaned or wait([self._process.sentinel], 0)):
             self._hear_of_its_end()
         while self._channel is not None and self._channel.poll():
             try:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbddp import culprit, payload, wire
+from nbddp import culprit, leftovers, payload, wire
 from nbddp.tracebacks import drop_our_frames, make_picklable
 from nbddp.worker import context, group, main_module, metrics, output, switch, wanted
 
@@ -100,6 +100,8 @@ def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     if job.temp_dir:
         # DataLoader workers open a socket there per batch, and leave it when they are killed.
         multiprocessing.current_process()._config["tempdir"] = job.temp_dir  # type: ignore[attr-defined]
+    if job.mark:
+        leftovers.sign(job.mark, job.temp_dir)
     sys.path[:] = job.sys_path
     sys.argv = list(job.argv)
     _forget_missing_folders(job.sys_path)

@@ -19,6 +19,7 @@ import torch._dynamo  # noqa: F401 - 1 s at the first torch.optim.Optimizer othe
 import nbddp.worker.data
 import nbddp.worker.entry
 import nbddp.worker.snapshot  # noqa: F401
+from nbddp import leftovers
 from nbddp.worker import detach, heap, hugepages, reaper, wanted
 
 _STARTED_BY = os.getppid()
@@ -44,6 +45,7 @@ def _remove_files_of_a_dead_kernel() -> None:
 def _remove_runs(folder: str) -> bool:
     """What the kernel's runs left; then the folder, if it was theirs alone. Returns whether no run is left."""
     for run in glob.glob(os.path.join(glob.escape(folder), "r-*")):  # forkserver.RUN_PREFIX
+        leftovers.remove(leftovers.mark_of(run), run, (), segments=True)
         shutil.rmtree(run, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.rmdir(folder)
