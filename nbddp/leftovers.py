@@ -133,7 +133,7 @@ def _lines_of(folder: str) -> list[str]:
 
 def _remove(name: str, known_as: str, kind: str) -> None:
     os.unlink(os.path.join(_SHM, name))
-    if getattr(resource_tracker._resource_tracker, "_fd", None) is not None:  # type: ignore[attr-defined]
+    if getattr(resource_tracker._resource_tracker, "_fd", None) is not None:
         # The kernel's tracker, which the ranks share, would complain at the kernel's end. It must know a name to forget
         # it, and may not: the maker may have been killed just before it told.
         resource_tracker.register(f"/{known_as}", kind)

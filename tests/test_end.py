@@ -430,18 +430,6 @@ def test_the_users_own_children_and_handlers_are_left_alone(cell: Cells) -> None
         mine.wait()
 
 
-def test_a_process_that_the_user_detached_is_his(cell: Cells, in_folder: Path) -> None:
-    """A rank's child with a session of its own (a tracking daemon, say) was let go on purpose."""
-    names = cell("""
-        import subprocess
-        def train(): return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
-    """)
-    pid = run(names.train, nprocs=1).value
-    assert _runs(pid)
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not _runs(pid))
-
-
 def test_exit_handlers_of_the_ranks_run(cell: Cells, in_folder: Path) -> None:
     """wandb and friends finish there."""
     names = cell("""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import psutil
 import pytest
 
 import nbddp
-from nbddp import leftovers
 from nbddp.kernel import forkserver
-from tests.support import Cells, Notebook, marked_pids, run, script, start, wait_until
+from tests.support import Cells, Notebook, gone, marked_pids, run, script, start, wait_until
 
 SHM = Path("/dev/shm")
 _DETACH = """
@@ -132,3 +132,165 @@ def lives():
     (in_folder / "go").touch()
     assert going.wait(20).state == "finished"
     assert _in_folder(in_folder) == []
+
+
+def test_keep_children_lets_a_detached_process_go_on(cell: Cells) -> None:
+    """A tracking daemon, say. What stays in the rank's group ends with it all the same."""
+    names = cell("""
+        import subprocess
+        def train():
+            own, ours = (subprocess.Popen(["sleep", "1000"], start_new_session=own) for own in (True, False))
+            return own.pid, ours.pid
+    """)
+    own, ours = run(names.train, nprocs=1, keep_children=True).value
+    assert gone(ours)
+    assert psutil.Process(own).status() == psutil.STATUS_SLEEPING
+    psutil.Process(own).kill()
+    wait_until(lambda: gone(own))
+
+
+def test_keep_children_goes_to_scripts_and_cells(notebook: Notebook, in_folder: Path) -> None:
+    (in_folder / "detaches.py").write_text(
+        "import subprocess\n"
+        "open('pid', 'w').write(str(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid))"
+    )
+    notebook.ok(f"import os; os.chdir({str(in_folder)!r})\n%load_ext nbddp")
+    for cell in (
+        "nbddp.run_script('detaches.py', nprocs=1, keep_children=True)",
+        "%ddp run -n 1 --keep-children detaches.py",
+    ):
+        notebook.ok(cell)
+        pid = int((in_folder / "pid").read_text())
+        assert psutil.Process(pid).status() == psutil.STATUS_SLEEPING, cell
+        psutil.Process(pid).kill()
+
+
+# ---------------------------------------------------------------------------- shared memory
+
+
+_MAKES = """
+import multiprocessing, os, time, torch, nbddp
+from multiprocessing.shared_memory import SharedMemory
+kept = []
+def make(name=None):
+    kept.append(SharedMemory(create=True, size=1 << 20))
+    kept.append(multiprocessing.get_context("spawn").Semaphore())
+    if name: kept.append(SharedMemory(f"{name}-{nbddp.rank()}", create=True, size=1 << 20))
+def left_by_torch(name="torch_%d_1_0"):
+    open("/dev/shm/" + name % os.getpid(), "w").close()
+def in_children():
+    for _ in torch.utils.data.DataLoader(Data(), num_workers=1): break
+    if not os.fork():
+        left_by_torch(), os._exit(0)
+    os.wait()
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 100
+    def __getitem__(self, i):
+        if i == 0: left_by_torch()
+        return i
+def until_stopped(name=None):
+    make(name), left_by_torch()
+    if name: in_children()
+    open(f"rank-{nbddp.rank()}", "w").close()
+    time.sleep(1000)
+def name_of_one():
+    make()
+    kept[0].buf[0] = 5
+    return kept[0].name
+"""
+
+
+@pytest.fixture
+def name() -> str:
+    """For segments, of this test alone."""
+    return f"nbddp-test-{os.getpid()}-{time.monotonic_ns()}"
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_shared_memory_and_semaphores_of_a_stopped_run_go_with_it(
+    cell: Cells, in_folder: Path, name: str, start_method: str
+) -> None:
+    before = set(os.listdir(SHM))
+    forked = start_method == "forkserver"
+    going = run(cell(_MAKES).until_stopped, name if forked else None, start_method=start_method, wait=False)
+    wait_until(lambda: _ready(in_folder), 90)
+    made = set(os.listdir(SHM)) - before
+    # A spawned rank has no book.
+    kinds = {"psm_": 2, "sem.mp-": 2, "torch_": 6 if forked else 2, name: 2 if forked else 0}
+    assert {kind: sum(entry.startswith(kind) for entry in made) for kind in kinds} == kinds
+    going.stop(0)
+    assert set(os.listdir(SHM)) - before == set()
+
+
+def test_the_notebook_reads_shared_memory_of_a_run_that_finished(cell: Cells) -> None:
+    name = run(cell(_MAKES).name_of_one, nprocs=1).value
+    segment = SharedMemory(name)
+    assert segment.buf[0] == 5
+    segment.close()
+    segment.unlink()
+    assert not [entry for entry in os.listdir(SHM) if entry.startswith("sem.mp-")]
+
+
+def test_shared_memory_of_others_is_left_alone(cell: Cells, in_folder: Path, name: str) -> None:
+    """The notebook's own, which the ranks use; and what has the name of something that a rank has removed."""
+    names = cell(
+        _MAKES
+        + """
+def train(ours, name):
+    theirs = SharedMemory(ours)
+    theirs.buf[1] = 7
+    if nbddp.rank() == 0:
+        once = SharedMemory(name, create=True, size=10)
+        once.close(), once.unlink()
+    open(f"rank-{nbddp.rank()}", "w").close()
+    time.sleep(1000)
+"""
+    )
+    ours = SharedMemory(create=True, size=100)
+    going = start(names.train, ours.name, name)
+    wait_until(lambda: _ready(in_folder))
+    others = [SHM / name, SHM / "torch_1_2_3", SHM / f"torch_{os.getpid()}_1_2", SHM / "sem.mp-abcdefgh"]
+    for path in others:
+        path.touch()
+    with (SHM / "sem.AbCd12").open("w"):  # a semaphore in the making
+        going.stop(0)
+        assert (SHM / "sem.AbCd12").exists()
+    assert all(path.exists() for path in others)
+    assert ours.buf[1] == 7
+    ours.close()
+    ours.unlink()
+    for path in others:
+        path.unlink()
+    with pytest.raises(nbddp.RankDied):  # and the one that nobody makes any more
+        run(cell("import os\ndef dies(): os._exit(3)").dies, nprocs=1)
+    assert not (SHM / "sem.AbCd12").exists()
+
+
+def test_a_killed_kernel_leaves_nothing_in_shared_memory(in_folder: Path, name: str) -> None:
+    before, others = set(os.listdir(SHM)), marked_pids()
+    with Notebook() as notebook:
+        notebook.ok(f"import os; os.chdir({str(in_folder)!r})\n{_MAKES}")
+        notebook.begin(f"nbddp.run(until_stopped, [{name!r}], nprocs=2, device='cpu')")
+        wait_until(lambda: _ready(in_folder))
+        assert len(set(os.listdir(SHM)) - before) == 12
+        notebook.kill()
+        wait_until(lambda: set(os.listdir(SHM)) == before, 5)
+    wait_until(lambda: marked_pids() <= others)
+
+
+def test_the_resource_tracker_says_nothing_of_what_was_removed(in_folder: Path, name: str) -> None:
+    """At its end it would list what is registered, and complain of each that is not there."""
+    ended = script(
+        f"""
+        import linecache, sys, types, time, nbddp
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        source = {_MAKES!r}
+        exec(source, main.__dict__)
+        going = nbddp.run(main.until_stopped, ({name!r},), nprocs=2, device="cpu", show=False, wait=False)
+        import glob
+        while len(glob.glob("rank-*")) < 2: time.sleep(0.01)
+        going.stop(0)
+        """
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -59,6 +59,7 @@ def run(
     start_method: str | None = None,
     hosts: Hosts = None,
     min_hosts: int | None = None,
+    keep_children: bool = False,
 ) -> Run:
     """Run ``fn(*args, **kwargs)`` on every rank: one fresh process per GPU, or on the CPU.
 
@@ -89,6 +90,9 @@ def run(
         hosts: run on these, as your ``ssh`` knows them, in the order of the ranks (``"localhost"``: this machine);
             ``"slurm"``: on the nodes of this allocation; or an open :func:`nbddp.cluster`.
         min_hosts: when a host is lost and ``max_restarts`` allows it, go on with so many. Default: all.
+        keep_children: True: a process that a rank starts in a session or process group of its own (a daemon, a
+            tracking server) goes on when the rank has ended; the ranks then start by ``"spawn"``. Default: all that
+            a rank starts ends with it.
 
     Returns:
         The run, finished unless ``wait=False``; its ``value`` is what rank 0 returned.
@@ -122,6 +126,7 @@ def run(
         start_method=start_method,
         hosts=hosts,
         min_hosts=min_hosts,
+        keep_children=keep_children,
     )
     return launch(plan, site, fn, tuple(args), kwargs, wait=wait, show=show)
 

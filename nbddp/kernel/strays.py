@@ -20,19 +20,16 @@ def end(mark: str) -> None:
     Not found are those that were given another environment, and copies of the rank itself (``os.fork``).
     """
     deadline = time.monotonic() + _GONE_S
-    while any([_kill(process) for process in psutil.process_iter() if _has(process, mark)]):
-        if time.monotonic() > deadline:
-            return
-        time.sleep(_NAP_S)  # for what they started meanwhile
+    while (running := [process for process in psutil.process_iter() if _has(process, mark)]) and (
+        time.monotonic() < deadline
+    ):
+        for process in running:
+            with contextlib.suppress(psutil.Error):
+                process.kill()  # checks that it is still the same process
+        time.sleep(_NAP_S)  # for what they have started meanwhile
 
 
 def _has(process: psutil.Process, mark: str) -> bool:
     with contextlib.suppress(OSError):  # another user's, or gone
         return f"{ENVIRON}={mark}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
     return False
-
-
-def _kill(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        process.kill()  # checks that it is still the same process
-    return True

@@ -15,7 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h, since 3.4
 _GONE_S = 0.1  # of a rank's orphans; those that take longer are looked at again when the next process ends
 _ALL_GONE_S = 2.0  # of all ranks, when the kernel is gone
