@@ -22,6 +22,7 @@ from typing import Any
 from nbddp import frames, leftovers, payload, wire
 from nbddp.errors import LaunchError
 from nbddp.kernel import forked, forkserver, stacks, strays
+from nbddp.kernel.channel import open_channel
 from nbddp.kernel.crew import Ranks
 from nbddp.kernel.failure import BadFork
 from nbddp.kernel.local_worker import Worker
@@ -123,7 +124,7 @@ class Crew(Ranks):
             os.set_blocking(metrics_r, False)
             stacks_fd = keep(open_output(), ours)
             result_fd = keep(payload.open_block(f"result-{job.rank}"), ours)
-            channel, far_channel = multiprocessing.Pipe()
+            channel, far_channel = open_channel()
             ours.callback(channel.close)
             theirs.callback(far_channel.close)
             payload_fd, store_fd = shared
