@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from nbddp.errors import NbddpError
 from nbddp.versions import difference, versions
-from nbddp.wholefile import WholeFile
+from nbddp.wholefile import WholeFile, open_own
 
 JOB, RESULT = "job", "result"
 _WRITER = {JOB: "nbddp.export()", RESULT: "python -m nbddp ... --result"}
@@ -71,7 +71,7 @@ def open_block(path: str | os.PathLike[str], kind: str) -> tuple[int, Head]:
     Raises:
         NbddpError: it is no such file, is cut off, or was written with other versions.
     """
-    with open(path, "rb") as file:
+    with open_own(path) as file:
         head = _read_head(file, kind)
         theirs, ours = difference(head.versions)
         if theirs:

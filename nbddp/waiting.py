@@ -11,10 +11,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 # A signal between Python's last look for one and the lock's sleep, or one that another thread is given, wakes nobody:
 # it is seen after the sleep.
 _NAP_S = 0.1
+
+T = TypeVar("T")
 
 
 class Latch:
@@ -82,3 +85,37 @@ def uninterrupted(work: Callable[[], None], name: str) -> None:
     done.wait()
     if raised:
         raise raised.pop()
+
+
+class Abandoned(Exception):
+    """Nobody waits any more for what a thread does."""
+
+
+def aside(work: Callable[[], T], name: str, give_up: Callable[[], bool]) -> T:
+    """Do it on a thread of its own, and leave that behind when ``give_up`` says so.
+
+    Raises:
+        Abandoned: it has been left behind. Otherwise what ``work`` raises.
+    """
+    done = Latch()
+    came: list[T] = []
+    raised: list[BaseException] = []
+
+    def do() -> None:
+        try:
+            came.append(work())
+        except BaseException as error:  # for whoever waits
+            raised.append(error)
+        finally:
+            done.open()
+
+    try:
+        threading.Thread(target=do, name=name, daemon=True).start()
+    except RuntimeError:  # the system has none to give
+        do()
+    while not done.wait(_NAP_S):
+        if give_up():
+            raise Abandoned
+    if raised:
+        raise raised.pop()
+    return came.pop()

@@ -47,6 +47,7 @@ class Job:
     pass_rank: bool  # torch.multiprocessing.spawn's calling convention: fn(rank, *args)
     restart_count: int
     copy: str = ""  # of nbddp that the rank must have (copies.folder()); "": any
+    mark: str = ""  # of this attempt, in the names of what its processes make; see leftovers
 
 
 @dataclass(frozen=True)

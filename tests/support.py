@@ -129,6 +129,13 @@ def strangers(allowed: set[int] = frozenset()) -> dict[int, str]:  # type: ignor
 at_start: set[int] = set()  # the processes that the running test found when it began
 
 
+def gone(pid: int) -> bool:
+    """Has it ended? A zombie has."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
 def wait_until_alone(kernel: int, timeout_s: float = GONE_S) -> None:
     """Wait until nothing of this test is left but that kernel and what it keeps warm."""
     deadline = time.monotonic() + timeout_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import struct
 import threading
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import nbddp
+from nbddp import wire
 from tests.support import (
     GONE_S,
     Cells,
@@ -186,6 +188,90 @@ def test_five_interrupts(patient: Notebook, in_folder: Path, how: str, body: str
     assert (reply.status, reply.ename) == ("error", "KeyboardInterrupt")
     wait_until_alone(notebook.pid)
     assert notebook.ok("nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values").shown.strip() == "[5, 5]"
+
+
+_CALLED = wire.encode(wire.Called())
+_LATE = """
+import os, socket, time, nbddp
+class Sleeps(Exception):
+    def __reduce__(self): return time.sleep, (1000,)
+def returned(): return Sleeps()
+def raised(): raise Sleeps()
+def writes(data, goes_on):
+    nbddp.barrier()
+    for fd in range(3, 100) if nbddp.rank() else ():
+        try:
+            if socket.socket(fileno=os.dup(fd)).family == socket.AF_UNIX:
+                os.write(fd, data)
+        except OSError: pass
+    if goes_on: time.sleep(1000)
+    return nbddp.rank()
+"""
+
+
+@pytest.mark.parametrize("body", ["returned", "raised"])
+def test_two_interrupts_end_a_run_whose_result_never_unpickles(notebook: Notebook, body: str) -> None:
+    notebook.ok(_LATE)
+    message = notebook.begin(f"nbddp.run({body}, nprocs=2, device='cpu', name='late')")
+    time.sleep(1.0)  # until the ranks have reported
+    began = time.monotonic()
+    notebook.interrupt()
+    time.sleep(0.2)
+    notebook.interrupt()
+    reply = notebook.end_of(message)
+    assert (reply.status, reply.ename) == ("error", "KeyboardInterrupt")
+    assert time.monotonic() - began < SOON_S / 2
+    wait_until_alone(notebook.pid)
+    assert notebook.ok("nbddp.last_run().state").shown == "'stopped'\n"
+    assert notebook.ok("nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values").shown.strip() == "[5, 5]"
+
+
+@pytest.mark.parametrize("body", ["returned", "raised"])
+def test_the_timeout_ends_a_run_whose_result_never_unpickles(cell: Cells, body: str) -> None:
+    with pytest.raises(nbddp.RunTimeout, match="unpickling"):
+        run(getattr(cell(_LATE.replace("1000", "4")), body), timeout=1)
+
+
+_GARBAGE = {
+    "half a length": b"\0\0",
+    "half a message": b"\0\0\1\0half",
+    "a huge length": b"hello",
+    "a negative length": b"\xff\xff\xff\xff",
+    "no pickle": b"\0\0\0\3abc",
+    "no message": b"\0\0\0\4" + b"K\1.\0",
+    "a whole message": struct.pack("!i", len(_CALLED)) + _CALLED,
+}
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("data", _GARBAGE)
+def test_a_stray_write_to_a_ranks_channel_is_its_error(cell: Cells, data: str, goes_on: bool) -> None:
+    written = _GARBAGE[data]
+    began = time.monotonic()
+    if data == "a whole message":
+        going = run(cell(_LATE).writes, written, goes_on, wait=False)
+        if goes_on:
+            time.sleep(1.0)
+            going.stop(0)
+        assert going.wait(20).state == ("stopped" if goes_on else "finished")
+        return
+    with pytest.raises(nbddp.RankError, match="wrote to a file descriptor") as caught:
+        run(cell(_LATE).writes, written, goes_on)
+    assert caught.value.rank == 1
+    assert time.monotonic() - began < SOON_S
+
+
+def test_interrupts_end_a_run_with_half_a_message_on_a_channel(notebook: Notebook) -> None:
+    notebook.ok(_LATE)
+    message = notebook.begin("nbddp.run(writes, (b'\\0\\0\\1\\0half', True), nprocs=2, device='cpu')")
+    time.sleep(1.0)
+    began = time.monotonic()
+    notebook.interrupt()
+    time.sleep(0.2)
+    notebook.interrupt()
+    assert notebook.end_of(message).ename == "KeyboardInterrupt"
+    assert time.monotonic() - began < SOON_S / 2
+    wait_until_alone(notebook.pid)
 
 
 def test_an_interrupt_stops_run_all(notebook: Notebook, in_folder: Path) -> None:
@@ -428,18 +514,6 @@ def test_the_users_own_children_and_handlers_are_left_alone(cell: Cells) -> None
         signal.signal(signal.SIGCHLD, handler)
         mine.kill()
         mine.wait()
-
-
-def test_a_process_that_the_user_detached_is_his(cell: Cells, in_folder: Path) -> None:
-    """A rank's child with a session of its own (a tracking daemon, say) was let go on purpose."""
-    names = cell("""
-        import subprocess
-        def train(): return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
-    """)
-    pid = run(names.train, nprocs=1).value
-    assert _runs(pid)
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not _runs(pid))
 
 
 def test_exit_handlers_of_the_ranks_run(cell: Cells, in_folder: Path) -> None:

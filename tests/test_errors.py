@@ -455,6 +455,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("device index", {"device": "cuda:1"}, "gpus=\\[1\\]"),
     ("device unknown", {"device": "abacus"}, "no torch device"),
     ("start method fork", {"start_method": "fork"}, "forkserver"),
+    ("children kept by a fork server", {"keep_children": True, "start_method": "forkserver"}, "'spawn'"),
     ("start method unknown", {"start_method": "magic"}, "'forkserver' or 'spawn'"),
     ("timeout zero", {"timeout": 0}, "too small"),
     ("timeout text", {"timeout": "1h"}, "seconds"),

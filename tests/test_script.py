@@ -322,3 +322,40 @@ def test_a_fast_ranks_own_group_tears_the_slow_ranks_connection(in_folder: Path)
     for _ in range(10):  # by chance: without care one run in ten failed on a busy machine
         runs = [script("a.py", nprocs=3, wait=False) for _ in range(3)]
         assert [run.wait().state for run in runs] == ["finished"] * 3
+
+
+_OWN_RANKS = """
+import multiprocessing, os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+def name_store():
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", sys.argv[2])
+def main(rank, where, folder):
+    if where == "child": name_store()
+    for _ in range(2):
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        total = torch.tensor([float(rank + 1)])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+    with open(f"{folder}/{rank}", "w") as file: file.write(str(total.item()))
+if __name__ == "__main__":
+    method, _, where, folder = sys.argv[1:]
+    if where == "parent": name_store()
+    mp.start_processes(main, (where, folder), nprocs=2, start_method=method)
+    assert "TORCHELASTIC_USE_AGENT_STORE" in os.environ or "RANK" not in os.environ
+"""
+
+
+@pytest.mark.parametrize("where", ["parent", "child"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("under", ["python", "nbddp"])
+def test_a_script_that_starts_its_own_ranks_and_takes_a_port_that_is_set(
+    tmp_path: Path, under: str, method: str, where: str
+) -> None:
+    """``os.environ.setdefault``, as ignite's ``idist.Parallel(nproc_per_node=2)`` has it, too."""
+    (tmp_path / "own.py").write_text(_OWN_RANKS)
+    argv = [method, str(free_port()), where, str(tmp_path)]
+    if under == "python":
+        by_itself(tmp_path / "own.py", argv)
+    else:
+        script(tmp_path / "own.py", argv, nprocs=1, timeout=100)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3.0", "3.0"]

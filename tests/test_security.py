@@ -30,6 +30,7 @@ import torch
 from torch.distributed import TCPStore
 
 import nbddp
+from nbddp import jobfile, payload, wire
 from nbddp.kernel import forkserver
 from nbddp.kernel.local_worker import Worker
 from tests.support import Cells, listening_ports, marked_pids, run, script, start, wait_until
@@ -568,6 +569,119 @@ def test_a_snapshot_from_elsewhere_runs_code(
     assert (tmp_path / "exploded").exists()
 
 
+# Every way to read a file whose path the user gives, or that is found beside one.
+_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "snapshot": ("s.pt", lambda folder: nbddp.load_snapshot(folder / "s.pt")),
+    "result": ("r.nb", lambda folder: nbddp.load_result(folder / "r.nb")),
+    "metrics": ("m", lambda folder: nbddp.History.load(folder / "m")),
+    "metrics of rank 1": ("m.rank1", lambda folder: nbddp.History.load(folder / "m")),
+}
+
+
+def _write_all(folder: Path) -> None:
+    nbddp.save_snapshot(folder / "s.pt", step=3)
+    jobfile.write(folder / "r.nb", jobfile.RESULT, "train", lambda fd: payload.pack(5, fd, back=True).nbytes)
+    for rank in range(2):
+        begin = wire.BEGIN.pack(wire.KIND_BEGIN, wire.BEGIN_MARK, 2, rank, 1.7e9)
+        (folder / wire.metrics_path("m", rank)).write_bytes(begin)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", _READERS)
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    """A named pipe has no end that somebody must write; /dev/zero has none at all."""
+    _write_all(tmp_path)
+    name, read = _READERS[kind]
+    read(tmp_path)
+    for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path), os.mkdir):
+        (tmp_path / name).unlink()
+        make(tmp_path / name)
+        with pytest.raises(nbddp.NbddpError, match="not a regular file"):
+            read(tmp_path)
+        os.rename(tmp_path / name, tmp_path / f"was-{len(os.listdir(tmp_path))}")
+        _write_all(tmp_path)
+
+
+@as_root
+@pytest.mark.parametrize("kind", _READERS)
+def test_a_file_or_link_of_another_user_is_refused(tmp_path: Path, kind: str) -> None:
+    _write_all(tmp_path)
+    name, read = _READERS[kind]
+    os.chown(tmp_path / name, 65534, 65534)
+    with pytest.raises(nbddp.NbddpError, match="another user"):
+        read(tmp_path)
+    os.chown(tmp_path, 65534, 65534)  # in a folder of theirs, which is asked for by its name
+    read(tmp_path)
+    os.chown(tmp_path, 0, 0)
+    (tmp_path / name).rename(tmp_path / "ours")
+    os.chown(tmp_path / "ours", 0, 0)
+    (tmp_path / name).symlink_to("ours")
+    read(tmp_path)
+    os.chown(tmp_path / name, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(nbddp.NbddpError, match="another user"):
+        read(tmp_path)
+
+
+def test_a_users_own_link_leads_to_the_newest_snapshot(tmp_path: Path) -> None:
+    (tmp_path / "steps").mkdir()
+    nbddp.save_snapshot(tmp_path / "steps" / "100.pt", step=100)
+    (tmp_path / "latest.pt").symlink_to("steps/100.pt")
+    (tmp_path / "best.pt").symlink_to(tmp_path / "latest.pt")
+    assert nbddp.load_snapshot(tmp_path / "best.pt") == {"step": 100}
+    nbddp.save_snapshot(tmp_path / "best.pt", step=200)
+    assert nbddp.load_snapshot(tmp_path / "steps" / "100.pt") == {"step": 200}
+    assert (tmp_path / "best.pt").is_symlink()
+    assert (tmp_path / "latest.pt").is_symlink()
+    (tmp_path / "loop.pt").symlink_to("loop.pt")
+    with pytest.raises(OSError, match="symbolic links"):
+        nbddp.save_snapshot(tmp_path / "loop.pt", step=1)
+
+
+@as_root
+def test_a_strangers_link_at_a_snapshots_name_is_replaced_not_followed(tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    ours.write_text("mine")
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o777)
+    (shared / "s.pt").symlink_to(ours)
+    os.chown(shared / "s.pt", 65534, 65534, follow_symlinks=False)
+    nbddp.save_snapshot(shared / "s.pt", step=1)
+    assert ours.read_text() == "mine"
+    assert nbddp.load_snapshot(shared / "s.pt") == {"step": 1}
+
+
+@pytest.mark.timeout(30)
+def test_a_named_pipe_among_old_parts_is_passed_over(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".s.pt.x.partial")
+    os.symlink("/dev/zero", tmp_path / ".s.pt.y.partial")
+    os.utime(tmp_path / ".s.pt.x.partial", (1, 1))
+    nbddp.save_snapshot(tmp_path / "s.pt", step=1)
+    assert nbddp.load_snapshot(tmp_path / "s.pt") == {"step": 1}
+    assert len(os.listdir(tmp_path)) == 3
+
+
+@pytest.mark.timeout(30)
+def test_a_huge_file_of_metrics_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    _write_all(tmp_path)
+    os.truncate(tmp_path / "m.rank1", 1 << 40)
+    with pytest.raises(nbddp.NbddpError, match="1,099,511,627,776 bytes"):
+        nbddp.History.load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("elsewhere", path)], ids=["pipe", "link"])
+def test_a_jobs_metrics_go_to_a_regular_file_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    nbddp.export(print, tmp_path / "job.nb")
+    make(tmp_path / "m")
+    command = [sys.executable, "-m", "nbddp", "job.nb", "--metrics", "m"]
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    if make is os.mkfifo:
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, "not a regular file" in done.stderr) == (1, True), done.stderr
+    else:
+        subprocess.run(command, cwd=tmp_path, env=environ, check=True, timeout=60)  # a link of one's own
+        assert (tmp_path / "elsewhere").stat().st_size > 0
+
+
 def test_pictures_in_our_notebooks_carry_scripts() -> None:
     notebooks = list((PACKAGE.parent / "notebooks").rglob("*.ipynb"))
     assert notebooks
@@ -617,6 +731,7 @@ def test_a_new_signal_is_sent_without_asking_whose_pid_it_is() -> None:
     allowed = {
         "kernel/local_worker.py": 2,  # send_signal checks the start time itself; killpg comes after _pid_is_anothers
         "worker/alone.py": 1,  # to itself
+        "worker/reaper.py": 1,  # to its own children, which it has not waited for yet
         "worker/switch.py": 1,  # to its own group
     }
     sends = re.compile(r"os\.kill\(|killpg\(|send_signal\(|\.terminate\(\)|pidfd_send_signal|signal\.raise_signal")

@@ -118,7 +118,7 @@ class Agent(SimpleElasticAgent):
         method = self._rounds.round["start_method"] if forkserver.available() else "spawn"
         temp_dir = around.enter_context(forkserver.folder_of_a_run()) if method == "forkserver" else ""
         jobs = [self._job(place, temp_dir) for place in self._places(worker_group)]
-        crew = self._crew = Crew(method)
+        crew = self._crew = Crew(method, self._rounds.round["keep_children"])
         news = self._news = News(crew, self._pipe, Gauges(self._order["device"], jobs[0].environ))
         around.callback(crew.close)
         around.callback(news.tell_all)

@@ -132,6 +132,7 @@ class FarCrew(Ranks):
             "interface": meeting.interface[host.name],
             "restart_count": restart_count,
             "start_method": self._start_method,
+            "keep_children": self._plan.keep_children,
         }
 
     # ------------------------------------------------------------------ news in, on the hosts' threads

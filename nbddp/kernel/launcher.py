@@ -8,6 +8,7 @@ with Crew(...) as crew:      # leaving it: every rank and all its children are g
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import operator
 import os
@@ -18,9 +19,10 @@ from multiprocessing import reduction
 from multiprocessing.connection import wait
 from typing import Any
 
-from nbddp import frames, payload, wire
+from nbddp import frames, leftovers, payload, wire
 from nbddp.errors import LaunchError
-from nbddp.kernel import forked, forkserver, spawned, stacks
+from nbddp.kernel import forked, forkserver, spawned, stacks, strays
+from nbddp.kernel.channel import open_channel
 from nbddp.kernel.crew import Ranks
 from nbddp.kernel.failure import BadFork
 from nbddp.kernel.local_worker import Worker
@@ -43,9 +45,11 @@ class _Inherited:
 class Crew(Ranks):
     """All ranks of one attempt, on this machine."""
 
-    def __init__(self, start_method: str) -> None:
+    def __init__(self, start_method: str, keep_children: bool = False) -> None:
         self.workers: list[Worker] = []
         self._start_method = start_method
+        self._keep_children = keep_children
+        self._mark = self._temp_dir = ""
         self._wake_r, self._wake_w = multiprocessing.Pipe(duplex=False)
 
     def __enter__(self) -> Crew:
@@ -56,6 +60,15 @@ class Crew(Ranks):
             worker.kill()  # all before the first wait: they die side by side
         for worker in self.workers:
             worker.end()
+        if self._mark and not self._keep_children:
+            self._end_what_they_left()
+
+    def _end_what_they_left(self) -> None:
+        if any(worker.spawned or worker.orphaned for worker in self.workers):
+            strays.end(self._mark)  # else the fork server has ended what they left running
+        finished = all(isinstance(w.report, wire.Finished) and w.exitcode == 0 for w in self.workers)
+        pids = [worker.pid for worker in self.workers]
+        leftovers.remove(self._mark, self._temp_dir, pids, segments=not finished)
 
     def close(self) -> None:
         """Give up every fd. Separate from the end of the processes, so that what they left can be read between."""
@@ -82,6 +95,8 @@ class Crew(Ranks):
         Raises:
             LaunchError: no process could be started. BadFork: for what was preloaded.
         """
+        self._temp_dir = jobs[0].temp_dir
+        self._mark = leftovers.new_mark(self._temp_dir)
         for job, output in zip(jobs, outputs):
             try:
                 worker = self._start_one(job, output, (payload_fd, store_fd), inherited)
@@ -92,7 +107,7 @@ class Crew(Ranks):
                     raise BadFork(f"it ended twice, while or after it imported {names}") from error
                 raise LaunchError(f"rank {job.rank} could not be started: {error}") from error
             self.workers.append(worker)
-            worker.send(job)
+            worker.send(dataclasses.replace(job, mark=self._mark))
 
     def _start_one(
         self, job: wire.Job, output: RankOutput, shared: tuple[int, int | None], inherited: Sequence[Any]
@@ -109,7 +124,7 @@ class Crew(Ranks):
             os.set_blocking(metrics_r, False)
             stacks_fd = keep(open_output(), ours)
             result_fd = keep(payload.open_block(f"result-{job.rank}"), ours)
-            channel, far_channel = multiprocessing.Pipe()
+            channel, far_channel = open_channel()
             ours.callback(channel.close)
             theirs.callback(far_channel.close)
             payload_fd, store_fd = shared

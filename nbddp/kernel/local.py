@@ -67,7 +67,7 @@ class LocalCrew(Crew):
     """A crew, and what is there for as long as its processes are."""
 
     def __init__(self, plan: Plan, start_method: str, block: int) -> None:
-        super().__init__(start_method)
+        super().__init__(start_method, plan.keep_children)
         self._block = block
         self._plan = plan
         self._around = contextlib.ExitStack()

@@ -7,13 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import psutil
 
 from nbddp import copies, payload, wire
 from nbddp.kernel import forked, oom, stacks
+from nbddp.kernel.channel import Channel, Garbled
 from nbddp.kernel.crew import Rank
 from nbddp.kernel.output import RankOutput
 from nbddp.worker.output import STACKS_SIGNAL
@@ -23,19 +24,27 @@ _REAPED_S = 0.1  # once its sentinel says that it is dead
 _NAP_S = 0.002
 _READ_BYTES = 256 << 10
 _MOST_STACKS = 1 << 20
+_GARBLED = (
+    "RuntimeError: something in this rank wrote to a file descriptor that it had not opened: it is nbddp's own, and "
+    "what the rank reports cannot be read any more"
+)
 _UNKNOWN_EXIT = 255  # multiprocessing's, when the fork server died before the process
 
 
 class Worker(Rank):
-    """One rank on this machine."""
+    """One rank on this machine.
 
-    def __init__(self, rank: int, process: Any, channel: Connection, output: RankOutput, fds: dict[str, int]) -> None:
+    Attributes:
+        spawned: it does not come from a fork server.
+    """
+
+    def __init__(self, rank: int, process: Any, channel: Channel, output: RankOutput, fds: dict[str, int]) -> None:
         super().__init__(rank, output)
         self._dismissed = False
-        self._spawned = not isinstance(process, forked.WorkerProcess)
+        self.spawned = not isinstance(process, forked.WorkerProcess)
         self._oom_kills = oom.kills()
         self._process = process
-        self._channel: Connection | None = channel
+        self._channel: Channel | None = channel
         self._fds = fds
         try:
             self._identity: psutil.Process | None = psutil.Process(process.pid)
@@ -68,7 +77,7 @@ class Worker(Rank):
         """Give it a message; a rank that is gone already has none to read."""
         with contextlib.suppress(OSError):
             if self._channel is not None:
-                self._channel.send_bytes(wire.encode(message))
+                self._channel.send(message)
 
     def dismiss(self) -> None:
         """Let it leave, once."""
@@ -80,14 +89,21 @@ class Worker(Rank):
         """Take in what it has said, and whether it has ended."""
         # Its exit first: a message that it sent before that is then certainly in the channel.
         # A spawned one is asked for itself: children that it forked keep its sentinel's pipe open.
-        if self.alive and (self._spawned or self.orphaned or wait([self._process.sentinel], 0)):
+        if self.alive and (self.spawned or self.orphaned or wait([self._process.sentinel], 0)):
             self._hear_of_its_end()
-        while self._channel is not None and self._channel.poll():
-            try:
-                self._take(wire.decode(self._channel.recv_bytes()))
-            except (EOFError, OSError):
-                self._channel.close()
-                self._channel = None
+        while (message := self._next_message()) is not None:
+            self._take(message)
+
+    def _next_message(self) -> wire.Message | None:
+        if self._channel is None:
+            return None
+        try:
+            return self._channel.receive()
+        except (EOFError, OSError, Garbled) as error:
+            self._channel.close()
+            self._channel = None
+            garbled = isinstance(error, Garbled)
+        return wire.Failed(0, time.monotonic(), "call", _GARBLED) if garbled else None
 
     def _hear_of_its_end(self) -> None:
         exitcode = self._process.exitcode

@@ -42,6 +42,7 @@ RUN_OPTIONS = [
     argument("--stall-after", type=float, help="Tell where the ranks are after so many silent seconds (60)."),
     argument("--timeout", type=float, help="Wall time of the run in seconds. Default: no limit."),
     argument("--hosts", type=_hosts, help="Run on these, e.g. gpu1,gpu2; slurm; or a variable with a Cluster."),
+    argument("--keep-children", action="store_const", const=True, help="What a rank has detached outlives it."),
     argument("--min-hosts", type=int, help="When a host is lost, a restart goes on with so many. Default: all."),
 ]
 OUTPUT_OPTIONS = [

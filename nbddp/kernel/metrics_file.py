@@ -10,15 +10,16 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 
 import numpy as np
 
 from nbddp import wire
 from nbddp.errors import NbddpError
 from nbddp.kernel.records import RECORD_DTYPE
+from nbddp.wholefile import read_own
 
 _SIZE = wire.RECORD.size
+_MOST_NBYTES = 8 << 30  # 250 million records
 _PIECE_BYTES = 8192 * _SIZE
 
 
@@ -78,7 +79,7 @@ class _Part:
 
 
 def _parts(path: str) -> list[_Part]:
-    data = Path(path).read_bytes()
+    data = read_own(path, _MOST_NBYTES)
     if not data.startswith(wire.BEGIN_MARK, 1):
         return []
     whole = len(data) // _SIZE  # the last record of a rank that was killed may be torn

@@ -33,6 +33,7 @@ class Plan:
         env: what the user adds to the environment.
         shares: how many ranks each host has, in the order of the ranks; () on this machine alone.
         min_hosts: with so many left, a run that may restart goes on.
+        keep_children: may processes that a rank has detached outlive it?
         optional: keyword arguments that are left out where they do not pickle.
         receive: makes the run's values of what the ranks returned, on the run's thread.
     """
@@ -60,6 +61,7 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     shares: tuple[tuple[str, int], ...] = ()
     min_hosts: int = 0
+    keep_children: bool = False
     notice: str = ""
     optional: frozenset[str] = frozenset()
     receive: Callable[[list[Any]], list[Any]] = list
@@ -96,6 +98,7 @@ def make_plan(
     stall_after: float | None = STALL_AFTER_S,
     name: str | None = None,
     start_method: str | None = None,
+    keep_children: bool = False,
     argv: Sequence[str] = (),
     contract: bool = True,
     pass_rank: bool = False,
@@ -131,7 +134,7 @@ def make_plan(
     if device is None and gpus is None and device_type == "cpu" and nprocs is None:
         notice = f"no GPU: {ranks} processes on CPU" + (" with gloo" if init and backend in (None, "gloo") else "")
     threads = threads_of(ranks, {**os.environ, **(env or {})})
-    start_method = _choose_start_method(start_method)
+    start_method = _choose_start_method(start_method, keep_children)
     environ = environment(
         device_type, gpus if hosts is None else None, deterministic, threads if contract else None, env
     )
@@ -161,6 +164,7 @@ def make_plan(
         env=dict(env or {}),
         shares=tuple(shares.items()),
         min_hosts=_choose_min_hosts(min_hosts, len(shares)),
+        keep_children=bool(keep_children),
         notice=notice,
     )
 
@@ -255,14 +259,16 @@ def _choose_min_hosts(min_hosts: int | None, hosts: int) -> int:
     return min_hosts
 
 
-def _choose_start_method(start_method: str | None) -> str:
-    if start_method is None:
+def _choose_start_method(start_method: str | None, keep_children: bool) -> str:
+    if keep_children and start_method == "forkserver":
+        raise LaunchError("keep_children=True goes with start_method='spawn': a fork server ends what its ranks leave")
+    if start_method is None and not keep_children:
         return "forkserver" if forkserver.available() else "spawn"
     if start_method == "fork":
         raise LaunchError(
             "start_method='fork' would copy the notebook's process, its threads' locks and its CUDA context with "
             "it; 'forkserver' is as fast and starts clean"
         )
-    if start_method not in ("forkserver", "spawn"):
+    if start_method not in (None, "forkserver", "spawn"):
         raise LaunchError(f"start_method is 'forkserver' or 'spawn', not {short(start_method)}")
-    return start_method
+    return start_method or "spawn"

@@ -30,6 +30,7 @@ from nbddp.waiting import start_thread
 
 _REDRAW_S = 0.2
 _EXIT_S = 2.0
+_INSISTENT_S = 5.0  # after a second interrupt: all is gone within 2 s, or what hangs is not the ranks
 _MOST_BY_FORK_SERVER = 200  # fds of queues and shared tensors; multiprocessing's limit is 256 in all
 
 _live: set[Run] = set()
@@ -59,6 +60,7 @@ def run(
     start_method: str | None = None,
     hosts: Hosts = None,
     min_hosts: int | None = None,
+    keep_children: bool = False,
 ) -> Run:
     """Run ``fn(*args, **kwargs)`` on every rank: one fresh process per GPU, or on the CPU.
 
@@ -89,6 +91,9 @@ def run(
         hosts: run on these, as your ``ssh`` knows them, in the order of the ranks (``"localhost"``: this machine);
             ``"slurm"``: on the nodes of this allocation; or an open :func:`nbddp.cluster`.
         min_hosts: when a host is lost and ``max_restarts`` allows it, go on with so many. Default: all.
+        keep_children: True: a process that a rank starts in a session or process group of its own (a daemon, a
+            tracking server) goes on when the rank has ended; the ranks then start by ``"spawn"``. Default: all that
+            a rank starts ends with it.
 
     Returns:
         The run, finished unless ``wait=False``; its ``value`` is what rank 0 returned.
@@ -122,6 +127,7 @@ def run(
         start_method=start_method,
         hosts=hosts,
         min_hosts=min_hosts,
+        keep_children=keep_children,
     )
     return launch(plan, site, fn, tuple(args), kwargs, wait=wait, show=show)
 
@@ -382,15 +388,17 @@ class Run:
         return outputs[0].take() if outputs else ""
 
     def _stop_insistently(self) -> None:
-        """After an interrupt: end the run, and at a second interrupt without the grace."""
-        grace_s = source.STOP_GRACE_S
-        while not self._supervisor.done.is_open:
+        """After an interrupt: end the run; after a second one without the grace, and without waiting for ever."""
+        grace_s, wait_s = source.STOP_GRACE_S, None
+        over = False
+        while not over:
             try:
                 self._supervisor.request_stop(grace_s)
                 self._supervisor.start()  # the first interrupt may have come before that
-                self._supervisor.join()
+                self._supervisor.join(wait_s)
+                over = True
             except KeyboardInterrupt:
-                grace_s = 0.0
+                grace_s, wait_s = 0.0, _INSISTENT_S
 
     def _stopped_text(self) -> str:
         where = self._supervisor.was_here()

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import DistError
 
@@ -26,7 +26,7 @@ from nbddp.kernel.plan import Plan
 from nbddp.kernel.stacks import Where
 from nbddp.payload import Pickled
 from nbddp.tracebacks import drop_our_frames
-from nbddp.waiting import Latch, start_thread
+from nbddp.waiting import Abandoned, Latch, aside, start_thread
 
 _LEAVE_GRACE_S = 30.0  # for exit handlers, threads that still save and NCCL's teardown, once every rank has reported
 _TICK_S = 0.2  # between two looks for metrics and output; with 0.1 the kernel took half as much again of a core
@@ -37,6 +37,7 @@ _STACKS_S = 1.0  # for the ranks' answers
 _STILL_S = 2.0  # without a sign of life
 _LOOK_AGAIN_S = 0.2
 _SOON_S = 0.1  # the same, while somebody waits for the run's end
+_T = TypeVar("_T")
 _MUCH_BYTES = 128 << 10  # of metrics at once: the rank logs faster than we look
 
 
@@ -289,7 +290,32 @@ class Supervisor:
             crew.launch(self._packed, self.outputs, self.restarts)
             self._naming = dataclasses.replace(self._naming, ranks=len(crew.workers))
             self._history.resize(len(crew.workers))
-            self._follow(crew)
+            try:
+                self._follow(crew)
+            except Abandoned:
+                if self._stop_grace_s is None:
+                    raise RunTimeout(
+                        f"{self._plan.name} was stopped after its timeout of {self._plan.timeout_s} s: its ranks had "
+                        "ended, and the notebook was unpickling what they had left"
+                    ) from None
+                self._conclude("stopped")
+
+    def _aside(self, unpack: Callable[[], _T]) -> _T:
+        """Unpickling runs code of the user's, which may never end; a request to stop, or the run's timeout, does.
+
+        Raises:
+            Abandoned: by one of these.
+        """
+        asked: list[float] = []  # when it was first seen
+
+        def give_up() -> bool:
+            grace_s, now = self._stop_grace_s, time.monotonic()
+            if grace_s is None:
+                return now >= self._deadline
+            asked.append(now)
+            return now >= asked[0] + grace_s
+
+        return aside(unpack, "nbddp-unpack", give_up)
 
     def _let_go(self) -> None:
         self.rank_states(), self.pids()  # the last ones, for who asks later
@@ -355,7 +381,7 @@ class Supervisor:
         return len(data)
 
     def _succeed(self, crew: AnyCrew) -> None:
-        values = self._plan.receive([self._result_of(worker) for worker in crew.workers])
+        values = self._aside(lambda: self._plan.receive([self._result_of(worker) for worker in crew.workers]))
         crew.dismiss_reported()
         # What is left are exit handlers and threads: a stop or the end of the time need not wait for them.
         leave_by = min(time.monotonic() + _LEAVE_GRACE_S, self._deadline)
@@ -382,7 +408,7 @@ class Supervisor:
         self._watch_until(crew, began + _ECHO_WINDOW_S, or_when=lambda crew: not _only_echoes(crew))
         first = failure.first_of(crew.workers)
         where, alike = self._who_was_missing(crew, first), failure.all_alike(crew.workers)
-        error = self._naming.error_of(first, where, alike=alike)
+        error = self._aside(lambda: self._naming.error_of(first, where, alike=alike))
         self._wind_down(crew, lambda: _PEERS_GRACE_S)
         raise error
 

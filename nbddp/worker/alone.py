@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from nbddp import culprit, folders, jobfile, payload, wire
 from nbddp.errors import LaunchError, NbddpError, PayloadError
 from nbddp.tracebacks import drop_our_frames
+from nbddp.wholefile import open_own_fd
 from nbddp.worker import entry, group, loopback, metrics, output, place
 
 
@@ -120,7 +121,7 @@ def _open_metrics(path: str | None, job: wire.Job) -> int:
     if path is None:
         return os.open(os.devnull, os.O_WRONLY)
     path = wire.metrics_path(path, job.rank)
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    fd = open_own_fd(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     _lock(fd, path)
     size = os.fstat(fd).st_size
     if size and not os.pread(fd, wire.BEGIN.size, 0)[1:].startswith(wire.BEGIN_MARK):

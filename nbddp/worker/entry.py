@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nbddp import copies, culprit, payload, process_state, wire
+from nbddp import copies, culprit, leftovers, payload, process_state, wire
 from nbddp.errors import CAUSE_CHARS, bounded
 from nbddp.tracebacks import drop_our_frames, make_picklable
 from nbddp.worker import blas, context, counted, group, main_module, metrics, output, switch, wanted
@@ -129,6 +129,8 @@ def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     if job.temp_dir:
         # DataLoader workers open a socket there per batch, and leave it when they are killed.
         multiprocessing.current_process()._config["tempdir"] = job.temp_dir  # type: ignore[attr-defined]
+    if job.mark:
+        leftovers.sign(job.mark, job.temp_dir)
     sys.path[:] = job.sys_path
     sys.argv = list(job.argv)
     _forget_missing_folders(job.sys_path)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import datetime
 import functools
 import multiprocessing.process
 import os
+import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlparse
 
@@ -166,22 +169,40 @@ def stand_aside_too() -> None:
 
 
 def _let_children_host_their_own_store() -> None:
-    """The rank that a script's own ``mp.spawn`` or ``Process`` starts is in no run of ours.
-
-    With the agent's variable it would wait for ever for a store on the port that it chose itself.
-    """
+    """The rank that a script's own ``mp.spawn`` or ``Process`` starts is in no run of ours."""
     original = multiprocessing.process.BaseProcess.start
 
     @functools.wraps(original)
     def start(self: Any) -> None:
-        agent = os.environ.pop(AGENT_STORE, None)
-        try:
+        with _environ_without_our_store():
             original(self)
-        finally:
-            if agent is not None:
-                os.environ[AGENT_STORE] = agent
 
     multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _environ_without_our_store() -> Iterator[None]:
+    """What a child finds in its environment.
+
+    With the agent's variable it would wait for ever for a store on the port that it chose itself. On our port, which
+    ``os.environ.setdefault("MASTER_PORT", ...)`` leaves as it is, it could host none: it gets a port that is free, the
+    same as its siblings.
+    """
+    before = {name: os.environ.get(name) for name in (AGENT_STORE, "MASTER_ADDR", "MASTER_PORT")}
+    os.environ.pop(AGENT_STORE, None)
+    if _our_address is not None and before["MASTER_PORT"] == _our_address[1]:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    try:
+        yield
+    finally:
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+@functools.cache
+def _free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
 
 
 def close_group() -> None:

@@ -19,7 +19,8 @@ import torch._dynamo  # noqa: F401 - 1 s at the first torch.optim.Optimizer othe
 import nbddp.worker.data
 import nbddp.worker.entry
 import nbddp.worker.snapshot  # noqa: F401
-from nbddp.worker import blas, counted, detach, heap, hugepages, wanted
+from nbddp import leftovers
+from nbddp.worker import blas, counted, detach, heap, hugepages, reaper, wanted
 
 _STARTED_BY = os.getppid()
 _PARENT_GONE_S = 1.0
@@ -33,6 +34,7 @@ def _remove_files_of_a_dead_kernel() -> None:
         time.sleep(0.01)  # a dying process closes its pipes, which is what ends us, before its children see it dead
     if os.getppid() == _STARTED_BY or not isinstance(address, str):
         return
+    reaper.end_all()
     folder = os.path.dirname(address)
     with contextlib.suppress(OSError):
         os.unlink(address)
@@ -43,6 +45,7 @@ def _remove_files_of_a_dead_kernel() -> None:
 def _remove_runs(folder: str) -> bool:
     """What the kernel's runs left; then the folder, if it was theirs alone. Returns whether no run is left."""
     for run in _runs_in(folder):
+        leftovers.remove(leftovers.mark_of(run), run, (), segments=True)
         shutil.rmtree(run, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.rmdir(folder)
@@ -75,6 +78,7 @@ if not wanted.trouble:  # else the watch ends this server: a thread of theirs mi
 counted.end()
 blas.find()
 _outlive_a_kernel_out_of_files()
+reaper.watch_ranks()
 atexit.register(_remove_files_of_a_dead_kernel)
 # Ranks share these pages for as long as the collector does not touch them.
 gc.collect()

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from nbddp.errors import NbddpError
-from nbddp.wholefile import WholeFile
+from nbddp.wholefile import WholeFile, open_own
 from nbddp.worker import context, metrics
 
 _MARK = "nbddp snapshot"
@@ -47,12 +47,12 @@ def load_snapshot(
             the file may run any code.
 
     Raises:
-        NbddpError: the file is torn, or is no snapshot.
+        NbddpError: the file is torn, is no snapshot, or belongs to another user (in a folder that is not that user's).
     """
     if not os.path.exists(path):
         return None
     try:
-        with open(path, "rb") as file:
+        with open_own(path) as file:
             content = _load(file, map_location or context.device(), weights_only)
     except _Unreadable as error:
         raise NbddpError(

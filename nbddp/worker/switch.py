@@ -7,7 +7,10 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 import threading
+
+from nbddp.worker import reaper
 
 
 def arm() -> None:
@@ -20,6 +23,8 @@ def arm() -> None:
     for a rank that holds the GIL for ever or swallows every exception. Elsewhere a thread watches.
     """
     os.setsid()
+    if "nbddp.worker.preload" in sys.modules:  # forked from a server, which ends what this rank leaves
+        reaper.adopt_orphans()
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is always started by multiprocessing"
     sentinel: int = parent.sentinel

@@ -239,7 +239,6 @@ class Driver:
 
     def _changes(self) -> dict[str, str]:
         assert self._before is not None
-        _remove_torchs_segments()
         deadline = time.monotonic() + SETTLE_S
         while (changed := self._before.changed()) and time.monotonic() < deadline:
             gc.collect()  # an exception's frames may hold what it was about
@@ -291,16 +290,6 @@ class Driver:
         if run is not None:
             run._source.stop()
         return {"stopped": run is not None}
-
-
-def _remove_torchs_segments() -> None:
-    """torch's DataLoader workers, anywhere, leave a name when a segment does not fit, or when they are killed just
-    between making one and taking its name away."""
-    for entry in os.scandir("/dev/shm"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            is_gone = not psutil.pid_exists(int(entry.name.split("_")[1]))
-            if entry.name.startswith("torch_") and is_gone:
-                os.unlink(entry.path)
 
 
 def _told(error: BaseException | None) -> dict[str, Any]:
