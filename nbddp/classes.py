@@ -1,7 +1,7 @@
 """Both sides. How the notebook's classes travel: cloudpickle's way, and what that leaves out.
 
 Left out are slots, so that instances would have a ``__dict__`` on one side alone, and states that suit one class alone;
-and what the members of an Enum hold beside their values. Both are here; the functions at the end are called by the stream.
+and what the members of an Enum hold beside their values. Both are here; the stream calls the functions at the end.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ def _with_seen_storage(reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _blocks_of_pandas() -> tuple[type, ...]:
     """What holds the values of frames and series; private, of pandas 2.2 to 3.1."""
-    loaded = sys.modules.get("pandas._libs.internals")
+    loaded: Any = sys.modules.get("pandas._libs.internals")
     return (loaded.Block,) if hasattr(loaded, "Block") else ()
 
 

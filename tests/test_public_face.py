@@ -147,7 +147,7 @@ def test_the_worker_side_never_imports_the_kernel_side(path: Path) -> None:
 
 @pytest.mark.parametrize("path", _modules("panel"), ids=lambda path: path.name)
 def test_the_panel_knows_no_process(path: Path) -> None:
-    allowed = ("nbddp.kernel.history", "nbddp.wire", "nbddp.panel")
+    allowed = ("nbddp.kernel.history", "nbddp.wire", "nbddp.errors", "nbddp.panel")
     assert not [n for n in _imports(path) if n not in ("nbddp", "nbddp.kernel") and not n.startswith(allowed)]
 
 
