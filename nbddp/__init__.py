@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from nbddp.kernel.runner import Run, last_run, run
     from nbddp.kernel.script import run_script
     from nbddp.kernel.spawn import spawn
+    from nbddp.worker.collectives import barrier, gather, reduce
     from nbddp.worker.context import device, is_primary, local_rank, print, rank, restart_count, world_size
-    from nbddp.worker.data import barrier, gather, loader, reduce, wrap
+    from nbddp.worker.data import loader, wrap
     from nbddp.worker.metrics import log, progress
     from nbddp.worker.snapshot import load_snapshot, save_snapshot
 
@@ -39,6 +40,7 @@ _HOMES = {
     "nbddp.kernel.runner": ("Run", "last_run", "run"),
     "nbddp.kernel.script": ("run_script",),
     "nbddp.kernel.spawn": ("spawn",),
+    "nbddp.worker.collectives": ("barrier", "gather", "reduce"),
     "nbddp.worker.context": (
         "device",
         "is_primary",
@@ -48,7 +50,7 @@ _HOMES = {
         "restart_count",
         "world_size",
     ),
-    "nbddp.worker.data": ("barrier", "gather", "loader", "reduce", "wrap"),
+    "nbddp.worker.data": ("loader", "wrap"),
     "nbddp.worker.metrics": ("log", "progress"),
     "nbddp.worker.snapshot": ("load_snapshot", "save_snapshot"),
 }

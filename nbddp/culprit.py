@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,52 +15,62 @@ from nbddp.errors import PayloadError
 _MAX_DEPTH = 60
 
 
-def explain(named: dict[str, Any], error: Exception, *, what: str, inheriting: bool = True) -> PayloadError:
+@dataclass(frozen=True)
+class _Way:
+    """As for ``payload.prepare``."""
+
+    inheriting: bool
+    back: bool
+
+
+def explain(
+    named: dict[str, Any], error: Exception, *, what: str, inheriting: bool = True, back: bool = False
+) -> PayloadError:
     """The error for objects that did not pickle.
 
     Args:
         named: the objects that were to travel, by the name the user knows them by.
         error: what pickling them raised.
         what: the start of the message, e.g. ``"cannot send train to the ranks"``.
-        inheriting: as for ``payload.pack``.
+        inheriting, back: as for ``payload.prepare``.
     """
     for name, obj in named.items():
-        found = _search(obj, (name,), set(), inheriting)
+        found = _search(obj, (name,), set(), _Way(inheriting, back))
         if found is not None:
             path, reason = found
             return PayloadError(f"{what}: {' → '.join(path)}: {reason}", path)
     return PayloadError(f"{what}: {_reason(error)}")
 
 
-def _search(obj: Any, path: tuple[str, ...], seen: set[int], inheriting: bool) -> tuple[tuple[str, ...], str] | None:
+def _search(obj: Any, path: tuple[str, ...], seen: set[int], way: _Way) -> tuple[tuple[str, ...], str] | None:
     """The deepest object on the way down from ``obj`` that does not pickle by itself."""
-    error = _error_of(obj, inheriting)
+    error = _error_of(obj, way)
     if error is None or id(obj) in seen or len(path) > _MAX_DEPTH:
         return None
     seen.add(id(obj))
-    refusal = _refusal_of(obj, inheriting)
+    refusal = _refusal_of(obj, way)
     if refusal is not None:  # what is inside it is not the reader's business
         return path, _reason(refusal)
     for label, child in _children(obj):
-        found = _search(child, (*path, label), seen, inheriting)
+        found = _search(child, (*path, label), seen, way)
         if found is not None:
             return found
     return path, _reason(error)
 
 
-def _error_of(obj: Any, inheriting: bool) -> Exception | None:
+def _error_of(obj: Any, way: _Way) -> Exception | None:
     try:
-        payload.probe(obj, inheriting=inheriting)
+        payload.probe(obj, inheriting=way.inheriting, back=way.back)
     except Exception as error:  # whatever a user's __reduce__ raises
         return error
     return None
 
 
-def _refusal_of(obj: Any, inheriting: bool) -> Exception | None:
+def _refusal_of(obj: Any, way: _Way) -> Exception | None:
     """What ``obj`` itself, or we for its type, say against pickling it."""
     try:
-        payload.refuse_unshippable(obj)
-        if not inheriting:
+        payload.refuse_unshippable(obj, back=way.back)
+        if not way.inheriting:
             payload.refuse_uninherited(obj)
         if isinstance(getattr(type(obj), "__reduce__", None), types.FunctionType):
             obj.__reduce__()

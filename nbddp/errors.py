@@ -13,13 +13,23 @@ A kernel interrupt is ``KeyboardInterrupt`` and none of these, so that "Run All"
 
 from __future__ import annotations
 
+import difflib
+import re
 import signal
 import sys
 import traceback
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from nbddp.tracebacks import user_frames
+from nbddp.tracebacks import hidden_runs, user_frames
+
+MESSAGE_CHARS = 64 << 10  # of an error's text
+CAUSE_CHARS = 10_000  # of the exception that a rank raised
+LINE_CHARS = 300  # of what has a line to itself: in the panel, in a table, in another error
+_CAUSE = "run.error.cause"  # where the rest of it is
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_IPYTHONS_FOLD = re.compile(r"\[\.\.\. skipping hidden \d+ frames?\]")
 
 
 class NbddpError(Exception):
@@ -38,7 +48,7 @@ class NbddpError(Exception):
         self.restarts, self.first = restarts, first
 
     def __str__(self) -> str:
-        return "\n".join([super().__str__(), *self._told_of_restarts()])
+        return "\n".join([bounded(super().__str__(), MESSAGE_CHARS, "error.args"), *self._told_of_restarts()])
 
     def _told_of_restarts(self) -> list[str]:
         if self.first is None:
@@ -76,28 +86,41 @@ class RankError(NbddpError):
         cause: the original exception, also as ``__cause__``; its traceback holds the user's frames.
         where: of a collective that timed out, where all ranks were, in a line; "" otherwise.
         host: of a run on several, the rank's; None otherwise.
+        alike: did all ranks fail with the same error?
+        advice: what to do about it, where nbddp knows; "" otherwise.
     """
 
     def __init__(
-        self, rank: int, world_size: int, cause: BaseException, *, where: str = "", host: str | None = None
+        self,
+        rank: int,
+        world_size: int,
+        cause: BaseException,
+        *,
+        where: str = "",
+        host: str | None = None,
+        alike: bool = False,
+        advice: str = "",
     ) -> None:
-        what = "".join(traceback.format_exception_only(type(cause), cause)).strip()
-        self._who = _rank_of(rank, world_size, host)
-        super().__init__("\n".join([f"{self._who} failed: {what}", *_told_where(where)]))
+        what = bounded("".join(traceback.format_exception_only(type(cause), cause)).strip(), CAUSE_CHARS, _CAUSE)
+        self._header = _header(rank, world_size, host, where, alike)
+        first = f"{self._header}\n{what}" if where else f"{self._header}: {what}"
+        super().__init__("\n".join([first, *([advice] if advice else [])]))
         self.rank = rank
         self.world_size = world_size
         self.cause = cause
         self.where = where
         self.host = host
+        self.alike = alike
+        self.advice = advice
         self.__cause__ = cause
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank, self.world_size, self.cause), {**self.__dict__, "args": self.args}
 
     def _render_traceback_(self) -> list[str]:
-        header = f"{self._who} failed"
         shown = _render(type(self.cause), self.cause, self.cause.__traceback__, tb_offset=0)
-        return [header, *shown, *_told_where(self.where), *self._told_of_restarts()]
+        shown = [_cut(part) for part in _naming_libraries(shown, self.cause)]
+        return [self._header, *shown, *([self.advice] if self.advice else []), *self._told_of_restarts()]
 
 
 class RankDied(NbddpError):
@@ -118,15 +141,17 @@ class RankDied(NbddpError):
         exitcode: int,
         *,
         why: str = "",
+        stack: str = "",
         last_lines: str = "",
         where: str = "",
         host: str | None = None,
     ) -> None:
         self.signal_name = _signal_name(exitcode)
-        text = f"{_rank_of(rank, world_size, host)} {why or _likely_cause(rank, exitcode, self.signal_name)}"
-        if last_lines:
-            text += f"\nits last lines of output:\n{last_lines}"
-        super().__init__("\n".join([text, *_told_where(where)]))
+        parts = [f"{_rank_of(rank, world_size, host)} {why or _likely_cause(exitcode, self.signal_name)}"]
+        parts += [f"When it ended, {where}"] if where else []
+        parts += [f"It was here (most recent call last):\n{stack}"] if stack else []
+        parts += [f"Its last lines of output:\n{last_lines}"] if last_lines else []
+        super().__init__("\n".join(parts))
         self.rank = rank
         self.world_size = world_size
         self.exitcode = exitcode
@@ -148,7 +173,7 @@ class HostLost(NbddpError):
     """
 
     def __init__(self, host: str, why: str) -> None:
-        super().__init__(f"{host} was lost: {why}")
+        super().__init__(f"{host} was lost: {bounded(why, CAUSE_CHARS, 'error.why')}")
         self.host = host
         self.why = why
 
@@ -166,9 +191,28 @@ def short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """``; did you mean model?``; "" where nothing is like it."""
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def bounded(text: str, chars: int, rest: str = "") -> str:
+    """The text, or so many characters of it, how many more there are, and where: ``rest``."""
+    if len(text) <= chars:
+        return text
+    return f"{text[:chars]}\n… {len(text) - chars:,} more characters{f' in {rest}' if rest else ''}"
+
+
+def first_line(text: str) -> str:
+    """The first line, as much of it as a line of the panel can hold."""
+    line = text[: LINE_CHARS + 1].partition("\n")[0]
+    return line if len(line) <= LINE_CHARS else line[: LINE_CHARS - 1] + "…"
+
+
 def in_a_line(error: BaseException) -> str:
     """Its type and the first line of its text."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return first_line(f"{type(error).__name__}: {error}")
 
 
 def interrupt(message: str) -> KeyboardInterrupt:
@@ -188,12 +232,35 @@ def _render(etype: type[BaseException], error: BaseException, tb: TracebackType 
     return lines
 
 
+def _cut(part: str) -> str:
+    """One of a cell's parts of a traceback; of a long one without colours, which would not end, nor count."""
+    return part if len(part) <= CAUSE_CHARS else bounded(_COLOURS.sub("", part), CAUSE_CHARS, _CAUSE)
+
+
+def _naming_libraries(shown: list[str], error: BaseException) -> list[str]:
+    """IPython's ``[... skipping hidden 4 frame]`` as ``[4 frames in torch]``."""
+    runs = list(hidden_runs(error))
+    if len(runs) != sum(len(_IPYTHONS_FOLD.findall(part)) for part in shown):
+        return shown  # another mode of IPython's (%xmode), which hides none
+    told = iter(f"[{len(run)} frame{'s' * (len(run) > 1)} in {', '.join(dict.fromkeys(run))}]" for run in runs)
+    return [_IPYTHONS_FOLD.sub(lambda _: next(told), part) for part in shown]
+
+
+def _header(rank: int, world_size: int, host: str | None, where: str, alike: bool) -> str:
+    if where:
+        return f"{_rank_of(rank, world_size, host)} timed out in a collective: {where}"
+    if alike and world_size > 1:
+        all_of_them = "both" if world_size == 2 else f"all {world_size}"
+        return f"{all_of_them} ranks failed, rank {rank}{_on(host)} first"
+    return f"{_rank_of(rank, world_size, host)} failed"
+
+
 def _rank_of(rank: int, world_size: int, host: str | None) -> str:
-    return f"rank {rank} of {world_size}" + (f" on {host}" if host is not None else "")
+    return f"rank {rank} of {world_size}{_on(host)}"
 
 
-def _told_where(where: str) -> list[str]:
-    return [f"When it failed, {where}"] if where else []
+def _on(host: str | None) -> str:
+    return f" on {host}" if host is not None else ""
 
 
 def _signal_name(exitcode: int) -> str | None:
@@ -205,14 +272,14 @@ def _signal_name(exitcode: int) -> str | None:
         return f"signal {-exitcode}"
 
 
-def _likely_cause(rank: int, exitcode: int, signal_name: str | None) -> str:
+def _likely_cause(exitcode: int, signal_name: str | None) -> str:
     if signal_name == "SIGKILL":
         return (
             "was killed by SIGKILL without a Python error; most often this is the memory limit: "
             "try a smaller batch, fewer ranks or fewer DataLoader workers"
         )
     if signal_name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"):
-        return f"crashed in native code ({signal_name}); nbddp.last_run().logs({rank}) shows where it was"
+        return f"crashed in native code ({signal_name})"
     if signal_name is not None:
         return f"was ended by {signal_name}, sent by something outside nbddp"
     if exitcode == 0:

@@ -23,8 +23,7 @@ JOB, RESULT = "job", "result"
 _WRITER = {JOB: "nbddp.export()", RESULT: "python -m nbddp ... --result"}
 _MARK = b"nbddp file 1\n"
 _END = struct.Struct(f"<Q{len(_MARK)}s")
-# Who can write the file runs code as its reader, so that is its owner alone; who may read it, the umask says.
-_MODE = 0o644
+_MODE = 0o600  # whoever can write the file runs code as its reader, and it holds the notebook's data
 
 
 @dataclass(frozen=True)

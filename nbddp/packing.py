@@ -14,9 +14,11 @@ import multiprocessing.connection
 import multiprocessing.managers
 import multiprocessing.queues
 import multiprocessing.synchronize
+import os
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +62,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         buffers: contiguous memory of arrays, in the order of the stream.
         storages: torch storages, by their identity.
         arrays: whose memory is no buffer, for gaps or steps backwards, say; in the order of their numbers.
-        filenames: of the code that travelled by value.
+        codes: of the functions that travelled by value.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self.buffers: list[memoryview] = []
         self.storages: dict[int, PackedStorage] = {}
         self.arrays: list[npt.NDArray[Any]] = []
-        self.filenames: set[str] = set()
+        self.codes: list[types.CodeType] = []
         self._known = {id(obj): i for i, obj in enumerate(known)}
         self._inheriting = inheriting
         self._back = back
@@ -92,10 +94,12 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduce(self, obj)
         if obj is sys.stdout or obj is sys.stderr:
             return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
-        if isinstance(obj, _blocks_of_pandas()):
+        if _is_block_of_pandas(type(obj)):
             return _with_values_of_its_own(obj)
-        refuse_unshippable(obj)
-        return self._by_cloudpickle(obj)
+        refuse_unshippable(obj, back=self._back)
+        reduce_without = None if self._back else _reducer_of(type(obj))
+        reduced = NotImplemented if reduce_without is None else reduce_without(obj)
+        return self._by_cloudpickle(obj) if reduced is NotImplemented else reduced
 
     def _by_cloudpickle(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
@@ -109,7 +113,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is not NotImplemented:
             self.by_value.append(obj)
             if isinstance(obj, types.FunctionType):
-                self.filenames.add(obj.__code__.co_filename)
+                self.codes.append(obj.__code__)
         return reduced
 
     def _reduce_module(self, obj: types.ModuleType) -> Any:
@@ -117,6 +121,10 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return self._by_cloudpickle(obj)
         # torch.backends.cudnn and the like: cloudpickle knows plain modules only.
         return importlib.import_module, (obj.__name__,)
+
+    def _reduce_environ(self, obj: Any) -> Any:
+        # By value it would be this process's whole environment, tokens included.
+        return getattr, (os, "environ" if obj.encodekey is os.environ.encodekey else "environb")
 
     def _reduce_cached(self, obj: Any) -> Any:
         if getattr(obj, "__module__", "") != "__main__":
@@ -231,22 +239,6 @@ def _with_seen_storage(reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     return reduced
 
 
-def _blocks_of_pandas() -> tuple[type, ...]:
-    """What holds the values of frames and series; private, of pandas 2.2 to 3.1."""
-    loaded = sys.modules.get("pandas._libs.internals")
-    return (loaded.Block,) if hasattr(loaded, "Block") else ()
-
-
-def _with_values_of_its_own(block: Any) -> Any:
-    """How a block reduces, had it an array that nobody else holds.
-
-    Frames that pandas keeps apart by copy-on-write may hold one array (of dates, say). pandas' note of that does not
-    travel: after pickle they share it unprotected.
-    """
-    function, (values, *rest) = block.__reduce__()
-    return function, (values[:], *rest)
-
-
 # What multiprocessing hands over only to a process that it is starting.
 _NEEDS_INHERITANCE: tuple[type, ...] = (
     multiprocessing.connection.Connection,
@@ -259,8 +251,12 @@ _NEEDS_INHERITANCE: tuple[type, ...] = (
 )
 
 
-def refuse_unshippable(obj: object) -> None:
-    """Raise ``TypeError`` for what would pickle, and arrive as something that cannot work."""
+def refuse_unshippable(obj: object, *, back: bool = False) -> None:
+    """Raise ``TypeError`` for what would pickle, and arrive as something that cannot work.
+
+    Args:
+        back: is it on its way to a notebook? What a rank made there for itself may come.
+    """
     if isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
         name = getattr(obj, "name", "")
         raise TypeError(f"an open file ({name!r}) stays where it was opened; open it inside the function")
@@ -270,10 +266,8 @@ def refuse_unshippable(obj: object) -> None:
             f"a {kind} of multiprocessing's fork context works in forks of this process alone; "
             f'make it with multiprocessing.get_context("spawn").{kind}()'
         )
-    for module, names, advice in _STAYS_IN_NOTEBOOK:
-        loaded = sys.modules.get(module)
-        if loaded is not None and isinstance(obj, tuple(getattr(loaded, n) for n in names if hasattr(loaded, n))):
-            raise TypeError(f"a {type(obj).__name__} {advice}")
+    if (refusal := _refusal_of(type(obj))) is not None and not (back and refusal.of_one_process):
+        raise TypeError(refusal.text(type(obj).__name__))
 
 
 def refuse_uninherited(obj: object) -> None:
@@ -303,11 +297,139 @@ def _of_fork_context(obj: Any) -> bool:
     return any(getattr(part, "_is_fork_ctx", False) for part in parts)
 
 
-_STAYS_IN_NOTEBOOK = (
-    ("ipywidgets", ("Widget",), "lives in the notebook's front end; log() values and update it outside"),
-    ("IPython.core.interactiveshell", ("InteractiveShell",), "is the notebook itself; ranks have none"),
-    ("torch", ("Stream", "Event"), "belongs to one device of this process; make it inside the function"),
-    ("torch.cuda", ("Stream", "Event"), "belongs to one device of this process; make it inside the function"),
+# ---------------------------------------------------------------------------- of other libraries
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Of a library's classes and their subclasses.
+
+    Attributes:
+        module: where they are defined; it is never imported for this.
+        advice: what follows on "a Widget".
+        of_one_process: do they work in the process that made them, a rank or the notebook, as if there were no other?
+    """
+
+    module: str
+    names: tuple[str, ...]
+    advice: str
+    of_one_process: bool = False
+
+    def text(self, kind: str) -> str:
+        return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind} {self.advice}"
+
+
+_ONE_PROCESS = "in the notebook, which knows one process; pass what was given to {}(), and call it inside the function"
+_MADE = "made in the notebook knows one process; make it inside the function"
+_PREPARED = f"comes from accelerator.prepare() {_ONE_PROCESS.format('prepare')}"
+_SET_UP = f"comes from fabric.setup() {_ONE_PROCESS.format('setup')}"
+_FABRICS = ("_FabricModule", "_FabricOptimizer", "_FabricDataLoader")
+_STATES = ("PartialState", "AcceleratorState", "GradientState")
+
+_REFUSED = (
+    _Refusal("ipywidgets", ("Widget",), "lives in the notebook's front end; log() values and update it outside"),
+    _Refusal("IPython.core.interactiveshell", ("InteractiveShell",), "is the notebook itself; ranks have none"),
+    _Refusal("torch", ("Stream", "Event"), "belongs to one device of this process; make it inside the function"),
+    _Refusal("torch.cuda", ("Stream", "Event"), "belongs to one device of this process; make it inside the function"),
+    _Refusal("accelerate.accelerator", ("Accelerator",), f"{_MADE}: accelerator = Accelerator()", True),
+    _Refusal("accelerate.state", _STATES, _MADE, True),
+    _Refusal("accelerate.optimizer", ("AcceleratedOptimizer",), _PREPARED, True),
+    _Refusal("accelerate.scheduler", ("AcceleratedScheduler",), _PREPARED, True),
+    _Refusal("accelerate.data_loader", ("DataLoaderShard", "DataLoaderDispatcher"), _PREPARED, True),
+    _Refusal("lightning_fabric.fabric", ("Fabric",), f"{_MADE}: fabric = Fabric()", True),
+    _Refusal("lightning_fabric.wrappers", _FABRICS, _SET_UP, True),
+    _Refusal("lightning.fabric.fabric", ("Fabric",), f"{_MADE}: fabric = Fabric()", True),
+    _Refusal("lightning.fabric.wrappers", _FABRICS, _SET_UP, True),
+    _Refusal("pytorch_lightning.trainer.trainer", ("Trainer",), f"{_MADE}: trainer = Trainer(...)", True),
+    _Refusal("lightning.pytorch.trainer.trainer", ("Trainer",), f"{_MADE}: trainer = Trainer(...)", True),
+    _Refusal("transformers.trainer", ("Trainer",), f"{_MADE}: trainer = Trainer(...)", True),
+)
+
+
+def _by_type(look: Callable[[type], Any]) -> Callable[[type], Any]:
+    """Looked up once per type: what a class inherits does not change, and whose class it inherits is imported."""
+    found: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
+
+    def of(kind: type) -> Any:
+        try:
+            return found[kind]
+        except KeyError:
+            return found.setdefault(kind, look(kind))
+
+    return of
+
+
+@_by_type
+def _refusal_of(kind: type) -> _Refusal | None:
+    return next((refusal for refusal in _REFUSED if _is_one_of(kind, refusal.module, refusal.names)), None)
+
+
+@_by_type
+def _reducer_of(kind: type) -> Callable[[Any], Any] | None:
+    return next((reduce for module, name, reduce in _WITHOUT_STATE if _is_one_of(kind, module, (name,))), None)
+
+
+@_by_type
+def _is_block_of_pandas(kind: type) -> bool:
+    """Does it hold the values of frames and series? Private; of pandas 2.2 to 3.1."""
+    return _is_one_of(kind, "pandas._libs.internals", ("Block",))
+
+
+def _with_values_of_its_own(block: Any) -> Any:
+    """How a block reduces, had it an array that nobody else holds.
+
+    Frames that pandas keeps apart by copy-on-write may hold one array (of dates, say). pandas' note of that does not
+    travel: after pickle they share it unprotected.
+    """
+    function, (values, *rest) = block.__reduce__()
+    return function, (values[:], *rest)
+
+
+def _is_one_of(kind: type, module: str, names: Sequence[str]) -> bool:
+    known = vars(sys.modules[module]) if module in sys.modules else {}
+    return any(name in known and issubclass(kind, known[name]) for name in names)
+
+
+def _reduce_training_arguments(args: Any) -> Any:
+    """Their device, rank and world size are those of the process that made them; a rank finds out its own."""
+    function, new, state, *rest = _with_state(args, lambda state: _without(state, *_FOUND_OUT))
+    return function, new, state, *(rest or (None, None)), _arrive
+
+
+# distributed_state is accelerate's; transformers 4 kept the device under the longer name.
+_FOUND_OUT = ("distributed_state", "_setup_devices", "__cached__setup_devices", "_n_gpu")
+
+
+def _reduce_data_module(module: Any) -> Any:
+    """The trainer that used it last is one process's; fit() gives it another."""
+    return _with_state(module, lambda state: {**state, "trainer": None})
+
+
+def _reduce_model(module: Any) -> Any:
+    """accelerate would take it for one that is in DDP already."""
+    if _PREPARED_MARK not in vars(module):
+        return NotImplemented
+    return _with_state(module, lambda state: _without(state, _PREPARED_MARK))
+
+
+_PREPARED_MARK = "_is_accelerate_prepared"
+
+
+def _with_state(obj: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """As ``obj`` pickles by itself, but for its state."""
+    function, args, state, *rest = obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    return function, args, change(state), *rest
+
+
+def _without(state: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in names}
+
+
+_WITHOUT_STATE: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("transformers.training_args", "TrainingArguments", _reduce_training_arguments),
+    ("pytorch_lightning.core.datamodule", "LightningDataModule", _reduce_data_module),
+    ("lightning.pytorch.core.datamodule", "LightningDataModule", _reduce_data_module),
+    ("torch.nn.modules.module", "Module", _reduce_model),
 )
 
 _PICKLES = ("__reduce__", "__reduce_ex__", "__setstate__")  # who replaces one of these pickles in a way of its own
@@ -319,6 +441,7 @@ _SPECIAL: tuple[tuple[Any, Callable[[Packer, Any], Any]], ...] = (
     ((torch.UntypedStorage, torch.TypedStorage), Packer._reduce_storage),
     (_Seen, Packer._reduce_seen),
     (types.ModuleType, Packer._reduce_module),
+    (type(os.environ), Packer._reduce_environ),
     (functools._lru_cache_wrapper, Packer._reduce_cached),
     (DistributedDataParallel, Packer._reduce_ddp),
     (_NEEDS_INHERITANCE, Packer._reduce_inherited),
@@ -363,6 +486,12 @@ def _itself(obj: Any) -> Any:
 
 def _cached(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
+
+
+def _arrive(args: Any, state: dict[str, Any]) -> None:
+    """Be what they would be if they had been made here: that may make a group, as it does under torchrun."""
+    vars(args).update(state)
+    _ = args._setup_devices  # transformers 4 and 5
 
 
 def _main_namespace() -> dict[str, Any]:

@@ -50,6 +50,7 @@ from nbddp.block import (
     storage_over,
 )
 from nbddp.packing import PackedStorage, Packer, Reading, reading_now, refuse_uninherited, refuse_unshippable
+from nbddp.travelling_lines import sources_of
 
 __all__ = [
     "Packed",
@@ -135,9 +136,9 @@ def prepare(obj: object, *, known: Sequence[Any] = (), inheriting: bool = True, 
         return _lay_out(pickler, stream.getbuffer())
 
 
-def probe(obj: object, *, inheriting: bool = True) -> None:
+def probe(obj: object, *, inheriting: bool = True, back: bool = False) -> None:
     """Pickle ``obj`` and forget the result: raises what :func:`pack` would, copies no array."""
-    with contextlib.closing(Packer(io.BytesIO(), inheriting=inheriting)) as pickler:
+    with contextlib.closing(Packer(io.BytesIO(), inheriting=inheriting, back=back)) as pickler:
         pickler.dump(obj)
 
 
@@ -219,7 +220,7 @@ class _Table:
     """The block's contents list.
 
     Attributes:
-        sources: lines of the notebook's cells, by the file name in their code objects.
+        sources: the lines of the functions that travel, in their places, by the file name in their code objects.
     """
 
     buffers: list[_Buffer]
@@ -239,7 +240,7 @@ def _lay_out(pickler: Packer, stream: memoryview) -> Pickled:
         [_Buffer(next(placed), area.nbytes, area.pieces[0].data.readonly) for area in buffers],
         [_Storage(next(placed), storage.nbytes, storage.was_on_device) for storage in storages],
         [_placed(array, next(placed)) for array in arrays],
-        {name: lines for name in sorted(pickler.filenames) if (lines := linecache.getlines(name))},
+        sources_of(pickler.codes),
     )
     table_at = stream_at + stream.nbytes
     encoded = pickle.dumps(table, protocol=5)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copyreg
 import functools
 import os
+import re
 import sys
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import tblib.pickling_support
 
 _PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
+_HIDDEN = "__tracebackhide__"  # the local that IPython and pytest look for in a frame
 
 Frame = tuple[str, str, int, int]  # file name, qualified function name, line, the function's first line
 
@@ -40,6 +44,47 @@ def drop_our_frames(error: BaseException | None) -> None:
             seen.add(id(current))
             current.__traceback__ = user_frames(current.__traceback__)
             waiting += [current.__cause__, current.__context__]
+
+
+def library_of(files: Sequence[str]) -> list[str]:
+    """Of a stack's source files, outermost first, the installed package of each: ``torch``; "" for the reader's own.
+
+    What the stack begins in is the reader's, too: a script or a function that is itself installed.
+    """
+    packages = [found[1].removesuffix(".py") if (found := _INSTALLED.match(file)) else "" for file in files]
+    return ["" if package == packages[0] else package for package in packages]
+
+
+def hide_libraries(error: BaseException) -> None:
+    """Have a cell pass over the frames of libraries, in an exception that came from a rank and in those behind it."""
+    begins_in = [entry.tb_frame.f_code.co_filename for entry in _entries(error.__traceback__)[:1]]
+    for each in shown_chain(error):
+        entries = _entries(each.__traceback__)
+        files = begins_in + [entry.tb_frame.f_code.co_filename for entry in entries]
+        for entry, library in zip(entries, library_of(files)[len(begins_in) :]):
+            entry.tb_frame.f_locals[_HIDDEN] = library  # a rebuilt frame's are a plain dict
+
+
+def hidden_runs(error: BaseException) -> Iterator[list[str]]:
+    """The libraries of each run of frames that a cell passes over, in the order in which it shows them."""
+    for each in reversed(list(shown_chain(error))):
+        run: list[str] = []
+        for entry in _entries(each.__traceback__):
+            library = entry.tb_frame.f_locals.get(_HIDDEN) if entry.tb_next is not None else None
+            if library:
+                run.append(library)
+            elif run:
+                yield run
+                run = []
+
+
+def shown_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception, and those that led to it, as far as a traceback shows them."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def make_picklable(error: BaseException) -> None:

@@ -16,6 +16,8 @@ import struct
 from dataclasses import dataclass
 from typing import Union
 
+from nbddp.process_state import ProcessState
+
 
 @dataclass(frozen=True)
 class Job:
@@ -36,6 +38,7 @@ class Job:
     deterministic: bool
     threads: int
     environ: dict[str, str]
+    process_state: ProcessState | None  # the notebook's; None: this process's own
     sys_path: list[str]
     cwd: str
     temp_dir: str  # for multiprocessing's sockets in this rank and its children, goes with the run; "": its own
@@ -74,7 +77,7 @@ class Failed:
 
     nbytes: int
     at: float
-    phase: str  # "setup", "unpack", "call" or "pack"
+    phase: str  # "setup", "unpack", "call" or "pack"; of a rank that this fork server cannot give, see worker.entry
     summary: str  # "ValueError: boom", for when the block cannot be read
 
 

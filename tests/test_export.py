@@ -583,8 +583,8 @@ def test_a_failed_export_leaves_the_old_file(cell: Cells, tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["job.nbddp"]
 
 
-def test_nobody_else_may_write_a_job(cell: Cells, tmp_path: Path) -> None:
-    """Who can, runs code as the one who starts it."""
+def test_a_job_is_its_owners_alone(cell: Cells, tmp_path: Path) -> None:
+    """Whoever can write it runs code as the one who starts it, and the notebook's data are in it."""
     before = os.umask(0)
     try:
         nbddp.export(cell("def train(): pass").train, tmp_path / "open")
@@ -592,7 +592,7 @@ def test_nobody_else_may_write_a_job(cell: Cells, tmp_path: Path) -> None:
         nbddp.export(cell("def train(): pass").train, tmp_path / "closed")
     finally:
         os.umask(before)
-    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("open", "closed")] == [0o644, 0o600]
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("open", "closed")] == [0o600, 0o600]
 
 
 def with_head(data: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:

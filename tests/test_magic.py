@@ -204,6 +204,33 @@ def test_a_variable_that_does_not_travel_is_not_named(magic: Notebook) -> None:
     assert out(magic.cell("%%ddp\nlog_file = 7\nlog_file")) == "7"
 
 
+def test_a_variable_that_the_cell_may_set_itself_need_not_travel(magic: Notebook) -> None:
+    magic.ok("import contextlib\nlog_file = open('/dev/null')")
+    reply = magic.cell("%%ddp\nwith contextlib.suppress(OSError):\n    log_file = 7\nlog_file")
+    assert out(reply) == "7"
+    reply = magic.cell("%%ddp\nwith contextlib.suppress(ValueError):\n    log_file = int('x')\nlog_file")
+    assert "NameError: name 'log_file' is not defined" in reply.traceback
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "for best in []:\n    pass",
+        "for i in range(3):\n    break\n    best = i",
+        "from contextlib import suppress\nwith suppress(ValueError):\n    best = int('x')",
+        "match world_size:\n    case 1:\n        best = 1",
+        "best: int",
+        "try:\n    best = int('x')\nexcept ValueError:\n    pass",
+        "rank < 0 and (best := 1)",
+    ],
+)
+def test_a_name_that_the_cell_did_not_set_after_all_is_the_notebooks(magic: Notebook, body: str) -> None:
+    magic.ok("best = 41")
+    assert out(magic.cell(f"%%ddp\n{body}\nbest + 1")) == "42"
+    magic.ok(f"%%ddp -o best\n{body}")
+    assert out(magic.ok("best")) == "41"
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -321,33 +348,73 @@ def test_help_has_no_example(magic: Notebook) -> None:
         ("x += 1", {"x"}),
         ("def f():\n    return model(x)\nmodel = 3\nx = 1\nf()", set()),
         ("def f():\n    return model\nf()\nmodel = 3", {"model"}),
+        ("def f():\n    return model\nif flag:\n    model = 3\n    f()\nelse:\n    f()", {"flag", "model"}),
+        ("def f():\n    global n\n    n += 1\nf()", {"n"}),
         ("@keep\ndef f(a=default):\n    return hidden", {"keep", "default", "hidden"}),
-        ("class A(Base):\n    z = q\n    def f(self):\n        return A, w\nw = 1\nA()", {"Base", "q"}),
-        ("for i in items:\n    loss = i\nloss", {"items"}),
+        ("class A:\n    z = q\n    def f(self):\n        return A, w\nw = 1\nA()", {"q"}),
+        ("class A(Base):\n    def f(self):\n        return A, w\nw = 1\nA()", {"Base", "A", "w"}),
+        ("class A:\n    x = 1\n    y = [x for _ in items]\n    z = x", {"items", "x"}),
+        ("for i in items:\n    print(i)", {"items", "print"}),
+        ("for i in items:\n    loss = i\nloss", {"items", "loss"}),
         ("for table[row] in items:\n    pass", {"items", "table", "row"}),
+        ("while True:\n    m = 1\n    if done: break\nm", {"done"}),
+        ("while True:\n    if done: break\n    m = 1\nm", {"done", "m"}),
         ("if flag:\n    m = 1\nm", {"flag", "m"}),
         ("if flag:\n    m = 1\nelse:\n    m = 2\nm", {"flag"}),
+        ("if flag:\n    m = 1\nelse:\n    raise Error\nm", {"flag", "Error"}),
         ("[k * j for k in items]\nk", {"items", "j", "k"}),
-        ("with make(p) as f:\n    d = f\nd", {"make", "p"}),
+        ("with make(p) as f:\n    d = f", {"make", "p"}),
+        ("with make(p) as f:\n    d = f\nd", {"make", "p", "d"}),
         ("try:\n    import a\nexcept E as e:\n    a = e\na", {"E"}),
+        ("try:\n    m = 1\nfinally:\n    n = 1\nm, n", set()),
+        ("try:\n    m = 1\nexcept E:\n    pass\nm", {"E", "m"}),
         ("(q := 5)\nq", set()),
+        ("flag and (q := 5)\nq", {"flag", "q"}),
         ("del model", {"model"}),
+        ("x: int\nx", {"x", "int"}),
+        ("x: int = 1\nx", {"int"}),
         ("f'{name!r:>{width}}'", {"name", "width"}),
         ("import os.path as p\nos.x, p", {"os"}),
         ("lambda a, b=c: a + d", {"c", "d"}),
         ("obj.field = value\nobj[i] = 1", {"obj", "value", "i"}),
         ("async def f():\n    await g()\nf", {"g"}),
-        ("match point:\n    case (0, y):\n        y", {"point", "y"}),
+        ("match point:\n    case (0, y):\n        y", {"point"}),
+        ("match point:\n    case (0, y):\n        pass\ny", {"point", "y"}),
+        ("match point:\n    case (0, y):\n        pass\n    case y:\n        pass\ny", {"point"}),
+        ("eval('x + y')", {"eval", "x", "y"}),
+        ("print('a text of words')", {"print"}),
     ],
 )
 def test_a_name_is_forgotten_or_taken_for_nothing(source: str, needed: set[str]) -> None:
     assert cells.names_of(ast.parse(source)).needed == needed
 
 
+@pytest.mark.parametrize(
+    ("source", "perhaps"),
+    [
+        ("x + 1\nx = 2", set()),
+        ("if flag:\n    x = 1\nx", {"x"}),
+        ("for i in items:\n    x = i\nelse:\n    x", {"x"}),
+        ("def f():\n    global x\n    x = 1\nf()\nx", {"x"}),
+        ("def f():\n    return x, y\nf()\nx = 1", {"x"}),
+        ("from os import *\npath", {"path"}),
+    ],
+)
+def test_only_what_the_cell_may_have_set_itself_may_stay_behind(source: str, perhaps: set[str]) -> None:
+    assert cells.names_of(ast.parse(source)).perhaps == perhaps
+
+
+def test_a_name_to_bring_back_is_read_at_the_end() -> None:
+    tree = ast.parse("if flag:\n    x = 1")
+    assert cells.names_of(tree).needed == {"flag"}
+    assert cells.names_of(tree, ["x", "y"]).needed == {"flag", "x"}
+
+
 def test_names_set_by_a_function_or_a_star_are_refused_as_outputs() -> None:
     names = cells.names_of(ast.parse("def f():\n    global best\n    best = 1\n    local = 2\nf()"))
     assert names.bound == {"f", "best"}
     assert cells.names_of(ast.parse("from os import *")).open_ended
+    assert cells.names_of(ast.parse("exec('x = 1')")).open_ended
 
 
 def test_an_ordinary_mistake_is_blamed_on_a_magic() -> None:

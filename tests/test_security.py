@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import pickle
@@ -287,6 +288,109 @@ def test_an_unpicklable_argument_is_quoted_with_the_environment(cell: Cells, mon
     names = cell("import threading\nlock = threading.Lock()\ndef bad(): return lock\ndef good(): pass")
     for attempt in (lambda: run(names.bad), lambda: run(names.good, env={"X": 1}), lambda: run(names.good, nprocs=-1)):
         with pytest.raises(nbddp.NbddpError) as caught:
+            attempt()
+        assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from os import environ",
+        "import os\nenviron = os.environ",
+        "from os import environb as environ",
+        "from os import environ as it\nenviron = [it]",
+        "from os import environ as it\nenviron = it.get",
+    ],
+)
+def test_the_environment_stays_in_its_process_under_whatever_name(
+    cell: Cells, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_TOKEN", SECRET)
+    names = cell(f"{line}\ndef train(): return environ")
+    nbddp.export(names.train, tmp_path / "job.nbddp")
+    assert SECRET.encode() not in (tmp_path / "job.nbddp").read_bytes()
+
+
+def test_os_environ_in_a_function_is_its_ranks_own(cell: Cells) -> None:
+    names = cell("""
+        from os import environ, environb
+        import os
+        def train():
+            environ["ONLY_HERE"] = "yes"
+            return environ["RANK"], environb[b"RANK"], os.environ is environ, os.getenv("ONLY_HERE")
+    """)
+    assert run(names.train).values == [("0", b"0", True, "yes"), ("1", b"1", True, "yes")]
+    assert "ONLY_HERE" not in os.environ
+
+
+def test_only_the_lines_of_functions_that_travel_are_in_a_job(cell: Cells, tmp_path: Path) -> None:
+    names = cell(f"""
+        # the key of the service: {SECRET}
+        key = "{SECRET}"
+        def unused():
+            return "{SECRET}"
+        def helper():
+            return 1  # helper's line
+        class Model:
+            def forward(self): return helper()  # the method's line
+        def train(): return Model().forward()
+        key = "{SECRET}"
+    """)
+    nbddp.export(names.train, tmp_path / "job.nbddp")
+    data = (tmp_path / "job.nbddp").read_bytes()
+    assert SECRET.encode() not in data
+    assert b"helper's line" in data
+    assert b"the method's line" in data
+
+
+def test_a_rank_can_ask_for_the_source_of_what_travelled(cell: Cells) -> None:
+    names = cell("""
+        import functools, inspect
+
+        def noted(function):
+            @functools.wraps(function)
+            def inner(*args):
+                return function(*args)
+            return inner
+
+        @noted
+        def helper(
+            x,
+        ):
+            "Doubles."
+            return (
+                x + x
+            )
+
+        class Model:
+            def forward(self): return self
+
+        halve = lambda x: x / 2
+
+        def train():
+            inner = helper.__wrapped__, helper.__closure__[0].cell_contents
+            return [inspect.getsource(thing) for thing in (helper, *inner, noted, Model.forward, halve, train)]
+    """)
+    inner = names.helper.__wrapped__
+    there = [names.helper, inner, inner, names.noted, names.Model.forward, names.halve, names.train]
+    assert run(names.train).values == [[inspect.getsource(thing) for thing in there]] * 2
+
+
+def test_no_error_quotes_values_that_may_be_secrets(cell: Cells) -> None:
+    """An error stays in the saved notebook."""
+    train = cell("def train(): pass").train
+    attempts = [
+        lambda: run(train, env={"TOKEN": SECRET.encode()}),
+        lambda: run(train, env={SECRET.encode(): "x"}),
+        lambda: run(train, env=[("TOKEN", SECRET)]),
+        lambda: run(train, env="TOKEN=" + SECRET),
+        lambda: run(train, hosts={"gpu1": SECRET}),
+        lambda: run(train, hosts=[SECRET.encode()]),
+        lambda: nbddp.cluster(["gpu1"], launcher=["sshpass", "-p", SECRET, "ssh", "gpu1"]),
+        lambda: nbddp.cluster(["gpu1"], launcher="sshpass -p " + SECRET),
+    ]
+    for attempt in attempts:
+        with pytest.raises(nbddp.LaunchError) as caught:
             attempt()
         assert SECRET not in str(caught.value)
 

@@ -37,6 +37,7 @@ from nbddp.kernel.launcher import Crew
 from nbddp.kernel.local_worker import Worker
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.kernel.rendezvous import PREFIX
+from nbddp.process_state import present
 from nbddp.worker import entry
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ class Agent(SimpleElasticAgent):
             deterministic=order["deterministic"],
             threads=threads,
             environ=environ,
+            process_state=present(),
             sys_path=folders.first(order["folders"], sys.path),
             cwd=order["cwd"] if os.path.isdir(order["cwd"]) else os.path.expanduser("~"),
             temp_dir=temp_dir,

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nbddp.errors import LaunchError
+from nbddp.errors import LaunchError, short
 
 # What torchrun's environment contract says differently to each rank or run.
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -44,10 +44,11 @@ class Place:
 
 
 def threads_of(nprocs: int, environ: Mapping[str, str]) -> int:
-    """Intra-op threads of one rank: the user's OMP_NUM_THREADS, else this process's cores divided."""
-    asked = str(environ.get("OMP_NUM_THREADS", ""))
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
+    """Intra-op threads of one rank: the user's variables, as torch reads them, else this process's cores divided."""
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+        asked = str(environ.get(name, ""))
+        if asked.isdigit() and int(asked) > 0:
+            return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // nprocs)
 
@@ -82,6 +83,13 @@ def environment(
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in gpus)
     for key, value in (env or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise LaunchError(f"env is a dict of strings; {key!r}: {value!r} is not. Use str(...)")
+            # Not the value, which may be a secret: errors stay in the saved notebook.
+            named = key if isinstance(key, str) else f"a key of type {type(key).__name__}"
+            raise LaunchError(f"env is a dict of strings; {named} is set to {type(value).__name__}. Use str(...)")
+        if not key or "=" in key or "\0" in key + value:
+            name = short(key.partition("=")[0])
+            raise LaunchError(
+                f"env has {name}, which no environment can hold: a name has no '=', and nothing a zero byte"
+            )
         environ[key] = value
     return environ

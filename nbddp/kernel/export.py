@@ -30,7 +30,7 @@ def export(
     ``load_result(FILE)`` what rank 0 returned. Running the file, like unpickling, is running its writer's code.
 
     Args:
-        path: the file; whole or not there, writable by its owner alone.
+        path: the file; whole or not there, and its owner's alone (0600).
 
     Raises:
         LaunchError: the function cannot be called with these arguments.

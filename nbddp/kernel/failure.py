@@ -9,20 +9,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbddp import wire
-from nbddp.errors import HostLost, LaunchError, NbddpError, PayloadError, RankDied, RankError
+from nbddp.errors import HostLost, LaunchError, NbddpError, PayloadError, RankDied, RankError, first_line
 from nbddp.kernel import stacks
+from nbddp.kernel.advice import advice
 from nbddp.kernel.crew import AnyWorker
-from nbddp.worker.entry import BAD_FORK
+from nbddp.tracebacks import hide_libraries
+from nbddp.worker import entry
 
 _LAST_LINES = 10
+_CRASH_LINES = 200
 _DEATH_SEEN_S = 0.03  # at most so long after a rank's death its exit code is here
 # gloo: "Timed out waiting 3000ms for recv operation to complete"; torch's barriers and stores say it otherwise.
 _TIMED_OUT = re.compile(r"tim(ed|e) ?-?out", re.IGNORECASE)
+_NUMBER = re.compile(r"\d+")
 _ECHO = re.compile(r"[Cc]onnection (closed|reset) by peer|remote worker crashing|Broken pipe|Socket closed")
 
 
 class BadFork(Exception):
-    """No rank can come from this fork server; with the words for it if that is what was preloaded, else without."""
+    """No rank of this run can come from this fork server.
+
+    Attributes:
+        preloaded: what is wrong with a module that was preloaded; "" if it is not that.
+        outdated: what the server has another value of than the run, which counts when a process starts or imports.
+    """
+
+    def __init__(self, preloaded: str = "", outdated: Sequence[str] = ()) -> None:
+        super().__init__(preloaded or ", ".join(outdated))
+        self.preloaded = preloaded
+        self.outdated = tuple(outdated)
 
 
 def has_failed(worker: AnyWorker) -> bool:
@@ -39,9 +53,17 @@ def first_of(workers: Sequence[AnyWorker]) -> AnyWorker:
     """Of those that have failed, the first in time: the others' follow from it. Raises BadFork if it was that."""
     # An echo may be stamped first: gloo closes its connections before the failure they break for is raised.
     first = min(filter(has_failed, workers), key=lambda worker: (is_echo(worker), _failed_at(worker)))
-    if isinstance(first.report, wire.Failed) and first.report.phase == "setup" and BAD_FORK in first.report.summary:
-        raise BadFork(first.report.summary.partition(BAD_FORK)[2].strip(": "))
+    if isinstance(first.report, wire.Failed) and first.report.phase == entry.UNFIT:
+        raise BadFork(preloaded=first.report.summary)
+    if isinstance(first.report, wire.Failed) and first.report.phase == entry.OUTDATED:
+        raise BadFork(outdated=first.report.summary.split(", "))
     return first
+
+
+def all_alike(workers: Sequence[AnyWorker]) -> bool:
+    """Has every rank raised the same error? Numbers in it may differ: a rank, a device, a size."""
+    said = [w.report.summary for w in workers if isinstance(w.report, wire.Failed) and w.report.phase == "call"]
+    return len(said) == len(workers) and len({_NUMBER.sub("0", text) for text in said}) == 1
 
 
 def _failed_at(worker: AnyWorker) -> float:
@@ -66,11 +88,13 @@ class Naming:
     Attributes:
         name: the function's.
         known: what travelled by value, for results that refer to it.
+        device: the type of the ranks' devices.
     """
 
     name: str
     ranks: int
     known: Sequence[Any]
+    device: str
 
     def cause_of(self, worker: AnyWorker) -> BaseException | None:
         """The exception that it raised, as far as it can be had here; None from one that did not say."""
@@ -80,24 +104,41 @@ class Naming:
             cause: BaseException = worker.unpack_result(worker.report.nbytes, self.known)
         except Exception:  # its class does not import here; its text is known
             return RuntimeError(worker.report.summary)
+        hide_libraries(cause)
         return cause
 
-    def error_of(self, worker: AnyWorker, where: str = "") -> NbddpError:
-        """What the cell raises for this failure; ``where`` says where all ranks were."""
+    def error_of(self, worker: AnyWorker, where: str = "", *, alike: bool = False) -> NbddpError:
+        """What the cell raises for this failure.
+
+        Args:
+            where: all ranks were.
+            alike: have all ranks failed with the same error?
+        """
         report, rank, ranks, host = worker.report, worker.rank, self.ranks, worker.host
         if isinstance(report, wire.Exited):
             text = f" ({report.text})" if report.text else ""
             return RankDied(rank, ranks, report.code, why=f"called sys.exit({report.code}){text}", host=host)
         if isinstance(report, wire.Failed):
-            return self._raised(worker, report, where)
+            return self._raised(worker, report, where, alike)
         if worker.lost:
             assert host is not None
             return HostLost(host, worker.lost)
-        assert worker.exitcode is not None
-        why = _why(worker) or self._out_of_memory(worker)
-        lines = worker.output.last_lines(_LAST_LINES)
-        died = RankDied(rank, ranks, worker.exitcode, why=why, last_lines=lines, where=where, host=host)
+        died = self._died(worker, where)
         return died if worker.ready else LaunchError(f"before it was ready, {died}")
+
+    def _died(self, worker: AnyWorker, where: str) -> RankDied:
+        assert worker.exitcode is not None
+        printed, frames = stacks.split_crash(worker.output.last_lines(_CRASH_LINES))
+        return RankDied(
+            worker.rank,
+            self.ranks,
+            worker.exitcode,
+            why=_why(worker) or self._out_of_memory(worker),
+            stack=stacks.stack(frames),
+            last_lines="\n".join(printed.rstrip("\n").split("\n")[-_LAST_LINES:]),
+            where=where,
+            host=worker.host,
+        )
 
     def _out_of_memory(self, worker: AnyWorker) -> str:
         if not worker.out_of_memory:
@@ -107,7 +148,7 @@ class Naming:
             "Try a smaller batch, fewer ranks or fewer DataLoader workers"
         )
 
-    def _raised(self, worker: AnyWorker, report: wire.Failed, where: str) -> NbddpError:
+    def _raised(self, worker: AnyWorker, report: wire.Failed, where: str, alike: bool) -> NbddpError:
         cause = self.cause_of(worker)
         assert cause is not None
         error: NbddpError
@@ -122,7 +163,10 @@ class Naming:
         elif report.phase == "pack" and isinstance(cause, PayloadError):
             return cause
         else:
-            return RankError(worker.rank, self.ranks, cause, where=where, host=worker.host)
+            what_to_do = advice(cause, self.device)
+            return RankError(
+                worker.rank, self.ranks, cause, where=where, host=worker.host, alike=alike, advice=what_to_do
+            )
         error.__cause__ = cause
         return error
 
@@ -131,8 +175,7 @@ class Naming:
         if isinstance(worker.report, wire.Failed):
             cause = self.cause_of(worker)
             frames = stacks.of_traceback(cause.__traceback__) if cause is not None else ()
-            error = worker.report.summary.partition("\n")[0][:200]
-            return stacks.Where(worker.rank, "failed", frames, step, error)
+            return stacks.Where(worker.rank, "failed", frames, step, first_line(worker.report.summary))
         if worker.report is not None:
             state = "finished" if isinstance(worker.report, wire.Finished) else "left"
             return stacks.Where(worker.rank, state, step=step)

@@ -13,7 +13,8 @@ from typing import Any
 from nbddp.kernel import forkserver
 
 
-def _close_fds(*fds: int) -> None:
+def close_fds(*fds: int) -> None:
+    """As multiprocessing's finalizer of a process object."""
     for fd in fds:
         os.close(fd)
 
@@ -25,19 +26,13 @@ class _Popen(popen_forkserver.Popen):
     _server: Any  # the exit code comes from it: it must not end before
 
     def _launch(self, process_obj: Any) -> None:
-        buffer = io.BytesIO()
-        set_spawning_popen(self)
+        data = pickled(process_obj, self)
         try:
-            reduction.dump(_preparation(process_obj.name), buffer)
-            reduction.dump(process_obj, buffer)
-        finally:
-            set_spawning_popen(None)
-        try:
-            self._ask_server(buffer)
+            self._ask_server(data)
         except forkserver.ServerDied:  # under our hands: a new one is started
-            self._ask_server(buffer)
+            self._ask_server(data)
 
-    def _ask_server(self, process_data: io.BytesIO) -> None:
+    def _ask_server(self, process_data: memoryview) -> None:
         self._server, (self.sentinel, writer) = forkserver.connect(self._fds)
         try:
             with forkserver.telling_of_its_death(self._server):
@@ -47,7 +42,7 @@ class _Popen(popen_forkserver.Popen):
                 self.finalizer()
             raise
 
-    def _hand_over(self, writer: int, process_data: io.BytesIO) -> None:
+    def _hand_over(self, writer: int, process_data: memoryview) -> None:
         with open(writer, "wb") as pipe:
             try:
                 kept = os.dup(writer)
@@ -55,8 +50,8 @@ class _Popen(popen_forkserver.Popen):
                 os.close(self.sentinel)
                 raise
             # The child's sentinel for this process: it stays open for as long as the Popen object lives.
-            self.finalizer = util.Finalize(self, _close_fds, (kept, self.sentinel))
-            pipe.write(process_data.getbuffer())
+            self.finalizer = util.Finalize(self, close_fds, (kept, self.sentinel))
+            pipe.write(process_data)
         self.pid = read_signed(self.sentinel)
 
 
@@ -68,9 +63,25 @@ class WorkerProcess(process.BaseProcess):
         return _Popen(process_obj)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The worker is told of multiprocessing's class: it must not import the kernel side.
-        # No start method: what the rank itself starts uses the platform's own default.
-        return object.__new__, (process.BaseProcess,), {**self.__dict__, "_start_method": None}
+        return as_multiprocessings_own(self.__dict__)
+
+
+def as_multiprocessings_own(attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """How a process object is pickled. The worker is told of multiprocessing's class: it must not import this side."""
+    # No start method: what the rank itself starts uses its own default.
+    return object.__new__, (process.BaseProcess,), {**attributes, "_start_method": None}
+
+
+def pickled(process_obj: Any, popen: Any) -> memoryview:
+    """What the new process reads first: how to prepare itself, and the process object."""
+    buffer = io.BytesIO()
+    set_spawning_popen(popen)
+    try:
+        reduction.dump(_preparation(process_obj.name), buffer)
+        reduction.dump(process_obj, buffer)
+    finally:
+        set_spawning_popen(None)
+    return buffer.getbuffer()
 
 
 def import_path() -> list[str]:

@@ -15,8 +15,9 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, process, reduction, util
 from typing import Any
 
@@ -51,11 +52,19 @@ class _ForkServer(forkserver.ForkServer):
         super().__init__()
         self.owner = os.getpid()
         self.wanted = wanted
+        self.began = 0.0  # when the process was started, monotonic
         self.set_forkserver_preload([*PRELOAD, *(WANTED_PREFIX + name for name in wanted)])
         weakref.finalize(self, _end, vars(self)).atexit = False  # with this process it ends by itself
 
     def ensure_running(self) -> None:
-        """As the standard library's, which writes ``sys.path`` into a program: a ``Path`` in it is no Python there."""
+        """As the standard library's, but remembers when."""
+        before, now = vars(self)["_forkserver_pid"], time.monotonic()
+        self._ensure_running()
+        if vars(self)["_forkserver_pid"] != before:
+            self.began = now
+
+    def _ensure_running(self) -> None:
+        """The standard library writes ``sys.path`` into a program: a ``Path`` in it is no Python there."""
         if all(isinstance(part, str) for part in sys.path):
             return super().ensure_running()
         with _paths:
@@ -138,6 +147,12 @@ class _Server:
         """Leave a server that cannot be reached any more."""
         with self._lock:
             if server is self._current:  # else another thread has
+                self._current = None
+
+    def renew(self, older_than: float) -> None:
+        """Have the next process come from a server that began after that time."""
+        with self._lock:
+            if self._current is not None and self._current.began < older_than:
                 self._current = None
 
     def pid(self) -> int | None:
@@ -227,14 +242,18 @@ def method_without(*, preloaded: str) -> str:
     return "spawn"
 
 
-@contextlib.contextmanager
-def default_method_untouched() -> Iterator[None]:
-    """multiprocessing fixes the process's default start method when it starts a server or spawns; undo that."""
-    before = multiprocessing.get_start_method(allow_none=True)
-    try:
-        yield
-    finally:
-        _unfix_default_method(before)
+def method_with(names: Sequence[str], environ: Mapping[str, str], *, since: float) -> str:
+    """A server has values of these variables that have counted, and a run other ones: how its ranks start.
+
+    Args:
+        names: of variables, or of what else is inherited at a process's start.
+        environ: the ranks'.
+        since: monotonic time, before which the server began that had them.
+    """
+    if any(os.environ.get(name) != environ.get(name) for name in names):
+        return "spawn"  # env= has them: they are this run's alone
+    _server.renew(since)
+    return "forkserver"
 
 
 def _unfix_default_method(before: str | None) -> None:

@@ -206,7 +206,7 @@ def cluster(
     """
     names = slurm_nodes() if hosts == SLURM else hosts
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(n, str) and n for n in names):
-        raise LaunchError(f"hosts is a list of names, e.g. hosts=['gpu1', 'gpu2'], or 'slurm', not {hosts!r}")
+        raise LaunchError(f"hosts is a list of names, e.g. hosts=['gpu1', 'gpu2'], or 'slurm', not {_kind(hosts)}")
     twice = [name for name in names if list(names).count(name) > 1]
     if twice:
         raise LaunchError(f"{twice[0]} is named twice: name it once, with more ranks")
@@ -216,9 +216,18 @@ def cluster(
     if not isinstance(heartbeat, (int, float)) or not heartbeat >= _LEAST_HEARTBEAT_S:
         raise LaunchError(f"heartbeat is a number of seconds, {_LEAST_HEARTBEAT_S:.0f} or more, not {heartbeat!r}")
     template = tuple(launcher) if launcher is not None else (SRUN if hosts == SLURM else SSH)
+    if isinstance(launcher, str):
+        raise LaunchError("launcher is a list of words, e.g. ['kubectl', 'exec', '-i', '{host}', '--'], not one string")
     if launcher is not None and not any("{host}" in word for word in template):
-        raise LaunchError(f"launcher={list(launcher)} does not say where the host's name goes: put '{{host}}' in it")
+        raise LaunchError("launcher does not say where the host's name goes: put '{host}' in one of its words")
     return Cluster(names, lambda host: command_for(host, template, python), float(heartbeat))
+
+
+def _kind(hosts: object) -> str:
+    """What was given instead of names, without the values: a mapping from host to password, say."""
+    if isinstance(hosts, (list, tuple)):
+        return f"a {type(hosts).__name__} of {', '.join(sorted({type(n).__name__ for n in hosts})) or 'none'}"
+    return "a string" if isinstance(hosts, str) else f"a {type(hosts).__name__}"
 
 
 def _log_out(hosts: list[Host]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from nbddp import frames, payload, wire
 from nbddp.errors import LaunchError
-from nbddp.kernel import forked, forkserver, stacks
+from nbddp.kernel import forked, forkserver, spawned, stacks
 from nbddp.kernel.crew import Ranks
 from nbddp.kernel.failure import BadFork
 from nbddp.kernel.local_worker import Worker
@@ -116,20 +116,19 @@ class Crew(Ranks):
             fds = (metrics_w, output.fileno(), stacks_fd, payload_fd, result_fd, store_fd)
             ends = entry.Ends(*(fd if fd is None else _Inherited(fd) for fd in fds))  # type: ignore[arg-type]
             target_args = (far_channel, ends, tuple(inherited))
-            process = self._new_process(target=entry.main, args=target_args, name=f"{job.run_name}-{job.rank}")
+            name = f"{job.run_name}-{job.rank}"
+            process = self._new_process(job.environ, target=entry.main, args=target_args, name=name)
             ours.pop_all()  # from here on the worker's
         own = {"metrics": metrics_r, "stacks": stacks_fd, "result": result_fd}
         return Worker(job.rank, process, channel, output, own)
 
-    def _new_process(self, **what: Any) -> Any:
+    def _new_process(self, environ: dict[str, str], **what: Any) -> Any:
         process: Any
         if self._start_method == "forkserver":
             process = forked.WorkerProcess(**what)
-            process.start()
-            return process
-        with forkserver.default_method_untouched():
-            process = multiprocessing.get_context("spawn").Process(**what)
-            process.start()
+        else:
+            process = spawned.SpawnedProcess(environ=environ, **what)
+        process.start()
         return process
 
     def watch(self, timeout_s: float) -> None:

@@ -111,6 +111,7 @@ class LocalCrew(Crew):
                 deterministic=plan.deterministic,
                 threads=plan.threads,
                 environ=plan.rank_environ(rank, rendezvous, restart_count),
+                process_state=plan.process_state,
                 sys_path=plan.sys_path,
                 cwd=plan.cwd,
                 temp_dir=temp_dir,

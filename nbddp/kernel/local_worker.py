@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from nbddp import payload, wire
-from nbddp.kernel import forked, oom
+from nbddp.kernel import forked, oom, stacks
 from nbddp.kernel.crew import Rank
 from nbddp.kernel.output import RankOutput
 from nbddp.worker.output import STACKS_SIGNAL
@@ -94,8 +94,15 @@ class Worker(Rank):
         if exitcode == _UNKNOWN_EXIT and self._runs:
             self.orphaned = True
         elif exitcode is not None:
+            if exitcode < 0:
+                self._print_crash()
             self.exitcode, self.exited_at = exitcode, time.monotonic()
             self.out_of_memory = exitcode == -signal.SIGKILL and oom.kills() != self._oom_kills
+
+    def _print_crash(self) -> None:
+        """Where it crashed, if it did, after all else that it printed; faulthandler has written it beside."""
+        size = os.fstat(self._fds["stacks"]).st_size
+        self.output.append(stacks.crash(self.stacks_since(max(0, size - _MOST_STACKS))))
 
     def _take(self, message: wire.Message) -> None:
         if isinstance(message, wire.Ready):

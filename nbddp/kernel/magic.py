@@ -27,7 +27,7 @@ from IPython.core.magic import (  # noqa: TID253
 )
 from IPython.core.magic_arguments import magic_arguments  # noqa: TID253
 
-from nbddp.errors import LaunchError
+from nbddp.errors import LaunchError, did_you_mean
 from nbddp.kernel import cell as cells
 from nbddp.kernel import forkserver, runner
 from nbddp.kernel.devices import CPU_NPROCS, accelerator
@@ -45,6 +45,8 @@ from nbddp.kernel.script import run_script
 from nbddp.worker import script
 
 if TYPE_CHECKING:
+    import ast
+
     from IPython.core.interactiveshell import InteractiveShell
 
 _SMI = ("--query-gpu=index,name,memory.used,memory.total", "--format=csv,noheader")
@@ -93,30 +95,38 @@ class DdpMagics(Magics):
         options = _given(DdpMagics.cell.parser.parse_args(_words(line)))
         source = CellSource(self._shell, cell)
         out = options.pop("out", [])
-        names = self._names_for(source, out)
-        return self._launch(source, names, Return(self._shell, out), options)
-
-    def _names_for(self, source: CellSource, out: list[str]) -> dict[str, Any]:
-        """The notebook's variables that the cell reads."""
         tree = source.parse()
-        names = cells.names_of(tree)
+        names = cells.names_of(tree, out)
         for name in out:
             if name not in names.bound | names.needed and not names.open_ended:
-                raise LaunchError(f"-o {name}: the cell never sets {name}")
+                raise LaunchError(f"-o {name}: the cell never sets {name}{did_you_mean(name, names.bound)}")
+        values = self._values_of(names, tree)
+        return self._launch(source, values, names.perhaps & values.keys(), Return(self._shell, out), options)
+
+    def _values_of(self, names: cells.Names, tree: ast.Module) -> dict[str, Any]:
+        """The notebook's variables that the cell may read."""
+        user_ns = self._shell.user_ns
         theirs = {name for name in names.needed if self._is_ipythons(name)}
-        cells.refuse_notebook_names(tree, theirs | ({"display"} & names.needed - set(self._shell.user_ns)))
-        return {name: self._shell.user_ns[name] for name in names.needed - theirs if name in self._shell.user_ns}
+        cells.refuse_notebook_names(tree, (theirs | ({"display"} & names.needed - set(user_ns))) - names.perhaps)
+        return {name: user_ns[name] for name in names.needed - theirs if name in user_ns}
 
     def _is_ipythons(self, name: str) -> bool:
         """Is it a name that IPython put into the notebook (``exit``, ``open``, ``get_ipython``)?"""
         value = self._shell.user_ns.get(name)
         return value is not None and value is self._shell.user_ns_hidden.get(name) and callable(value)
 
-    def _launch(self, source: CellSource, names: dict[str, Any], back: Return, options: dict[str, Any]) -> Any:
+    def _launch(
+        self,
+        source: CellSource,
+        names: dict[str, Any],
+        optional: frozenset[str],
+        back: Return,
+        options: dict[str, Any],
+    ) -> Any:
         keep, background = options.pop("keep", []), options.pop("background", False)
         body = script.Cell(source.text, source.filename, tuple(back.names))
         plan, site = runner.planned(script.run_cell, (body,), names, name=source.name, **self._whole(options))
-        plan = dataclasses.replace(plan, receive=back.receive)
+        plan = dataclasses.replace(plan, receive=back.receive, optional=optional)
         with Keeping(self._shell, keep):
             run = runner.launch(plan, site, script.run_cell, (body,), names, wait=not background, show=None)
         return run if background else run.value
@@ -154,7 +164,8 @@ class DdpMagics(Magics):
         if command.startswith("-"):
             return self._set_defaults(words)
         if command not in _COMMANDS:
-            raise UsageError(f"%ddp {command}: there is no such command, only {', '.join(_COMMANDS)}")
+            meant = did_you_mean(command, _COMMANDS)
+            raise UsageError(f"%ddp {command}: there is no such command, only {', '.join(_COMMANDS)}{meant}")
         if len(words) > 1 and command not in ("run", "logs"):
             raise UsageError(f"%ddp {command} takes no arguments")
         return getattr(self, f"_{command}")(words[1:])

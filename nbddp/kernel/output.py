@@ -46,11 +46,15 @@ class RankOutput:
         return self._fd
 
     def note(self, line: str) -> None:
-        """A line of our own among the rank's; lost, as theirs, where the disk is full."""
+        """A line of our own among the rank's."""
+        self.append(f"[{line}]\n")
+
+    def append(self, lines: str) -> None:
+        """Whole lines after what the rank has printed; lost, as its own, where the disk is full."""
         size = os.fstat(self.fileno()).st_size
         unfinished = size > 0 and os.pread(self.fileno(), 1, size - 1) != b"\n"
         with contextlib.suppress(OSError):
-            os.write(self.fileno(), f"{chr(10) * unfinished}[{line}]\n".encode())
+            os.write(self.fileno(), f"{chr(10) * (unfinished and bool(lines))}{lines}".encode())
 
     def take(self) -> str:
         """What came since the last call, at most 64 KiB at a time; ``""`` when there is nothing new."""

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from nbddp.errors import LaunchError, short
+from nbddp.errors import LaunchError, first_line, short
 from nbddp.kernel import forked, forkserver
 from nbddp.kernel.devices import choose_backend, choose_device, choose_nprocs, choose_shares
 from nbddp.kernel.environment import CONTRACT, Place, environment, threads_of
 from nbddp.kernel.rendezvous import Rendezvous
+from nbddp.process_state import ProcessState, present
 
 STALL_AFTER_S = 60.0
 
@@ -27,11 +28,12 @@ class Plan:
         device: ``"cpu"``, ``"cuda"`` or another accelerator's type.
         backend: of the ready-made process group; None for none (``init=False``).
         contract: do the ranks get torchrun's environment variables?
-        environ, sys_path, cwd: the kernel's own at this moment.
+        environ, process_state, sys_path, cwd: the kernel's own at this moment.
         notice: a default that the user should hear of, or "".
         env: what the user adds to the environment.
         shares: how many ranks each host has, in the order of the ranks; () on this machine alone.
         min_hosts: with so many left, a run that may restart goes on.
+        optional: keyword arguments that are left out where they do not pickle.
         receive: makes the run's values of what the ranks returned, on the run's thread.
     """
 
@@ -51,6 +53,7 @@ class Plan:
     start_method: str
     argv: list[str]
     environ: dict[str, str]
+    process_state: ProcessState
     sys_path: list[str]
     cwd: str
     gpus: tuple[int, ...] | None = None
@@ -58,6 +61,7 @@ class Plan:
     shares: tuple[tuple[str, int], ...] = ()
     min_hosts: int = 0
     notice: str = ""
+    optional: frozenset[str] = frozenset()
     receive: Callable[[list[Any]], list[Any]] = list
 
     def rank_environ(self, rank: int, rendezvous: Rendezvous, restart_count: int) -> dict[str, str]:
@@ -107,6 +111,7 @@ def make_plan(
         LaunchError: an argument that cannot work, with what to do instead.
     """
     name = check_call(fn, (0, *args) if pass_rank else args, kwargs, name)
+    cwd = working_directory()
     _check_numbers(max_restarts=max_restarts, seed=seed)
     for share in nprocs.values() if isinstance(nprocs, Mapping) and hosts is not None else (nprocs,):
         _check_numbers(nprocs=share)
@@ -145,8 +150,9 @@ def make_plan(
         environ=environment(
             device_type, gpus if hosts is None else None, deterministic, threads if contract else None, env
         ),
+        process_state=present(),
         sys_path=forked.import_path(),
-        cwd=os.getcwd(),
+        cwd=cwd,
         gpus=tuple(gpus) if gpus is not None else None,
         env=dict(env or {}),
         shares=tuple(shares.items()),
@@ -160,9 +166,27 @@ def make_plan(
 
 def check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str | None) -> str:
     """The run's name. Raises LaunchError if this is no function, or cannot be called so."""
-    name = name or _name_of(fn)
+    name = first_line(str(name or _name_of(fn)))
     _check_function(fn, args, kwargs, name)
     return name
+
+
+def working_directory() -> str:
+    """The notebook's, in which the ranks start. Raises LaunchError if it has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise LaunchError(
+            f"the notebook's working directory{_last_known_directory()} has been deleted, and the ranks would start "
+            "in it. Change to one that exists, with %cd or os.chdir()"
+        ) from None
+
+
+def _last_known_directory() -> str:
+    try:
+        return f", {os.readlink('/proc/self/cwd').removesuffix(' (deleted)')},"
+    except OSError:  # not on Linux
+        return ""
 
 
 def _name_of(fn: Any) -> str:
@@ -210,7 +234,7 @@ def _check_containers(gpus: Any, env: Any, contract: bool) -> None:
     if gpus is not None and not (gpus and isinstance(gpus, (list, tuple, range))):
         raise LaunchError(f"gpus is a list of device numbers, e.g. gpus=[0, 1], not {short(gpus)}")
     if env is not None and not isinstance(env, Mapping):
-        raise LaunchError(f"env is a dict of strings, not {short(env)}")
+        raise LaunchError(f"env is a dict of strings, not {type(env).__name__}")
     ours = [name for name in env or () if contract and name in CONTRACT]
     if ours:
         raise LaunchError(f"env sets {ours[0]}, which tells a rank its place and is set for each. Leave it out")

@@ -195,8 +195,20 @@ def _pickled(plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     try:
         return payload.prepare((fn, args, kwargs), inheriting=not plan.shares)
     except Exception as error:  # whatever a user's __reduce__ raises
+        left_out = {name for name in plan.optional if not _travels(kwargs[name], plan)}
+        if left_out:
+            kept = {name: value for name, value in kwargs.items() if name not in left_out}
+            return _pickled(dataclasses.replace(plan, optional=frozenset()), fn, args, kept)
         named = {plan.name: fn, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
         raise culprit.explain(named, error, what=f"cannot send {plan.name} to the ranks") from None
+
+
+def _travels(value: Any, plan: Plan) -> bool:
+    try:
+        payload.probe(value, inheriting=not plan.shares)
+    except Exception:  # whatever a user's __reduce__ raises
+        return False
+    return True
 
 
 class Run:

@@ -10,7 +10,7 @@ import torch
 
 from nbddp.errors import LaunchError
 from nbddp.kernel.hosts import Hosts
-from nbddp.kernel.plan import STALL_AFTER_S
+from nbddp.kernel.plan import STALL_AFTER_S, working_directory
 from nbddp.kernel.runner import Run, launch, planned
 from nbddp.worker import script
 
@@ -88,9 +88,10 @@ def run_script(
 
 def _existing(path: str | os.PathLike[str]) -> str:
     file = os.path.expanduser(os.fspath(path))
+    here = working_directory()
     if os.path.isfile(file):
         return file
-    what = "is a folder, not a script" if os.path.isdir(file) else f"is not there; the notebook runs in {os.getcwd()}"
+    what = "is a folder, not a script" if os.path.isdir(file) else f"is not there; the notebook runs in {here}"
     raise LaunchError(f"{file} {what}")
 
 

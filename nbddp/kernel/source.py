@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nbddp.errors import first_line
 from nbddp.kernel.crew import Site
 from nbddp.kernel.history import History
 from nbddp.kernel.plan import Plan
@@ -46,7 +47,7 @@ class Source:
             summary=self.summary(),
             notice=self._plan.notice,
             seconds=self._supervisor.seconds,
-            error=str(error).split("\n")[0] if error is not None else "",
+            error=first_line(str(error)) if error is not None else "",
             failed_rank=failed_rank,
             blocking=self._blocking,
             ranks=self._rank_statuses(failed_rank),

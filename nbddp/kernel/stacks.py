@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import linecache
+import operator
 import os
 import re
 import site
@@ -13,10 +15,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
-from nbddp.tracebacks import is_our_file
+from nbddp.tracebacks import is_our_file, library_of
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+(?P<name> \[.*\])? \(most recent call first\):")
+_CRASH = re.compile(r"^Fatal Python error: .*$", re.MULTILINE)
 # Where every worker's main thread begins: nothing in it is the reader's.
 _PLUMBING = re.compile(r"multiprocessing[/\\](spawn|process|forkserver|popen_\w+)\.py$|^<frozen|^<string>$")
 _CELL = re.compile(r"[/\\]ipykernel_\d+[/\\]|^<ipython-input|^<stdin>|^<string>")
@@ -102,7 +105,10 @@ class Where:
         """The reader's innermost line: "train, line 14"; with the file's name when it is no cell."""
         if not self.frames:
             return ""
-        file, line, function = next(filter(_is_theirs, reversed(self.frames)), self.frames[-1])
+        libraries = library_of([frame.file for frame in self.frames])
+        begins_in = self.frames[0].file  # a script may itself be an installed file
+        theirs = [f for f, lib in zip(self.frames, libraries) if not lib and (f.file == begins_in or _is_theirs(f))]
+        file, line, function = (theirs or self.frames)[-1]
         name = "" if _CELL.search(file) else os.path.basename(file)
         return ", ".join(part for part in (function.replace("<module>", ""), name, f"line {line}") if part)
 
@@ -118,17 +124,53 @@ def _is_theirs(frame: Frame) -> bool:
 
 def main_thread(dump: str) -> tuple[Frame, ...]:
     """Of faulthandler's dump, the frames of a rank's main thread, outermost first; none of ours."""
+    threads = _threads(dump)
+    # The main thread is the one that began in multiprocessing; faulthandler writes it last.
+    for frames in reversed(threads):
+        if any(_PLUMBING.search(frame.file) for frame in frames):
+            return _readers(frames)
+    return tuple(reversed(threads[-1])) if len(threads) == 1 else ()  # of very many threads the main one is left out
+
+
+def _threads(dump: str) -> list[list[Frame]]:
     threads: list[list[Frame]] = []
     for line in dump.splitlines():
         if _THREAD.match(line):
             threads.append([])
-        elif threads and (frame := _FRAME.match(line)):
-            threads[-1].append(Frame(frame["file"], int(frame["line"]), frame["function"]))
-    # The main thread is the one that began in multiprocessing; faulthandler writes it last.
-    for frames in reversed(threads):
-        if any(_PLUMBING.search(frame.file) for frame in frames):
-            return tuple(f for f in reversed(frames) if not _PLUMBING.search(f.file) and not is_our_file(f.file))
-    return tuple(reversed(threads[-1])) if len(threads) == 1 else ()  # of very many threads the main one is left out
+        elif threads and (frame := _frame(line)):
+            threads[-1].append(frame)
+    return threads
+
+
+def _frame(line: str) -> Frame | None:
+    found = _FRAME.match(line)
+    return Frame(found["file"], int(found["line"]), found["function"]) if found else None
+
+
+def _readers(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    """Without multiprocessing's and ours, outermost first."""
+    theirs = [f for f in frames if not _PLUMBING.search(f.file) and not is_our_file(f.file)]
+    return tuple(reversed(theirs))
+
+
+def crash(dump: str) -> str:
+    """What faulthandler wrote when the process crashed, with the reader's frames alone; "" if it did not crash."""
+    *_, last = [None, *_CRASH.finditer(dump)]
+    if last is None:
+        return ""
+    threads = _threads(dump[last.end() :])
+    frames = _readers(threads[0]) if threads else ()  # the thread that crashed; one of C++ has none
+    lines = [f'  File "{file}", line {line} in {function}' for file, line, function in frames or main_thread(dump)]
+    return "\n".join([last[0], *(["Most recent call last:", *lines] if lines else [])]) + "\n"
+
+
+def split_crash(output: str) -> tuple[str, tuple[Frame, ...]]:
+    """A rank's last lines of output, and the frames of the :func:`crash` that they end with."""
+    *_, last = [None, *_CRASH.finditer(output)]
+    if last is None:
+        return output, ()
+    frames = filter(None, map(_frame, output[last.end() :].splitlines()))
+    return output[: last.start()], tuple(frames)
 
 
 def is_whole(dump: str) -> bool:
@@ -215,13 +257,29 @@ def _stack(same: Sequence[Where]) -> str:
     does = _does(first, len(same))
     if not first.frames:
         return f"{who} {does}"
-    lines = [f"{who} {does}{'' if first.meeting or first.state != 'called' else ' here'} (most recent call last)"]
-    for file, line, function in first.frames:
-        linecache.checkcache(file)  # a module may have been edited since
-        lines.append(f'  File "{file}", line {line}, in {function}')
-        if source := linecache.getline(file, line).strip():
-            lines.append(f"    {source}")
+    head = f"{who} {does}{'' if first.meeting or first.state != 'called' else ' here'} (most recent call last)"
+    return f"{head}\n{stack(first.frames)}"
+
+
+def stack(frames: Sequence[Frame]) -> str:
+    """With the lines of code, outermost first; those of libraries folded, but for the last."""
+    lines: list[str] = []
+    libraries = library_of([frame.file for frame in frames])
+    libraries[-1:] = [""]
+    for library, group in itertools.groupby(zip(libraries, frames), key=operator.itemgetter(0)):
+        members = [frame for _, frame in group]
+        if library and len(members) > 1:
+            lines.append(f"  [{len(members)} frames in {library}]")
+            continue
+        for frame in members:
+            lines += _told(frame)
     return "\n".join(lines)
+
+
+def _told(frame: Frame) -> list[str]:
+    linecache.checkcache(frame.file)  # a module may have been edited since
+    source = linecache.getline(frame.file, frame.line).strip()
+    return [f'  File "{frame.file}", line {frame.line}, in {frame.function}', *([f"    {source}"] if source else [])]
 
 
 def _grouped(wheres: Iterable[Where], key: object) -> list[list[Where]]:

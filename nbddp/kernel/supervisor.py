@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed import DistError
@@ -80,7 +80,9 @@ class Supervisor:
         self._over = False
         self._callbacks: list[Callable[[], None]] = []
         self._start_method = plan.start_method
-        self._naming = failure.Naming(plan.name, plan.nprocs, self._packed.by_value)
+        self._renewed = False  # the fork server, for this run
+        self._attempt_began = self.began
+        self._naming = failure.Naming(plan.name, plan.nprocs, self._packed.by_value, plan.device)
         self._stillness = _Stillness(plan.stall_after_s)
         self._first: NbddpError | None = None  # of a run that has been restarted
         self._was_here = ""  # where the ranks were when the run was stopped
@@ -236,12 +238,7 @@ class Supervisor:
         try:
             return self._attempt()
         except failure.BadFork as error:
-            if self._plan.shares:  # a host's fork server
-                self._start_method = "spawn"
-            else:
-                self._start_method = forkserver.method_without(preloaded=str(error))
-            for output in self.outputs:
-                output.note(f"started again by {self._start_method}: {error or 'the fork server initialised CUDA'}")
+            self._start_otherwise(error)
         except (RankError, RankDied, HostLost, LaunchError) as error:  # the others would fail again
             if self._stop_grace_s is not None or self.restarts == self._plan.max_restarts:
                 raise
@@ -250,6 +247,25 @@ class Supervisor:
             self._first = self._first or error
             self._prepare_restart(in_a_line(error).partition("; most often")[0])
         return None
+
+    def _start_otherwise(self, error: failure.BadFork) -> None:
+        self._start_method = self._method_after(error)
+        if error.outdated:
+            self.outputs[0].note(_outdated_text(error.outdated, self._start_method))
+            return
+        why = error.preloaded or "the fork server initialised CUDA"
+        for output in self.outputs:
+            output.note(f"started again by {self._start_method}: {why}")
+
+    def _method_after(self, error: failure.BadFork) -> str:
+        if self._plan.shares:  # a host's fork server
+            return "spawn"
+        if not error.outdated:
+            return forkserver.method_without(preloaded=error.preloaded)
+        if self._renewed:
+            return "spawn"
+        self._renewed = True
+        return forkserver.method_with(error.outdated, self._plan.environ, since=self._attempt_began)
 
     def _prepare_restart(self, reason: str) -> None:
         self.restart_reason = reason
@@ -263,6 +279,7 @@ class Supervisor:
     def _attempt(self) -> None:
         """Start all ranks and follow them to their end. Raises what the first failure is."""
         with contextlib.ExitStack() as stack:
+            self._attempt_began = time.monotonic()
             crew = self._site.new_crew(self._start_method)
             stack.callback(self._let_go)
             stack.callback(self._feed_all, crew)  # what the ranks wrote before they ended
@@ -364,7 +381,8 @@ class Supervisor:
         # Broken connections alone: the rank that broke them is still on its way to saying why.
         self._watch_until(crew, began + _ECHO_WINDOW_S, or_when=lambda crew: not _only_echoes(crew))
         first = failure.first_of(crew.workers)
-        error = self._naming.error_of(first, self._who_was_missing(crew, first))
+        where, alike = self._who_was_missing(crew, first), failure.all_alike(crew.workers)
+        error = self._naming.error_of(first, where, alike=alike)
         self._wind_down(crew, lambda: _PEERS_GRACE_S)
         raise error
 
@@ -434,6 +452,14 @@ class _Stillness:
         self._due = now + (now - self._since)
         self.told = True
         return True
+
+
+def _outdated_text(names: Sequence[str], start_method: str) -> str:
+    """Why this run takes longer to start than others."""
+    what = f"{', '.join(names)}: only what a process starts with, or imports torch with, counts"
+    if start_method == "forkserver":
+        return f"{what}. A new fork server has the present value; it imports torch once more"
+    return f"{what}. This run's ranks are started by spawn, and each imports torch itself, which takes longer"
 
 
 def _state_of(worker: AnyWorker) -> str:

@@ -6,6 +6,7 @@ import re
 import statistics
 from dataclasses import dataclass
 
+from nbddp.errors import first_line
 from nbddp.kernel.history import Bar, History, RankProgress
 from nbddp.panel.view import RankStatus, Status
 
@@ -19,6 +20,7 @@ _ROUNDS = re.compile(r"epoch|\brounds?\b", re.IGNORECASE)
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 _WORST_FIRST = ("failed", "stopped", "starting", "running", "finished")
 _NAME_CHARS = 255  # of a host
+_LABEL_CHARS = 120  # of a loop
 _LOST = "lost"  # in the place of a host: its ranks were on one that is not there any more
 _STEPS_UNTOLD_S = 0.3  # a loop tells how far it is a few times a second, log() at once
 _TITLES = {"acc": "Accuracy", "lr": "Learning rate", "ppl": "Perplexity"}
@@ -139,7 +141,7 @@ def counts_rounds(bar: Bar) -> bool:
 
 
 def _label(bar: Bar, otherwise: str) -> str:
-    return plain(_capital(bar.desc)) or otherwise
+    return plain(_capital(bar.desc[:_LABEL_CHARS])) or otherwise
 
 
 def _share(done: float, total: int | None) -> float | None:
@@ -278,7 +280,7 @@ def marks(history: History) -> list[Mark]:
     by_step: dict[int, list[tuple[int, str]]] = {}
     for number, restart in enumerate(history.restarts, 1):
         if restart.step is not None:
-            by_step.setdefault(restart.step, []).append((number, plain(restart.reason)))
+            by_step.setdefault(restart.step, []).append((number, plain(first_line(restart.reason))))
     return [_mark(step, found) for step, found in by_step.items()]
 
 

@@ -190,4 +190,4 @@ def _has_slow_rounds(bar: Bar) -> bool:
 
 def _bar_text(bar: Bar) -> str:
     total = f"/{bar.total:,}" if bar.total is not None else ""
-    return f"{bar.desc or 'step'} {bar.done:,}{total}"
+    return f"{bar.desc[:_NAME_CHARS] or 'step'} {bar.done:,}{total}"

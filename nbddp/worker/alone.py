@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import builtins
 import errno
 import fcntl
 import os
@@ -65,8 +66,9 @@ def _live(options: argparse.Namespace) -> None:
         _check_folder(options.result)
     if job.local_world_size < job.world_size:
         loopback.let_other_hosts_in()
+    read = builtins.input
     notebook = entry.set_up(job, entry.Ends(sink, output=1, stacks=2, payload=block, result=-1, store=None))
-    sys.breakpointhook = sys.__breakpointhook__
+    sys.breakpointhook, builtins.input = sys.__breakpointhook__, read
     value = _called(_unpack(job, block, notebook))
     metrics.flush()
     if options.result and job.rank == 0:
@@ -102,6 +104,7 @@ def _job(head: jobfile.Head) -> wire.Job:
         deterministic=False,
         threads=torch.get_num_threads(),  # by OMP_NUM_THREADS, which torchrun sets
         environ=environ,
+        process_state=None,
         sys_path=folders.first(head.folders, sys.path),
         cwd=os.getcwd(),
         temp_dir="",
@@ -175,7 +178,8 @@ def _keep(value: Any, path: str, name: str) -> None:
         try:
             return payload.pack(value, fd, back=True).nbytes
         except Exception as error:  # whatever a user's __reduce__ raises
-            explained = culprit.explain({"the result": value}, error, what=f"what {name} returned cannot be kept")
+            what = f"what {name} returned cannot be kept"
+            explained = culprit.explain({"the result": value}, error, what=what, back=True)
             if isinstance(error, OSError) and not explained.path:
                 raise  # a full disk
             raise explained from None

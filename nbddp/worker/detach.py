@@ -14,11 +14,14 @@ import socket
 import sys
 import threading
 
+from nbddp.worker import counted
+
 _LOOK_MS = 100
 _RARELY = 1000  # the young generation is looked at as usual: else the server is 7 MB larger
 
 # What ends the notebook's process group leaves the server, which then cleans up.
 os.setsid()
+counted.begin()
 # What asks torch.cuda.is_available() while it is imported must not initialise the driver: no fork survives that.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _thresholds = gc.get_threshold()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import functools
 import multiprocessing
 import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,10 +22,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from nbddp import culprit, payload, wire
+from nbddp import culprit, payload, process_state, wire
+from nbddp.errors import CAUSE_CHARS, bounded
 from nbddp.tracebacks import drop_our_frames, make_picklable
-from nbddp.worker import context, group, main_module, metrics, output, switch, wanted
+from nbddp.worker import blas, context, counted, group, main_module, metrics, output, switch, wanted
+
+_EXIT_CHARS = 1000  # of what sys.exit() was given
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[An
         value = call()
         phase = "pack"
         return _finished(value, ends.result, known, job)
+    except _BadFork as error:
+        return wire.Failed(0, time.monotonic(), error.phase, error.why)
     except BaseException as error:
         at = time.monotonic()  # before anything slow: the first failure in time is the run's
         _let_nothing_else_raise()
@@ -80,7 +88,7 @@ def _forget_the_fork_server() -> None:
     """Be a process of our own: nothing here is shared with the server this one was forked from."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if "nbddp.worker.preload" in sys.modules:
+    if _is_forked():
         atexit._clear()  # the server's; those of a spawned rank are its own
     multiprocessing.set_start_method(None, force=True)  # the platform's own, not how we were started
     # Processes that the user's code starts are this rank's children, and so in its session; a child
@@ -91,11 +99,16 @@ def _forget_the_fork_server() -> None:
         server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
+def _is_forked() -> bool:
+    return "nbddp.worker.preload" in sys.modules
+
+
 def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     """Become that rank. Returns its ``__main__``, which stands for the notebook's."""
     if wanted.trouble:
-        raise RuntimeError(f"{BAD_FORK}: {wanted.trouble}")
+        raise _BadFork(UNFIT, wanted.trouble)
     _set_environ(job.environ)
+    _inherit_from_the_notebook(job)
     os.chdir(job.cwd)
     if job.temp_dir:
         # DataLoader workers open a socket there per batch, and leave it when they are killed.
@@ -108,6 +121,8 @@ def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     metrics.enter(ends.metrics)
     output.answer_stacks(ends.stacks)
     sys.breakpointhook = _no_terminal
+    builtins.input = _no_input
+    output.show_no_figures()
     _set_up_torch(job, ends.store)
     return notebook
 
@@ -118,10 +133,22 @@ def _no_terminal(*args: Any, **kwargs: Any) -> None:
     )
 
 
+def _no_input(prompt: object = "", /) -> str:
+    raise EOFError("a rank has no input(); ask in the notebook and pass the answer as an argument, run(fn, args=...)")
+
+
 def _set_environ(environ: dict[str, str]) -> None:
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update((name, value) for name, value in environ.items() if os.environ.get(name) != value)
+
+
+def _inherit_from_the_notebook(job: wire.Job) -> None:
+    """Have what a plain child of it would have now. Raises _BadFork where that is too late."""
+    forked = _is_forked()
+    refused = process_state.become(job.process_state, forked=forked) if job.process_state is not None else []
+    if forked and (outdated := refused + counted.outdated(job.environ)):
+        raise _BadFork(OUTDATED, ", ".join(outdated))
 
 
 def _forget_missing_folders(paths: list[str]) -> None:
@@ -137,8 +164,10 @@ def _forget_missing_folders(paths: list[str]) -> None:
 
 def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     if torch.cuda._is_in_bad_fork():
-        raise RuntimeError(BAD_FORK)
+        raise _BadFork(UNFIT, "")
     torch.set_num_threads(job.threads)
+    blas.set_num_threads(job.threads, job.environ)
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # TORCH_DISTRIBUTED_DEBUG, else read at import
     if job.device != "cpu":
         torch.get_device_module(job.device).set_device(job.local_rank)
     if job.seed is None:
@@ -164,7 +193,17 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     group.let_users_make_their_own()  # after ours, whose store it would take for a foreign one
 
 
-BAD_FORK = "no rank can be forked from this server"  # the kernel side then starts them otherwise
+# Instead of "setup": this server can give no rank, or has what is not the run's. The kernel side then has another way.
+UNFIT, OUTDATED = "unfit", "outdated"
+
+
+class _BadFork(Exception):
+    """This rank cannot come from this fork server; ``phase`` is UNFIT or OUTDATED."""
+
+    def __init__(self, phase: str, why: str) -> None:
+        super().__init__(why)
+        self.phase = phase
+        self.why = why
 
 
 def _draw_fresh_seeds() -> None:
@@ -189,6 +228,7 @@ def unpack(
     """The function with its arguments, out of the block ``fd``, and what travelled with them by value."""
     unpacked = payload.unpack(fd, job.payload_nbytes, inherited=inherited, device=context.device())
     main_module.publish(notebook, unpacked.by_value)
+    group.stand_aside_too()
     os.close(fd)
     function, args, kwargs = unpacked.value
     if job.pass_rank:
@@ -210,7 +250,7 @@ def _finished(value: Any, fd: int, known: Sequence[Any], job: wire.Job) -> wire.
         packed = payload.pack(value, fd, known=known, back=True)
     except Exception as error:  # whatever a user's __reduce__ raises
         what = f"what {job.run_name} returned on rank {job.rank} cannot come back to the notebook"
-        raise culprit.explain({"the result": value}, error, what=what) from None
+        raise culprit.explain({"the result": value}, error, what=what, back=True) from None
     return wire.Finished(packed.nbytes, time.monotonic())
 
 
@@ -220,19 +260,28 @@ def _exited(error: SystemExit, fd: int) -> wire.Message:
         return wire.Finished(payload.pack(None, fd, back=True).nbytes, at)
     if isinstance(error.code, int):
         return wire.Exited(error.code & 0xFF, "", at)  # as the system would tell it
-    print(error.code, file=sys.stderr)
-    return wire.Exited(1, str(error.code)[:1000], at)
+    text = _text_of(error.code)
+    print(text, file=sys.stderr)
+    return wire.Exited(1, bounded(text, _EXIT_CHARS, f"run.logs({context.rank()})"), at)
+
+
+def _text_of(value: object) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # whatever a user's __str__ raises
+        return f"a {type(value).__name__} whose str() raises {type(error).__name__}"
 
 
 def _failed(error: BaseException, at: float, phase: str, fd: int, known: Sequence[Any]) -> wire.Message:
-    summary = "".join(traceback.format_exception_only(type(error), error)).strip()[:10_000]
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    summary = bounded(text, CAUSE_CHARS)
     drop_our_frames(error)
     make_picklable(error)
     try:
         packed = payload.pack(error, fd, known=known, back=True)
     except Exception:  # an exception that does not pickle: its name, text and frames still travel
         look_alike = type(type(error).__name__, (Exception,), {"__module__": type(error).__module__})
-        stand_in = look_alike(summary.partition(": ")[2] or summary)
+        stand_in = look_alike(text.partition(": ")[2] or text)
         stand_in.__traceback__ = error.__traceback__
         make_picklable(stand_in)
         packed = payload.pack(stand_in, fd, back=True)
@@ -240,7 +289,7 @@ def _failed(error: BaseException, at: float, phase: str, fd: int, known: Sequenc
 
 
 def _leave(channel: Connection) -> None:
-    """Flush, wait until every rank has reported, and run the user's exit handlers."""
+    """Flush, wait until every rank has reported, and end as the interpreter does: threads, then exit handlers."""
     output.flush()
     metrics.flush()
     try:
@@ -248,5 +297,8 @@ def _leave(channel: Connection) -> None:
     except (EOFError, OSError):
         return
     group.close_group()
+    # First: executors end their processes there, which multiprocessing's exit handler joins. It is also what the end
+    # of a process of multiprocessing's calls (Python 3.10 to 3.14), and does nothing a second time.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     output.flush()

@@ -158,6 +158,13 @@ def let_users_make_their_own() -> None:
     _let_children_host_their_own_store()
 
 
+def stand_aside_too() -> None:
+    """Of a group that came up while the function was unpacked, by an object that needs one: as the ready-made one."""
+    global _ready_made
+    if _ready_made is None and dist.is_initialized():
+        _ready_made = dist.group.WORLD
+
+
 def _let_children_host_their_own_store() -> None:
     """The rank that a script's own ``mp.spawn`` or ``Process`` starts is in no run of ours.
 

@@ -20,12 +20,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
 from nbddp import wire
+from nbddp.errors import short
 
 T = TypeVar("T")
 
 _BATCH_S = 0.002  # records younger than this may wait for the next call, to share its write
 _POLL_S = 0.1  # how often the thread looks at device copies and a full pipe; each look takes the GIL from the training
 _PROGRESS_EVERY_S = 0.1
+_DESC_CHARS = 120  # of what an item of a loop is; it is sent with every report of a new name, and shown in a line
 _MAX_WRITE = select.PIPE_BUF // wire.RECORD.size * wire.RECORD.size
 
 
@@ -107,9 +109,8 @@ class MetricsPipe:
             if isinstance(value, (str, bytes)):  # float() would take "3"
                 raise TypeError
             return float(value)
-        except (TypeError, ValueError, RuntimeError):
-            _check(name, value)
-            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _refusal(name, value) or error from None
 
     def _fetch(self, tensor: Any, ident: int, step: int, op: int, weight: float, now: float) -> None:
         import torch
@@ -248,10 +249,16 @@ def log(
         **metrics: numbers, or tensors of one element, of any device.
 
     Raises:
-        TypeError: a value is no number. ValueError: a tensor of several elements, an unknown reduce.
+        TypeError: metrics without names, a value that is not a number. ValueError: a tensor or an array of several
+            elements, an unknown reduce.
     """
-    if values:
-        metrics = {**values, **metrics}
+    if values is not None:
+        try:
+            metrics = {**values, **metrics}
+        except TypeError:
+            raise TypeError(
+                f"log() takes metrics by name, log(loss=0.5) or log({{'val/loss': 0.5}}), not a bare {_kind(values)}"
+            ) from None
     try:
         op = wire.REDUCE_OPS[reduce]
     except (KeyError, TypeError):
@@ -274,6 +281,7 @@ def progress(iterable: Iterable[T], total: int | None = None, desc: str | None =
     if total is None and isinstance(iterable, Sized):
         total = len(iterable)
     level, _open_bars = _open_bars, _open_bars + 1
+    desc = str(desc or "")[:_DESC_CHARS]
     done = 0
     try:
         _report_progress(level, desc, total, done)
@@ -313,22 +321,38 @@ def flush() -> None:
         _pipe.flush()
 
 
-def _report_progress(level: int, desc: str | None, total: int | None, done: int) -> None:
+def _report_progress(level: int, desc: str, total: int | None, done: int) -> None:
     if _pipe is not None:
-        _pipe.record(wire.KIND_PROGRESS, desc or "", -1 if total is None else int(total), done, weight=level)
+        _pipe.record(wire.KIND_PROGRESS, desc, -1 if total is None else int(total), done, weight=level)
 
 
 def _check(name: str, value: Any) -> None:
-    if isinstance(value, (str, bytes)):
-        raise TypeError(f"log({name}=...) takes a number, not {value!r}")
-    if hasattr(value, "numel"):
-        if value.numel() != 1:
-            raise ValueError(f"log({name}=...) takes one number, not a tensor of shape {tuple(value.shape)}")
-        return
+    """As in a run, without one."""
     try:
-        float(value)
+        if isinstance(value, (str, bytes)) or (hasattr(value, "numel") and value.numel() != 1):
+            raise TypeError
+        if not hasattr(value, "numel"):
+            float(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"log({name}=...) takes a number or a tensor of one, not {type(value).__name__}") from error
+        raise _refusal(name, value) or error from None
+
+
+def _refusal(name: str, value: Any) -> Exception | None:
+    """Why this is not a metric's value, and what is; None of a tensor that has one element."""
+    if isinstance(value, (str, bytes)):
+        return TypeError(f"log({name}=...) takes a number, not the text {short(value)}")
+    if hasattr(value, "numel") and value.numel() == 1:
+        return None
+    if getattr(value, "ndim", 0) > 0:  # a tensor, an array
+        shape = tuple(value.shape)
+        return ValueError(f"log({name}=...) takes one number, not a {_kind(value)} of shape {shape}; use its mean()")
+    if isinstance(value, Mapping):
+        return TypeError(f"log({name}=...) takes a number, not a {_kind(value)}; log({{...}}) takes a dict of metrics")
+    return TypeError(f"log({name}=...) takes a number or a tensor with one element, not {_kind(value)}")
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
 
 
 def enter(fd: int) -> None:

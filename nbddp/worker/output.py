@@ -16,6 +16,10 @@ from typing import Any
 # Not SIGUSR1 or SIGUSR2: job schedulers and users' programs use those.
 STACKS_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
+# As ipykernel sets it, in its older versions and now.
+_INLINE = ("module://matplotlib_inline.backend_inline", "module://ipykernel.pylab.backend_inline", "inline")
+_BACKEND = "module://nbddp.worker.figures"
+
 
 def redirect(fd: int) -> None:
     """Put stdout and stderr (fds 1 and 2) into the file ``fd``, line by line and in order."""
@@ -28,11 +32,23 @@ def redirect(fd: int) -> None:
 
 
 def answer_stacks(fd: int) -> None:
-    """Write the Python stacks of all threads to ``fd`` whenever ``STACKS_SIGNAL`` comes.
+    """Write the Python stacks of all threads to ``fd`` whenever ``STACKS_SIGNAL`` comes, and when this rank crashes.
 
-    Done by faulthandler in the signal handler itself, so it works inside a C call or a collective.
+    Done by faulthandler in the signal handler itself, so it works inside a C call or a collective. The kernel puts
+    a crash into the output, without our frames.
     """
     faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+    faulthandler.enable(file=fd)
+    os.register_at_fork(after_in_child=lambda: faulthandler.enable(file=2))  # a child is none of the kernel's
+
+
+def show_no_figures() -> None:
+    """Where matplotlib would show figures in the notebook's page, which a rank does not have, say what to do."""
+    if os.environ.get("MPLBACKEND", "") not in _INLINE:
+        return  # the user's own choice, or none
+    os.environ["MPLBACKEND"] = _BACKEND
+    if "matplotlib" in sys.modules:  # imported by the fork server, with the notebook's environment
+        sys.modules["matplotlib"].rcParams["backend"] = _BACKEND
 
 
 def flush() -> None:

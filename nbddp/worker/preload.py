@@ -19,7 +19,7 @@ import torch._dynamo  # noqa: F401 - 1 s at the first torch.optim.Optimizer othe
 import nbddp.worker.data
 import nbddp.worker.entry
 import nbddp.worker.snapshot  # noqa: F401
-from nbddp.worker import detach, heap, hugepages, wanted
+from nbddp.worker import blas, counted, detach, heap, hugepages, wanted
 
 _STARTED_BY = os.getppid()
 _PARENT_GONE_S = 1.0
@@ -68,6 +68,8 @@ def _outlive_a_kernel_out_of_files() -> None:
 wanted.import_all()
 if not wanted.trouble:  # else the watch ends this server: a thread of theirs might keep it
     detach.all_is_imported()
+counted.end()
+blas.find()
 _outlive_a_kernel_out_of_files()
 atexit.register(_remove_files_of_a_dead_kernel)
 # Ranks share these pages for as long as the collector does not touch them.

@@ -95,7 +95,7 @@ def _execute(tree: ast.Module, filename: str, namespace: dict[str, Any]) -> Any:
 def _that_travels(value: Any) -> Any:
     """A training is not lost because its last line happens to give a generator, or one of its names holds one."""
     try:
-        payload.probe(value)
+        payload.probe(value, back=True)
     except Exception as error:  # whatever a user's __reduce__ raises
         why = str(error).split("\n")[0] or type(error).__name__
         return Remains(repr(value)[:1000], why)

@@ -22,3 +22,13 @@ def examples(count: int) -> settings:
         phases=set(Phase) - {Phase.explain},
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
+
+
+def batches(count: int, each: int) -> settings:
+    """The budget of a property whose example is a list of ``each`` cases, which one run of real ranks tries.
+
+    A failing list is not shrunk, which would take minutes of runs: such a property notes the case that it looks at.
+    """
+    ours = examples(count)
+    runs = max(1, _ASKED // each) if _ASKED else count
+    return settings(ours, max_examples=runs, phases=set(ours.phases) - {Phase.shrink})

@@ -35,14 +35,15 @@ export function watchTheme(callback) {
 
 const LIGHT = ["#2563eb", "#d9480f", "#15803d", "#9333ea", "#0891b2", "#be185d", "#a16207", "#4b5563"];
 const DARK = ["#7aa2ff", "#ffa657", "#5fd38d", "#c99bff", "#4fd1e8", "#ff8ab8", "#e3c34d", "#a8b1bf"];
-const PLACES = { train: 0, val: 1, valid: 1, validation: 1, eval: 1, dev: 1, test: 2 };
+// A Map: of an object, "constructor" and "__proto__" would be there, too.
+const PLACES = new Map(Object.entries({ train: 0, val: 1, valid: 1, validation: 1, eval: 1, dev: 1, test: 2 }));
 
 /** Which colour each line of a chart gets: train and val the same in every chart. */
 export function places(labels) {
   const taken = new Set();
   const free = () => LIGHT.findIndex((_, i) => !taken.has(i));
   let beyond = 0;
-  const wished = labels.map((label) => PLACES[label.toLowerCase()]);
+  const wished = labels.map((label) => PLACES.get(label.toLowerCase()));
   const result = wished.map((place) => {
     if (place === undefined || taken.has(place)) return undefined;
     taken.add(place);

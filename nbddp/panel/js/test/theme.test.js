@@ -9,3 +9,8 @@ test("more lines than colours share all of them", () => {
   assert.deepEqual(counts, new Array(8).fill(3));
   assert.deepEqual(places(["x", "val", "train"]), [2, 1, 0]);
 });
+
+test("lines named like what every object has get colours of their own", () => {
+  const labels = ["constructor", "__proto__", "toString", "hasOwnProperty", "train"];
+  assert.deepEqual(places(labels), [1, 2, 3, 4, 0]);
+});

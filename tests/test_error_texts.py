@@ -1,0 +1,510 @@
+"""What an error says: what happened and what to do come first, in the reader's own lines, and in bounded words."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import nbddp
+from nbddp import tracebacks
+from nbddp.errors import CAUSE_CHARS, LINE_CHARS, MESSAGE_CHARS, HostLost, LaunchError, RankError, bounded, in_a_line
+from nbddp.kernel import failure, stacks
+from nbddp.kernel.advice import advice
+from nbddp.kernel.history import History
+from nbddp.kernel.stacks import Frame, Where
+from nbddp.panel import summary
+from nbddp.wire import Failed, Finished
+from tests.support import Cells, Notebook, run, script
+
+HUGE = 100 << 20
+
+
+def _error(fn: Any, *args: Any, **options: Any) -> nbddp.RankError:
+    with pytest.raises(nbddp.RankError) as caught:
+        run(fn, *args, **options)
+    return caught.value
+
+
+def _chain(error: BaseException) -> list[str]:
+    """What a traceback shows of it, as Python itself formats it: the exceptions' own lines."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return [line for line in lines if line and not line.startswith((" ", "Traceback"))]
+
+
+# ---------------------------------------------------------------------------- log
+
+
+BY_NAME = "log() takes metrics by name, log(loss=0.5) or log({'val/loss': 0.5})"
+
+
+@pytest.mark.parametrize("in_a_run", [True, False])
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (
+            "log(0.5)",
+            "TypeError: log() takes metrics by name, log(loss=0.5) or log({'val/loss': 0.5}), not a bare float",
+        ),
+        ("log(0)", "TypeError: log() takes metrics by name, log(loss=0.5) or log({'val/loss': 0.5}), not a bare int"),
+        ("log(loss='a')", "TypeError: log(loss=...) takes a number, not the text 'a'"),
+        (
+            "log(loss={'a': 1})",
+            "TypeError: log(loss=...) takes a number, not a dict; log({...}) takes a dict of metrics",
+        ),
+        (
+            "log(loss=torch.ones(3, 2))",
+            "ValueError: log(loss=...) takes one number, not a Tensor of shape (3, 2); use its mean()",
+        ),
+        (
+            "log(loss=np.ones(3))",
+            "ValueError: log(loss=...) takes one number, not a ndarray of shape (3,); use its mean()",
+        ),
+        ("log(loss=[1.0])", "TypeError: log(loss=...) takes a number or a tensor with one element, not list"),
+        ("log(loss=None)", "TypeError: log(loss=...) takes a number or a tensor with one element, not NoneType"),
+    ],
+)
+def test_log_says_what_it_takes_and_no_other_exception_is_shown(
+    cell: Cells, call: str, expected: str, in_a_run: bool
+) -> None:
+    train = cell(f"import nbddp, torch, numpy as np\ndef train(): nbddp.{call}").train
+    if in_a_run:
+        error: BaseException = _error(train, nprocs=1).cause
+    else:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            train()
+        error = caught.value
+    assert _chain(error) == [expected]
+
+
+def test_what_torch_says_of_a_single_element_is_not_replaced(cell: Cells) -> None:
+    error = _error(cell("import nbddp, torch\ndef train(): nbddp.log(x=torch.tensor(1j))").train, nprocs=1)
+    assert "complex" in str(error.cause)
+    assert "takes" not in str(error.cause)
+
+
+# ---------------------------------------------------------------------------- what a rank does not have
+
+
+def test_input_says_how_a_rank_gets_its_answer(cell: Cells) -> None:
+    error = _error(cell("def train(): return input('how many epochs? ')").train, nprocs=1)
+    assert type(error.cause) is EOFError  # a program that expects the end of its input goes on
+    assert str(error.cause) == (
+        "a rank has no input(); ask in the notebook and pass the answer as an argument, run(fn, args=...)"
+    )
+
+
+INLINE = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # as every notebook kernel has it
+SHOWS = """
+    def train(times=2):
+        import matplotlib.pyplot as plt
+        for _ in range(times):
+            figure, axes = plt.subplots()
+            axes.plot([1, 2])
+            plt.show()
+        return figure, plt.get_fignums(), plt.get_backend()
+"""
+HINT = "plt.show() on a rank shows nothing: return the figure to see it in the notebook, or save it by fig.savefig()\n"
+
+
+def test_plt_show_says_once_what_to_do_with_a_figure(cell: Cells) -> None:
+    finished = run(cell(SHOWS).train, env=INLINE, nprocs=1)
+    assert finished.logs(0) == HINT
+    figure, numbers, backend = finished.value
+    assert [len(axes.lines) for axes in figure.axes] == [1]
+    assert numbers == []  # closed, as the notebook's plt.show() does
+    assert backend == "module://nbddp.worker.figures"
+
+
+def test_the_backend_that_a_user_has_chosen_stays(cell: Cells) -> None:
+    finished = run(cell(SHOWS).train, 1, env={"MPLBACKEND": "svg"}, nprocs=1)
+    assert finished.value[2].lower() == "svg"
+    assert HINT not in finished.logs(0)
+
+
+def test_a_backend_that_was_preloaded_is_replaced() -> None:
+    """The fork server imports matplotlib with the notebook's environment."""
+    done = script(
+        f"""
+        import os
+        os.environ.update({INLINE!r})
+        import nbddp
+        {textwrap.indent(textwrap.dedent(SHOWS), " " * 8).strip()}
+        nbddp.preload("matplotlib.pyplot")
+        print(nbddp.run(train, nprocs=1, device="cpu", show=False).logs(0), end="")
+        """
+    )
+    assert done.stdout == HINT, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("torch.ones(1).cuda()", "nbddp.device()"),
+        ("torch.ones(1).to('cuda')", "nbddp.device()"),
+        ("torch.cuda.set_device(0)", "nbddp.device()"),
+        ("dist.init_process_group('nccl')", "backend='gloo'"),
+        ("dist.new_group(backend='nccl')", "backend='gloo'"),
+    ],
+)
+def test_cuda_and_nccl_on_the_cpu_say_what_to_write(cell: Cells, line: str, expected: str) -> None:
+    error = _error(cell(f"import torch, torch.distributed as dist\ndef train(): {line}").train)
+    assert error.advice.startswith("This run is on the CPU")
+    assert expected in error.advice
+    assert str(error).endswith("\n" + error.advice)
+
+
+def test_of_a_run_on_gpus_nothing_is_said_about_the_cpu() -> None:
+    error = RuntimeError("No CUDA GPUs are available")
+    assert advice(error, "cpu")
+    assert advice(error, "cuda") == ""
+
+
+def test_unused_parameters_name_the_option_of_wrap(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.used, self.unused = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+            def forward(self, x):
+                return self.used(x)
+        def train(**options):
+            model = nbddp.wrap(Net(), **options)
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+    """)
+    error = _error(names.train)
+    assert error.advice.endswith("say wrap(model, find_unused_parameters=True)")
+    nbddp.run(names.train, kwargs={"find_unused_parameters": True}, nprocs=2, device="cpu", show=False)
+
+
+def test_a_deleted_working_directory_is_named_before_a_process_starts(
+    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = cell("def one(): return 1").one
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for start in (
+        lambda: run(one),
+        lambda: nbddp.run_script("train.py", show=False),
+        lambda: nbddp.spawn(lambda rank: 1, nprocs=2),
+    ):
+        with pytest.raises(nbddp.LaunchError, match=r"working directory.* has been deleted.*%cd or os\.chdir"):
+            start()
+    if sys.platform == "linux":
+        with pytest.raises(nbddp.LaunchError, match=re.escape(str(gone))):
+            run(one)
+
+
+# ---------------------------------------------------------------------------- how a rank left
+
+
+def test_sys_exit_with_an_object_whose_str_fails_shows_none_of_our_frames(cell: Cells) -> None:
+    names = cell("""
+        import sys
+        class Bad:
+            def __str__(self): raise ValueError("no text")
+        def train(): sys.exit(Bad())
+    """)
+    with pytest.raises(nbddp.RankDied) as caught:
+        run(names.train, nprocs=1)
+    assert str(caught.value) == "rank 0 of 1 called sys.exit(1) (a Bad whose str() raises ValueError)"
+    last = nbddp.last_run()
+    assert last is not None
+    assert last.logs(0) == "a Bad whose str() raises ValueError\n"
+
+
+@pytest.mark.parametrize("deep", [0, 40])
+def test_a_crash_shows_the_readers_lines_alone(cell: Cells, deep: int) -> None:
+    names = cell("""
+        import ctypes, nbddp
+        def crash(deep):
+            if deep: crash(deep - 1)
+            ctypes.string_at(0)
+        def train(deep):
+            print("this far")
+            if nbddp.rank() == 0:
+                crash(deep)
+            nbddp.barrier()
+    """)
+    with pytest.raises(nbddp.RankDied) as caught:
+        run(names.train, deep)
+    text = str(caught.value)
+    head, *stack = text.partition("\nIts last lines")[0].splitlines()
+    assert head == "rank 0 of 2 crashed in native code (SIGSEGV)"
+    assert stack[0] == "It was here (most recent call last):"
+    assert stack[1].endswith(", line 9, in train")
+    assert stack[2] == "    crash(deep)"
+    assert stack[-2].endswith("in string_at")
+    assert stack[-4].endswith(", line 5, in crash")
+    assert text.endswith("\nIts last lines of output:\nthis far")
+    last = nbddp.last_run()
+    assert last is not None
+    for shown in (text, last.logs(0)):
+        assert "/nbddp/" not in shown
+        assert "multiprocessing" not in shown
+        assert "Extension modules" not in shown
+    assert "in crash" in last.logs(0)
+
+
+def test_a_crash_of_a_ranks_own_child_is_in_its_output(cell: Cells) -> None:
+    names = cell("""
+        import ctypes, os
+        def train():
+            pid = os.fork()
+            if not pid:
+                ctypes.string_at(0)
+            return os.WTERMSIG(os.waitpid(pid, 0)[1])
+    """)
+    finished = run(names.train, nprocs=1)
+    assert finished.value == signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in finished.logs(0)
+
+
+# ---------------------------------------------------------------------------- who failed
+
+
+@pytest.mark.parametrize(("ranks", "who"), [(2, "both ranks"), (3, "all 3 ranks")])
+def test_an_error_of_all_ranks_says_so(cell: Cells, ranks: int, who: str) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            nbddp.barrier()
+            raise ValueError(f"bad data on rank {nbddp.rank()}")
+    """)
+    error = _error(names.train, nprocs=ranks)
+    assert error.alike
+    assert str(error) == f"{who} failed, rank {error.rank} first: ValueError: bad data on rank {error.rank}"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Failed(0, 0.0, "call", "TypeError: 1"), Failed(0, 0.0, "unpack", "ValueError: 1"), Finished(0, 0.0), None],
+)
+def test_ranks_that_ended_otherwise_are_not_said_to_have_failed_alike(other: Any) -> None:
+    one = SimpleNamespace(report=Failed(0, 0.0, "call", "ValueError: 1"))
+    assert failure.all_alike([one, SimpleNamespace(report=Failed(0, 0.0, "call", "ValueError: 2"))])  # type: ignore[list-item]
+    assert not failure.all_alike([one, SimpleNamespace(report=other)])  # type: ignore[list-item]
+
+
+def test_a_collective_that_timed_out_says_first_where_the_ranks_were(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time, torch, torch.distributed as dist
+        def train():
+            if nbddp.rank() == 0:
+                dist.all_reduce(torch.ones(1))
+            time.sleep(100)
+    """)
+    error = _error(names.train, pg_timeout=2)
+    first, torchs = str(error).split("\n", 1)
+    assert re.fullmatch(
+        r"rank 0 of 2 timed out in a collective: rank 0 gave up in all_reduce \(train, line 5\); "
+        r"rank 1 is in train, line 6",
+        first,
+    )
+    assert torchs.startswith("RuntimeError: ")
+    assert error._render_traceback_()[0] == first
+
+
+# ---------------------------------------------------------------------------- whose frames
+
+
+def test_the_place_in_an_installed_script_is_the_scripts_line(tmp_path: Path) -> None:
+    folder = tmp_path / "site-packages"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "lib" / "train.py").write_text(
+        "import torch.distributed as dist, torch, os, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "time.sleep(100)\n"
+    )
+    with pytest.raises(nbddp.RankError) as caught:
+        nbddp.run_script(folder / "lib" / "train.py", nprocs=2, device="cpu", show=False, pg_timeout=2)
+    assert "rank 0 gave up in all_reduce (train.py, line 3)" in caught.value.where
+    assert "rank 1 is in train.py, line 4" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ([], []),
+        (["/tmp/ipykernel_1/2.py", "/x/site-packages/torch/a.py"], ["", "torch"]),
+        (
+            ["/x/site-packages/mine/a.py", "/x/site-packages/torch/a.py", "/x/site-packages/mine/b.py"],
+            ["", "torch", ""],
+        ),
+        (["/usr/lib/python3/dist-packages/one.py", "/x/lib/python3.11/json/decoder.py"], ["", ""]),
+        (["/a.py", "/site-packages/x/site-packages/six.py"], ["", "six"]),
+    ],
+)
+def test_what_is_installed_is_a_librarys(files: list[str], expected: list[str]) -> None:
+    assert tracebacks.library_of(files) == expected
+
+
+def test_stacks_fold_libraries_but_for_the_last_frame() -> None:
+    torch_ = "/x/site-packages/torch/nn/"
+    frames = (
+        Frame("/home/me/train.py", 3, "main"),
+        Frame(torch_ + "module.py", 1, "_call_impl"),
+        Frame(torch_ + "module.py", 2, "forward"),
+        Frame("/home/me/net.py", 9, "forward"),
+        Frame(torch_ + "module.py", 1, "_call_impl"),
+        Frame(torch_ + "module.py", 2, "forward"),
+        Frame(torch_ + "linear.py", 3, "linear"),
+    )
+    assert stacks.stack(frames).splitlines() == [
+        '  File "/home/me/train.py", line 3, in main',
+        "  [2 frames in torch]",
+        '  File "/home/me/net.py", line 9, in forward',
+        "  [2 frames in torch]",
+        f'  File "{torch_}linear.py", line 3, in linear',
+    ]
+    assert Where(0, "called", frames).place == "forward, net.py, line 9"
+
+
+FOLDED = """
+    import nbddp, torch
+    class Data(torch.utils.data.Dataset):
+        def __len__(self): return 4
+        def __getitem__(self, i): return {}["image"]  # the culprit
+    def train():
+        for _ in torch.utils.data.DataLoader(Data(), 2): pass
+    def forward():
+        torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 3))(torch.ones(1, 2))
+    def during():
+        try:
+            forward()
+        except RuntimeError as error:
+            raise ValueError("outer") from error
+"""
+
+
+def test_a_cell_folds_the_frames_of_libraries(notebook: Notebook) -> None:
+    notebook.ok(FOLDED)
+    shown = notebook.cell("nbddp.run(train, nprocs=1, device='cpu', show=False)").traceback
+    lines = re.sub(r"\d+", "N", shown).splitlines()
+    fold = lines.index("    [N frames in torch]")
+    assert "in train()" in lines[fold - 4]
+    assert "in Data.__getitem__()" in lines[fold + 2]
+    assert "site-packages" not in shown
+    assert "# the culprit" in shown
+    shown = notebook.cell("nbddp.run(during, nprocs=1, device='cpu', show=False)").traceback
+    assert shown.count("frames in torch]") == 1
+    assert shown.count("site-packages") == 1  # the line of torch's that raised
+    assert "skipping hidden" not in shown
+    assert shown.index("frames in torch]") < shown.index("direct cause") < shown.index("ValueError: outer")
+
+
+@pytest.mark.parametrize("mode", ["Plain", "Verbose", "Minimal"])
+def test_every_mode_of_ipythons_shows_the_error(notebook: Notebook, mode: str) -> None:
+    notebook.ok(FOLDED + f"\n    %xmode {mode}")
+    try:
+        shown = notebook.cell("nbddp.run(during, nprocs=1, device='cpu', show=False)").traceback
+        assert shown.startswith("rank 0 of 1 failed")
+        assert "ValueError: outer" in shown
+    finally:
+        notebook.ok("%xmode Context")
+
+
+# ---------------------------------------------------------------------------- bounded words
+
+
+def test_a_huge_exception_is_cut_in_the_cell_and_whole_in_the_cause(notebook: Notebook) -> None:
+    notebook.ok(f"import nbddp\ndef train(): raise ValueError('x' * {HUGE})")
+    reply = notebook.cell("nbddp.run(train, nprocs=1, device='cpu', show=False)")
+    more = f"… {HUGE + len('ValueError: ') - CAUSE_CHARS:,} more characters in run.error.cause"
+    for shown in (reply.evalue, reply.traceback):
+        assert len(shown) < CAUSE_CHARS + 1000
+        assert shown.count("more characters") == 1
+        assert shown.rstrip().endswith(more)
+    assert notebook.ok("len(str(nbddp.last_run().error.cause))").shown.strip() == str(HUGE)
+
+
+def test_a_huge_exception_that_does_not_pickle_keeps_its_text(cell: Cells) -> None:
+    names = cell("""
+        import threading
+        class Holder(Exception):
+            def __init__(self, text):
+                super().__init__(text)
+                self.lock = threading.Lock()
+        def train(): raise Holder("x" * 1_000_000)
+    """)
+    error = _error(names.train, nprocs=1)
+    assert len(str(error.cause)) == 1_000_000
+    assert len(str(error)) < CAUSE_CHARS + 200
+
+
+def test_every_error_of_ours_is_bounded() -> None:
+    huge = "x" * 1_000_000
+    for error in (LaunchError(huge), nbddp.PayloadError(huge), nbddp.RunTimeout(huge)):
+        assert len(str(error)) < MESSAGE_CHARS + 200
+        assert str(error).endswith("more characters in error.args")
+        assert error.args[0] == huge
+    lost = HostLost("gpu1", huge)
+    assert len(str(lost)) < CAUSE_CHARS + 200
+    assert lost.why == huge
+    assert len(in_a_line(RankError(0, 2, ValueError(huge)))) == LINE_CHARS
+    assert in_a_line(ValueError("a\nb")) == "ValueError: a"
+    assert bounded("abc", 3) == "abc"
+    assert bounded("abcd", 3) == "abc\n… 1 more characters"
+
+
+def test_what_sys_exit_was_given_is_cut_and_whole_in_the_logs(cell: Cells) -> None:
+    with pytest.raises(nbddp.RankDied) as caught:
+        run(cell("import sys\ndef train(): sys.exit('x' * 100_000)").train, nprocs=1)
+    assert len(str(caught.value)) < 1200
+    assert "… 99,000 more characters in run.logs(0)" in str(caught.value)
+    last = nbddp.last_run()
+    assert last is not None
+    assert last.logs(0) == "x" * 100_000 + "\n"
+
+
+def test_the_reason_of_a_restart_is_a_line(cell: Cells, tmp_path: Path) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            nbddp.log(loss=1.0)
+            if not nbddp.restart_count(): raise ValueError("x" * 1_000_000)
+            for _ in nbddp.progress(range(2), desc="y" * 1_000_000): nbddp.log(loss=2.0)
+    """)
+    finished = run(names.train, nprocs=1, max_restarts=1, name="z" * 1_000_000)
+    assert len(finished.history.restarts[0].reason) == LINE_CHARS
+    assert len(finished.name) == LINE_CHARS
+    assert finished.history.ranks[0].bars[0].desc == "y" * 120
+    status = finished._source.status()
+    assert len(repr(finished)) < 2 * LINE_CHARS
+    assert len(summary.restart_text(status)) < LINE_CHARS + 50
+    assert len(finished.logs(0)) < 2 * LINE_CHARS
+
+
+def test_what_a_file_of_metrics_brings_is_cut_in_the_panel() -> None:
+    history = History(1)
+    history.restart("x" * 1_000_000)
+    history.ranks[0].saw_bar(0, "y" * 1_000_000, 5, 1, 0.0)
+    history._restarts = [type(r)(3, r.reason) for r in history.restarts]
+    assert len(summary.marks(history)[0].text) < LINE_CHARS + 50
+    assert len(summary.progress(history).step_label) < 200
+
+
+# ---------------------------------------------------------------------------- what was meant
+
+
+def test_o_with_a_slip_of_the_pen_says_what_was_meant(notebook: Notebook) -> None:
+    notebook.ok("%load_ext nbddp")
+    reply = notebook.cell("%%ddp -n 2 -o modle\nmodel = 1")
+    assert reply.evalue == "-o modle: the cell never sets modle; did you mean model?"
+    reply = notebook.cell("%%ddp -n 2 -o xyz\nmodel = 1")
+    assert reply.evalue == "-o xyz: the cell never sets xyz"
+    assert notebook.cell("%ddp stauts").shown.endswith("; did you mean status?\n")
