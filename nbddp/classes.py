@@ -1,7 +1,8 @@
 """Both sides. How the notebook's classes travel: cloudpickle's way, and what that leaves out.
 
-Left out are slots, so that instances would have a ``__dict__`` on one side alone, and states that suit one class alone;
-and what the members of an Enum hold beside their values. Both are here; the stream calls the functions at the end.
+That is the slots of a class, without which its instances would have a ``__dict__`` in a rank, and a state that the
+notebook's class cannot take; and what the members of an Enum have beside their values.
+The functions at the end are what the stream calls when it is read.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduce(self, obj)
         if obj is sys.stdout or obj is sys.stderr:
             return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
-        if isinstance(obj, _blocks_of_pandas()):
+        if _is_block_of_pandas(type(obj)):
             return _with_values_of_its_own(obj)
         refuse_unshippable(obj, back=self._back)
         reduce_without = None if self._back else _reducer_of(type(obj))
@@ -239,22 +239,6 @@ def _with_seen_storage(reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     return reduced
 
 
-def _blocks_of_pandas() -> tuple[type, ...]:
-    """What holds the values of frames and series; private, of pandas 2.2 to 3.1."""
-    loaded: Any = sys.modules.get("pandas._libs.internals")
-    return (loaded.Block,) if hasattr(loaded, "Block") else ()
-
-
-def _with_values_of_its_own(block: Any) -> Any:
-    """How a block reduces, had it an array that nobody else holds.
-
-    Frames that pandas keeps apart by copy-on-write may hold one array (of dates, say). pandas' note of that does not
-    travel: after pickle they share it unprotected.
-    """
-    function, (values, *rest) = block.__reduce__()
-    return function, (values[:], *rest)
-
-
 # What multiprocessing hands over only to a process that it is starting.
 _NEEDS_INHERITANCE: tuple[type, ...] = (
     multiprocessing.connection.Connection,
@@ -383,6 +367,22 @@ def _refusal_of(kind: type) -> _Refusal | None:
 @_by_type
 def _reducer_of(kind: type) -> Callable[[Any], Any] | None:
     return next((reduce for module, name, reduce in _WITHOUT_STATE if _is_one_of(kind, module, (name,))), None)
+
+
+@_by_type
+def _is_block_of_pandas(kind: type) -> bool:
+    """Does it hold the values of frames and series? Private; of pandas 2.2 to 3.1."""
+    return _is_one_of(kind, "pandas._libs.internals", ("Block",))
+
+
+def _with_values_of_its_own(block: Any) -> Any:
+    """How a block reduces, had it an array that nobody else holds.
+
+    Frames that pandas keeps apart by copy-on-write may hold one array (of dates, say). pandas' note of that does not
+    travel: after pickle they share it unprotected.
+    """
+    function, (values, *rest) = block.__reduce__()
+    return function, (values[:], *rest)
 
 
 def _is_one_of(kind: type, module: str, names: Sequence[str]) -> bool:
