@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,154 @@ def test_reduce_gather_barrier(cell: Cells) -> None:
         assert value["gathered"] == [1, 2, 3]
         assert value["tensors"] == [[1.0], [1.0, 1.0], [1.0, 1.0, 1.0]]
         assert value["big"] == 2**53 + 3
+
+
+# What each of two ranks brings, what the sum is on both, or the error on both.
+SUMS = {
+    "an int beside a float": ("0", "2.5", 2.5),
+    "a bool beside a float": ("True", "2.5", 3.5),
+    "ints beyond 64 bits": ("2**62 + 1", "2**70", 2**70 + 2**62 + 1),
+    "numpy's ints": ("np.int64(2**53 + 1)", "np.int64(0)", 2**53 + 1),
+    "fractions": ("Fraction(1, 3)", "1", Fraction(4, 3)),
+    "an int too large for a float": ("10**400", "0.5", "OverflowError: reduce(): rank 0 has int of 1329 bits, rank 1 "
+        "has float 0.5: int too large to convert to float"),
+    "a number beside a tensor": ("0", "torch.ones(3)", "TypeError: reduce(): rank 0 has int 0, rank 1 has float32 "
+        "tensor of shape (3,); every rank has to bring a number, or a tensor of the same dtype"),
+    "int32 beside float32": ("torch.ones(2).int()", "torch.ones(2)", "TypeError: reduce(): rank 0 has int32 tensor of "
+        "shape (2,), rank 1 has float32 tensor of shape (2,); every rank has to bring a number, or a tensor of the "
+        "same dtype"),
+    "float32 beside float64": ("torch.ones(2)", "torch.ones(2).double()", "TypeError: reduce(): rank 0 has float32 "
+        "tensor of shape (2,), rank 1 has float64 tensor of shape (2,); every rank has to bring a number, or a tensor "
+        "of the same dtype"),
+    "shapes of equal size": ("torch.ones(2, 3)", "torch.ones(3, 2)", "ValueError: reduce(): rank 0 has float32 tensor "
+        "of shape (2, 3), rank 1 has float32 tensor of shape (3, 2); every rank has to bring a tensor of the same "
+        "shape"),
+    "a transposed matrix": ("torch.arange(6.).reshape(2, 3)", "torch.arange(6.).reshape(3, 2).t()",
+        [[0.0, 3.0, 6.0], [4.0, 7.0, 10.0]]),
+    "int8 in range": ("torch.tensor([100], dtype=torch.int8)", "torch.tensor([-100], dtype=torch.int8)", [0]),
+    "int8 out of range": ("torch.tensor([100], dtype=torch.int8)", "torch.tensor([100], dtype=torch.int8)",
+        "OverflowError: reduce(): the sum over 2 ranks is too large for torch.int8; pass x.long()"),
+    "bools": ("torch.tensor([True])", "torch.tensor([True])", "ValueError: the sum of torch.bool is not of that type; "
+        "pass x.long(), or op='max' for any()"),
+    "sparse on one rank": ("torch.eye(2).to_sparse()", "torch.eye(2)", "TypeError: reduce() on rank 0: reduce() takes "
+        "dense tensors, not a sparse_coo one; pass x.to_dense(), x.dequantize() or the like"),
+    "meta": ("torch.eye(2, device='meta')", "torch.eye(2, device='meta')", "TypeError: reduce() takes dense tensors, "
+        "not a meta one; pass x.to_dense(), x.dequantize() or the like"),
+    "text": ("'2.5'", "2.5", "TypeError: reduce() on rank 0: reduce() takes a number or a tensor, not str"),
+}  # fmt: skip
+
+
+def test_a_sum_is_that_of_one_process_or_the_same_error_on_every_rank(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, numpy as np, torch
+        from fractions import Fraction
+        def train(sums):
+            found, known = [], dict(np=np, torch=torch, Fraction=Fraction)
+            for x in [eval(pair[nbddp.rank()], known) for pair in sums]:
+                try:
+                    result = nbddp.reduce(x, "sum")
+                    found.append(result.tolist() if isinstance(result, torch.Tensor) else result)
+                except Exception as error:
+                    found.append(f"{type(error).__name__}: {error}")
+            return found
+    """)
+    expected = {name: result for name, (*_, result) in SUMS.items()}
+    for value in run(names.train, [pair for *pair, _ in SUMS.values()]).values:
+        assert dict(zip(SUMS, value)) == expected
+        assert [type(result) for result in value] == [type(result) for result in expected.values()]
+
+
+def test_a_result_has_the_memory_order_of_ones_own_tensor(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            x = torch.arange(1536.0).reshape(2, 3, 16, 16)
+            mine = x.to(memory_format=torch.channels_last) if nbddp.is_primary() else x
+            results = [nbddp.reduce(mine, op) for op in ("mean", "sum", "max")]
+            return [(result.stride() == mine.stride(), result) for result in results], x
+    """)
+    for results, x in run(names.train).values:
+        assert [as_its_own for as_its_own, _ in results] == [True] * 3
+        assert [torch.equal(got, expected) for (_, got), expected in zip(results, (x, 2 * x, x))] == [True] * 3
+
+
+@pytest.mark.parametrize("size", [1, 1000])  # with the description, and after it
+def test_a_mean_overflows_only_where_it_does_not_fit(cell: Cells, size: int) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train(size):
+            def mean(value, dtype): return set(nbddp.reduce(torch.full((size,), value, dtype=dtype)).tolist())
+            return [mean(40000.0, torch.float16), mean(2.0**127, torch.bfloat16), mean(2.0**127, torch.float32),
+                    mean(1e308, torch.float64), {nbddp.reduce(1e308)}, {nbddp.reduce(2**1023)}]
+    """)
+    for value in run(names.train, size, nprocs=3).values:
+        assert value == [{40000.0}, {2.0**127}, {2.0**127}, {1e308}, {1e308}, {2.0**1023}]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_nan_on_any_rank_is_nan_in_min_and_max_on_all(cell: Cells, size: int) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train(size):
+            nan, results = float("nan"), []
+            for who in range(3):
+                mine = nan if nbddp.rank() == who else float(nbddp.rank())
+                for op in ("min", "max"):
+                    results.append(nbddp.reduce(mine, op))
+                    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+                        results += set(nbddp.reduce(torch.full((size,), mine, dtype=dtype), op).tolist())
+            x = torch.full((size,), nbddp.rank() - 1.0)
+            return results, [nbddp.reduce(x, op)[0].item() for op in ("min", "max")]
+    """)
+    for value, plain in run(names.train, size, nprocs=3).values:
+        assert len(value) >= 24
+        assert all(map(math.isnan, value))
+        assert plain == [-1.0, 1.0]
+
+
+def test_ranks_that_make_different_calls_are_told_which(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train(calls):
+            try:
+                return eval(calls[nbddp.rank()])
+            except ValueError as error:
+                return str(error)
+    """)
+    for calls, named in {
+        (
+            "nbddp.reduce(1, 'sum')",
+            "nbddp.reduce(1, 'max')",
+        ): "rank 0 calls reduce(x, 'sum'), rank 1 calls reduce(x, 'max')",
+        ("nbddp.gather(1)", "nbddp.reduce(1)"): "rank 0 calls gather(x), rank 1 calls reduce(x, 'mean')",
+        (
+            "nbddp.reduce(1, 'median')",
+            "nbddp.reduce(1)",
+        ): "rank 0 calls reduce(x, 'median'), rank 1 calls reduce(x, 'mean')",
+    }.items():
+        first, second = run(names.train, calls).values
+        assert first == second
+        assert named in first
+
+
+def test_gathered_tensors_are_detached_copies_also_with_one_rank(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train(size):
+            x = torch.ones(size, requires_grad=True)
+            gathered = nbddp.gather(x)
+            for each in gathered: each += nbddp.rank() + 1
+            return [each.requires_grad for each in gathered], [each.sum().item() for each in gathered], x.sum().item()
+        def mixed():
+            x = nbddp.gather([1, torch.ones(2, 3).t()][nbddp.rank()])
+            return x[0], x[1].tolist(), x[1].stride()
+    """)
+    for size in (4, 1000):
+        assert names.train(size) == ([False], [2.0 * size], size)
+        for ranks in (1, 2):
+            for rank, value in enumerate(run(names.train, size, nprocs=ranks).values):
+                assert value == ([False] * ranks, [size * (rank + 2.0)] * ranks, size)
+    assert run(names.mixed).values == [(1, [[1.0, 1.0]] * 3, (1, 3))] * 2
 
 
 def test_helpers_without_a_group_say_what_to_do(cell: Cells) -> None:
