@@ -12,6 +12,9 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+if sys.platform == "win32":
+    raise ImportError("nbddp runs on Linux and macOS. On Windows, use it in WSL2 (Windows Subsystem for Linux)")
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
