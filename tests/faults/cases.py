@@ -109,6 +109,7 @@ class Case:
         fraction: of the run's life at which the fault comes; -1: before its first process.
         extra_s: beside that, near one of the ends.
         pauses_s: between interrupts, or from SIGSTOP to SIGCONT.
+        slowness: of the machine meanwhile; limits are stretched by it.
     """
 
     seed: str
@@ -123,6 +124,7 @@ class Case:
     grace_s: float
     number: int
     at_line: int = 0
+    slowness: float = 1.0
     applied: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -247,8 +249,9 @@ def _is_natural(run: dict[str, Any], outcome: dict[str, Any]) -> bool:
 def _late(case: Case, outcome: dict[str, Any]) -> str:
     took = max(0.0, outcome["ended"] - case.applied["at"])
     outcome["took"] = took
-    limit = case.limit_s + BUSY_S
-    return f"the error came after {took:.2f} s; the limit is {case.limit_s} + {BUSY_S} s" if took > limit else ""
+    limit = (case.limit_s + BUSY_S) * case.slowness
+    stretched = f"({case.limit_s} + {BUSY_S}) * {case.slowness:.1f} s"
+    return f"the error came after {took:.2f} s; the limit is {stretched}" if took > limit else ""
 
 
 def _verdict(case: Case, run: dict[str, Any], outcome: dict[str, Any]) -> str:

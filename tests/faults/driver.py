@@ -29,6 +29,7 @@ import torch
 import nbddp
 from nbddp.kernel import runner, source
 from tests.faults import programs
+from tests.faults.pace import Patience
 from tests.support import Surroundings, fresh_main
 
 SETTLE_S = 3.0
@@ -239,8 +240,8 @@ class Driver:
 
     def _changes(self) -> dict[str, str]:
         assert self._before is not None
-        deadline = time.monotonic() + SETTLE_S
-        while (changed := self._before.changed()) and time.monotonic() < deadline:
+        patience = Patience(SETTLE_S)
+        while (changed := self._before.changed()) and not patience.is_over():
             gc.collect()  # an exception's frames may hold what it was about
             time.sleep(0.02)
         return changed

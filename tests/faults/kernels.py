@@ -20,7 +20,10 @@ from typing import Any
 
 import psutil
 
+from tests.faults.pace import Patience
+
 _START_S = 90.0
+_LOOK_S = 0.1
 _MEMORY_BYTES = 2 << 30
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -106,10 +109,12 @@ class DriverKernel:
         return self._read(self._control, timeout_s)
 
     def _read(self, channel: socket.socket, timeout_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
+        patience = Patience(timeout_s)
         while b"\n" not in self._lines[channel]:
-            if not select.select([channel], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise Hangs(f"no answer within {timeout_s:.0f} s\n{self._stacks()}")
+            if not select.select([channel], [], [], _LOOK_S)[0]:
+                if patience.is_over():
+                    raise Hangs(f"no answer within {timeout_s:.0f} s\n{self._stacks()}")
+                continue
             data = channel.recv(1 << 16)
             if not data:
                 raise Hangs(f"the kernel is gone: {self._process.wait(5)}\n{self.said()}")

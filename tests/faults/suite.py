@@ -16,6 +16,7 @@ from typing import Any
 from tests.faults import apply, cases
 from tests.faults.cases import FAULTS, HANGS_S, KERNEL_GONE_S, Case
 from tests.faults.kernels import DriverKernel, Hangs, may_limit_memory, may_mount
+from tests.faults.pace import Pace, Patience
 
 _NEXT_RUN_S = 12.0  # torch asks the name server about 127.0.0.1: a lost answer costs 5 s
 _NEW_SERVER_S = 20.0  # which imports torch
@@ -50,6 +51,7 @@ class Suite:
     def __init__(self) -> None:
         self._kernels: dict[str, Any] = {}
         self._spares: dict[str, DriverKernel] = {}  # starting, while others work
+        self._pace = Pace()
 
     def __enter__(self) -> Suite:
         return self
@@ -57,6 +59,7 @@ class Suite:
     def __exit__(self, *exc_info: object) -> None:
         for kernel in [*self._kernels.values(), *self._spares.values()]:
             kernel.close()
+        self._pace.close()
 
     def kernel(self, sort: str) -> Any:
         if sort not in self._kernels:
@@ -96,12 +99,14 @@ class Suite:
     def _run_in_driver(self, case: Case) -> Verdict:
         kernel: DriverKernel = self.kernel(case.kernel)
         verdict = Verdict(case, [])
+        began = time.monotonic()
         try:
             reply = _with_fault(kernel, case)
             if case.fault == "kernel SIGKILL":
                 self._look_at_the_dead(kernel, verdict)
                 return verdict
             verdict.evidence = reply
+            case.slowness = self._pace.since(began)
             if reply.get("where"):
                 case.applied = {"at": reply["at"], "line": reply["where"]}
             verdict.wrong += cases.judge(case, reply)
@@ -120,7 +125,8 @@ class Suite:
 
     def _look_at_the_dead(self, kernel: DriverKernel, verdict: Verdict) -> None:
         at = verdict.case.applied["at"]
-        while (left := kernel.left()) and time.monotonic() < at + KERNEL_GONE_S:
+        patience = Patience(KERNEL_GONE_S)
+        while (left := kernel.left()) and not patience.is_over():
             time.sleep(0.005)
         verdict.took_s = time.monotonic() - at
         if left:
@@ -131,10 +137,11 @@ class Suite:
         """Is all as it was, and does the next run work?"""
         apply.heal(kernel, verdict.case)
         kernel.tell(do="after")
+        began = time.monotonic()
         after = kernel.read(HANGS_S)
         verdict.evidence["after"] = after
         limit_s = _NEW_SERVER_S if "fork server" in verdict.case.fault else _NEXT_RUN_S
-        if after["next_run"] or after["next_seconds"] > limit_s:
+        if after["next_run"] or after["next_seconds"] > limit_s * self._pace.since(began):
             verdict.wrong.append(f"the next run: {after['next_run']} after {after['next_seconds']:.2f} s")
         if changed := _but_torchs_probes(after["changed"]):
             verdict.wrong.append(f"the kernel is not as it was: {changed}")
@@ -221,8 +228,8 @@ def _life_s(case: Case) -> float:
 
 
 def _wait_until_none(what: Callable[[], list[str]]) -> list[str]:
-    deadline = time.monotonic() + _GONE_S
-    while (left := what()) and time.monotonic() < deadline:
+    patience = Patience(_GONE_S)
+    while (left := what()) and not patience.is_over():
         time.sleep(0.01)
     return left
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.faults import cases
+from tests.faults import cases, pace
 from tests.faults.suite import able, explain, run_all, table
 
 SEED = os.environ.get("NBDDP_FAULTS_SEED") or str(random.SystemRandom().randrange(10**6))
@@ -45,9 +45,31 @@ def test_a_fault_that_nobody_sees() -> None:
 
     assert judged() == []
     assert judged(ended=10.5 + cases.BUSY_S + 0.1)  # too late
+    case.slowness = 3.0
+    assert judged(ended=10.5 + cases.BUSY_S + 0.1) == []  # on a machine with other work
+    assert judged(ended=10.0 + 3 * (0.5 + cases.BUSY_S) + 0.1)
+    case.slowness = 1.0
     assert judged(rank=0, text="rank 0 of 2 was killed")  # its echo
     assert judged(error="RankError", **{"is": ["RankError"]})
     assert judged(signal="SIGTERM")
     assert cases.judge(case, {"outcomes": [{"good": False, "ended": 10.1, "state": "finished"}]})
     case.applied = {}
     assert judged()  # an error out of nothing
+
+
+def test_patience_stretches_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the processes that want a core, whatever they are: Linux counts them."""
+    now = [100.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pace, "slowness", lambda: 4.0)
+    patience = pace.Patience(2.0)
+    for at, over in ((104.0, False), (107.9, False), (108.0, True)):
+        now[0] = at
+        assert patience.is_over() == over
+
+
+def test_slowness_is_at_least_one_and_grows_with_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    for runnable, slow in ((0, 1.0), (4, 1.0), (20, 5.0)):
+        monkeypatch.setattr(pace.Path, "read_text", lambda _, n=runnable: f"9.1 8.0 7.0 {n}/200 4711\n")
+        assert pace.slowness() == slow
