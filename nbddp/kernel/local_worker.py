@@ -21,6 +21,7 @@ from nbddp.worker.output import STACKS_SIGNAL
 _GONE_S = 2.0  # after a SIGKILL; a process in an uninterruptible disk wait may take longer
 _REAPED_S = 0.1  # once its sentinel says that it is dead
 _NAP_S = 0.002
+_PICKLED_S = 10.0  # an exception, which may not end to grow while it is
 _READ_BYTES = 256 << 10
 _MOST_STACKS = 1 << 20
 _UNKNOWN_EXIT = 255  # multiprocessing's, when the fork server died before the process
@@ -32,6 +33,8 @@ class Worker(Rank):
     def __init__(self, rank: int, process: Any, channel: Connection, output: RankOutput, fds: dict[str, int]) -> None:
         super().__init__(rank, output)
         self._dismissed = False
+        self._raised: wire.Raised | None = None
+        self._pickled_by = float("inf")  # monotonic
         self._spawned = not isinstance(process, forked.WorkerProcess)
         self._oom_kills = oom.kills()
         self._process = process
@@ -88,6 +91,15 @@ class Worker(Rank):
             except (EOFError, OSError):
                 self._channel.close()
                 self._channel = None
+        self._make_do_without_its_exception()
+
+    def _make_do_without_its_exception(self) -> None:
+        """One that ended while it pickled it, or takes too long: what stands for it is its last word."""
+        if self.report is None and self._raised is not None:
+            if time.monotonic() > self._pickled_by:
+                self.kill()
+            if not self.alive:
+                self.report = wire.Failed(**vars(self._raised))
 
     def _hear_of_its_end(self) -> None:
         exitcode = self._process.exitcode
@@ -102,6 +114,8 @@ class Worker(Rank):
             self.ready = True
         elif isinstance(message, wire.Called):
             self.called = True
+        elif isinstance(message, wire.Raised):
+            self._raised, self._pickled_by = message, time.monotonic() + _PICKLED_S
         elif isinstance(message, (wire.Finished, wire.Failed, wire.Exited)):
             self.report = message
 

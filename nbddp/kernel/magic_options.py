@@ -43,6 +43,7 @@ RUN_OPTIONS = [
     argument("--timeout", type=float, help="Wall time of the run in seconds. Default: no limit."),
     argument("--hosts", type=_hosts, help="Run on these, e.g. gpu1,gpu2; slurm; or a variable with a Cluster."),
     argument("--min-hosts", type=int, help="When a host is lost, a restart goes on with so many. Default: all."),
+    argument("--oversubscribe", action="store_const", const=True, help="Also more than 16 ranks per core of the CPU."),
 ]
 OUTPUT_OPTIONS = [
     argument("--background", action="store_const", const=True, help="Return at once; %%ddp status tells how it goes."),

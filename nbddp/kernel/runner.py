@@ -59,6 +59,7 @@ def run(
     start_method: str | None = None,
     hosts: Hosts = None,
     min_hosts: int | None = None,
+    oversubscribe: bool = False,
 ) -> Run:
     """Run ``fn(*args, **kwargs)`` on every rank: one fresh process per GPU, or on the CPU.
 
@@ -89,6 +90,7 @@ def run(
         hosts: run on these, as your ``ssh`` knows them, in the order of the ranks (``"localhost"``: this machine);
             ``"slurm"``: on the nodes of this allocation; or an open :func:`nbddp.cluster`.
         min_hosts: when a host is lost and ``max_restarts`` allows it, go on with so many. Default: all.
+        oversubscribe: True: also more than 16 ranks per core of this machine's CPU (and more than 64).
 
     Returns:
         The run, finished unless ``wait=False``; its ``value`` is what rank 0 returned.
@@ -122,6 +124,7 @@ def run(
         start_method=start_method,
         hosts=hosts,
         min_hosts=min_hosts,
+        oversubscribe=oversubscribe,
     )
     return launch(plan, site, fn, tuple(args), kwargs, wait=wait, show=show)
 

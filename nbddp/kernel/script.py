@@ -39,6 +39,7 @@ def run_script(
     start_method: str | None = None,
     hosts: Hosts = None,
     min_hosts: int | None = None,
+    oversubscribe: bool = False,
 ) -> Run:
     """``torchrun --standalone --nproc_per_node=nprocs path argv``, without leaving the notebook.
 
@@ -81,6 +82,7 @@ def run_script(
         start_method=start_method,
         hosts=hosts,
         min_hosts=min_hosts,
+        oversubscribe=oversubscribe,
     )
     by_rank = tuple(_words(argv(rank) if callable(argv) else argv) for rank in range(plan.nprocs))
     return launch(plan, site, script.run_script, (script.Script(file, by_rank),), {}, wait=wait, show=show)
