@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copyreg
 import functools
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import tblib.pickling_support
 
+_MOST_LINKS = 50  # pickling an exception pickles what led to it within it, until Python's stack ends
 _PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 _HIDDEN = "__tracebackhide__"  # the local that IPython and pytest look for in a frame
@@ -36,14 +38,22 @@ def user_frames(tb: TracebackType | None) -> TracebackType | None:
 
 def drop_our_frames(error: BaseException | None) -> None:
     """Leave the reader's frames in an exception and in those that led to it."""
-    seen: set[int] = set()
-    waiting = [error]
+    for current, _ in _linked(error):
+        current.__traceback__ = user_frames(current.__traceback__)
+
+
+def _linked(error: BaseException | None) -> list[tuple[BaseException, int]]:
+    """It, what led to it, and what it consists of (an ExceptionGroup), with the links to there."""
+    found: dict[int, tuple[BaseException, int]] = {}
+    waiting = collections.deque([(error, 0)])
     while waiting:
-        current = waiting.pop()
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
-            current.__traceback__ = user_frames(current.__traceback__)
-            waiting += [current.__cause__, current.__context__]
+        current, links = waiting.popleft()
+        if current is not None and id(current) not in found:
+            found[id(current)] = current, links
+            parts = getattr(current, "exceptions", ())
+            nested = [part for part in parts if isinstance(part, BaseException)] if isinstance(parts, tuple) else []
+            waiting += [(linked, links + 1) for linked in (current.__cause__, current.__context__, *nested)]
+    return list(found.values())
 
 
 def library_of(files: Sequence[str]) -> list[str]:
@@ -88,13 +98,27 @@ def shown_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def make_picklable(error: BaseException) -> None:
-    """Let ``error`` travel with its causes, notes and tracebacks (tblib; also odd ``__init__`` signatures)."""
-    tblib.pickling_support.install(error)
+    """Let ``error`` travel with its causes, notes and tracebacks (tblib; also odd ``__init__`` signatures).
+
+    Of a long chain of causes the newest go along.
+    """
+    _shorten(error)
+    # Not the instance: tblib follows its causes by recursion.
+    tblib.pickling_support.install(*{type(linked) for linked, _ in _linked(error)})
     # tblib's own frames forget where their function began, and IPython then shows another one's lines.
     copyreg.pickle(TracebackType, _reduce)
     for cls in _FILLED_BY_INIT:
         reduce = functools.partial(tblib.pickling_support.pickle_exception, builtin_inits=(cls.__init__,))
         copyreg.pickle(cls, reduce)
+
+
+def _shorten(error: BaseException) -> None:
+    linked = _linked(error)
+    for current, links in linked:
+        if links == _MOST_LINKS and (current.__cause__ or current.__context__):
+            current.__cause__ = current.__context__ = None
+            if hasattr(current, "add_note"):  # from Python 3.11 on
+                current.add_note(f"[older exceptions are left out: the chain has {len(linked):,}]")
 
 
 # Their line numbers and positions are slots of C, which nothing but a call of the class can fill.

@@ -86,6 +86,14 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Raised(Failed):
+    """Worker to kernel: the same, from a rank that goes on to pickle the exception itself, which may take for ever.
+
+    In its result block lies what stands for it until then: its name, text and frames.
+    """
+
+
+@dataclass(frozen=True)
 class Exited:
     """Worker to kernel: the user's code called ``sys.exit`` with something else than success."""
 
@@ -94,7 +102,7 @@ class Exited:
     at: float
 
 
-Message = Union[Job, Leave, Ready, Called, Finished, Failed, Exited]
+Message = Union[Job, Leave, Ready, Called, Finished, Failed, Raised, Exited]
 
 
 def encode(message: Message) -> bytes:

@@ -1,16 +1,20 @@
-"""What a run must not wait for: pools at a rank's end, workers, names that are too long, too many ranks, deep errors."""
+"""What a run must not wait for: pools at a rank's end, workers, names too long, too many ranks, deep errors."""
 
 from __future__ import annotations
 
 import importlib.util
 import multiprocessing.util
+import os
+import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nbddp.kernel import supervisor
+import nbddp
+from nbddp.kernel import devices, supervisor
 from tests.support import Cells, Notebook, run, script
 
 # ---------------------------------------------------------------------------- the end of a rank
@@ -165,3 +169,114 @@ def test_a_notebook_with_a_tmpdir_that_is_too_long_can_import_nbddp(short_path: 
         assert reply.ename == "LaunchError"
         assert "TMPDIR is 100 characters long" in reply.evalue
         assert notebook.cell("nbddp.preload('mailbox')").evalue == reply.evalue
+
+
+# ---------------------------------------------------------------------------- too many ranks
+
+
+def test_far_more_ranks_than_cores_are_refused_unless_asked_for(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = cell("def train(): return 1")
+    cores = len(os.sched_getaffinity(0))
+    most = max(64, 16 * cores)
+    with pytest.raises(nbddp.LaunchError) as raised:
+        run(names.train, nprocs=most + 1)
+    assert str(raised.value) == (
+        f"nprocs={most + 1} on {cores} cores would take minutes and much memory; at most {most} start here. "
+        f"Use nprocs={cores}, or oversubscribe=True if you mean it"
+    )
+    with pytest.raises(nbddp.LaunchError, match="nprocs=500"):
+        nbddp.spawn(lambda rank: None, nprocs=500)
+    with pytest.raises(nbddp.LaunchError, match="nprocs=500"):
+        nbddp.run_script(__file__, nprocs=500, device="cpu")
+    monkeypatch.setattr(devices, "_FEW_RANKS", 1)
+    monkeypatch.setattr(devices, "_MOST_PER_CORE", 1)
+    with pytest.raises(nbddp.LaunchError, match="oversubscribe=True"):
+        run(names.train, nprocs=cores + 1)
+    assert run(names.train, nprocs=cores + 1, oversubscribe=True).values == [1] * (cores + 1)
+
+
+# ---------------------------------------------------------------------------- errors
+
+ERRORS = {
+    "deeper with every pickling": (
+        """
+        class Deeper(Exception):
+            def __reduce__(self): return Deeper, (Deeper("deeper"),)
+        def train(): raise Deeper("the user's text")
+        """,
+        "Deeper: the user's text",
+    ),
+    "two of it": (
+        """
+        class Deeper(Exception):
+            def __reduce__(self): return Deeper, (Deeper(1), Deeper(2))
+        def train(): raise Deeper("the user's text")
+        """,
+        "Deeper: the user's text",
+    ),
+    "never ends": (
+        """
+        import itertools
+        class Endless(Exception):
+            def __reduce__(self): return Endless, ("x",), None, map(float, itertools.count())
+        def train(): raise Endless("the user's text")
+        """,
+        "Endless: the user's text",
+    ),
+    "sleeps": (
+        """
+        import time
+        class Sleeps(Exception):
+            def __reduce__(self): time.sleep(10000)
+        def train(): raise Sleeps("the user's text")
+        """,
+        "Sleeps: the user's text",
+    ),
+    "a chain of 3,000 causes": (
+        """
+        def train():
+            error = None
+            for number in range(3000):
+                try:
+                    raise ValueError(f"number {number}") from error
+                except ValueError as raised:
+                    error = raised
+            raise error
+        """,
+        "ValueError: number 2999",
+    ),
+    "a chain of 3,000 contexts": (
+        """
+        def train():
+            error = None
+            for number in range(3000):
+                following = ValueError(f"number {number}")
+                following.__context__ = error
+                error = following
+            raise error
+        """,
+        "ValueError: number 2999",
+    ),
+    "a group in a group, 3,000 times": (
+        """
+        def train():
+            error = ValueError("inside")
+            for number in range(3000): error = ExceptionGroup(f"number {number}", [error])
+            raise error
+        """,
+        "ExceptionGroup: number 2999 (1 sub-exception)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_that_cannot_be_pickled_to_its_end_comes_at_once(cell: Cells, kind: str) -> None:
+    if "ExceptionGroup" in ERRORS[kind][1] and sys.version_info < (3, 11):
+        pytest.skip("from Python 3.11 on")
+    source, text = ERRORS[kind]
+    with pytest.raises(nbddp.RankError) as raised:
+        run(cell(source).train, nprocs=1, timeout=60)
+    cause = raised.value.cause
+    assert f"{type(cause).__name__}: {cause}" == text
+    assert cause.__traceback__ is not None
+    assert "".join(traceback.format_exception(raised.value)).count("\n") < 1000

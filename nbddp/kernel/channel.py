@@ -15,7 +15,7 @@ _REST_S = 5.0  # a message is written at once: what is half for so long is none
 _READ_BYTES = 64 << 10
 
 
-_MESSAGES = (wire.Ready, wire.Called, wire.Finished, wire.Failed, wire.Exited)  # a worker's
+_MESSAGES = (wire.Ready, wire.Called, wire.Finished, wire.Raised, wire.Failed, wire.Exited)  # a worker's
 
 
 class Garbled(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from nbddp.errors import LaunchError, short
 
 CPU_NPROCS = 2  # ranks on a machine without GPUs, when the user does not say
+_FEW_RANKS = 64  # can always be started
+_MOST_PER_CORE = 16
 
 
 def choose_device(device: str | torch.device | None, gpus: Sequence[int] | None) -> tuple[str, int]:
@@ -75,6 +78,21 @@ def choose_nprocs(nprocs: int | None, device_type: str, count: int, gpus: Sequen
             f"one process per device. Use nprocs={count}, or device='cpu'"
         )
     return nprocs or count
+
+
+def check_cores(nprocs: int) -> None:
+    """Refuse what nobody means: each rank on the CPU is a process that wants a core.
+
+    Raises:
+        LaunchError: so many would take minutes to start.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = max(_FEW_RANKS, _MOST_PER_CORE * cores)
+    if nprocs > most:
+        raise LaunchError(
+            f"nprocs={nprocs} on {cores} cores would take minutes and much memory; at most {most} start here. "
+            f"Use nprocs={cores}, or oversubscribe=True if you mean it"
+        )
 
 
 def _check_gpus(gpus: Sequence[int], device_type: str, count: int) -> None:

@@ -22,6 +22,7 @@ from nbddp.worker.output import STACKS_SIGNAL
 _GONE_S = 2.0  # after a SIGKILL; a process in an uninterruptible disk wait may take longer
 _REAPED_S = 0.1  # once its sentinel says that it is dead
 _NAP_S = 0.002
+_PICKLED_S = 10.0  # an exception, which may not end to grow while it is
 _READ_BYTES = 256 << 10
 _MOST_STACKS = 1 << 20
 _GARBLED = (
@@ -41,6 +42,8 @@ class Worker(Rank):
     def __init__(self, rank: int, process: Any, channel: Channel, output: RankOutput, fds: dict[str, int]) -> None:
         super().__init__(rank, output)
         self._dismissed = False
+        self._raised: wire.Raised | None = None
+        self._pickled_by = float("inf")  # monotonic
         self.spawned = not isinstance(process, forked.WorkerProcess)
         self._oom_kills = oom.kills()
         self._process = process
@@ -93,6 +96,7 @@ class Worker(Rank):
             self._hear_of_its_end()
         while (message := self._next_message()) is not None:
             self._take(message)
+        self._make_do_without_its_exception()
 
     def _next_message(self) -> wire.Message | None:
         if self._channel is None:
@@ -104,6 +108,14 @@ class Worker(Rank):
             self._channel = None
             garbled = isinstance(error, Garbled)
         return wire.Failed(0, time.monotonic(), "call", _GARBLED) if garbled else None
+
+    def _make_do_without_its_exception(self) -> None:
+        """One that ended while it pickled it, or takes too long: what stands for it is its last word."""
+        if self.report is None and self._raised is not None:
+            if time.monotonic() > self._pickled_by:
+                self.kill()
+            if not self.alive:
+                self.report = wire.Failed(**vars(self._raised))
 
     def _hear_of_its_end(self) -> None:
         exitcode = self._process.exitcode
@@ -127,6 +139,8 @@ class Worker(Rank):
                 self.report = wire.Failed(0, time.monotonic(), "setup", difference)
         elif isinstance(message, wire.Called):
             self.called = True
+        elif isinstance(message, wire.Raised):
+            self._raised, self._pickled_by = message, time.monotonic() + _PICKLED_S
         elif isinstance(message, (wire.Finished, wire.Failed, wire.Exited)):
             self.report = self.report or message
 

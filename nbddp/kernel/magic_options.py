@@ -44,6 +44,7 @@ RUN_OPTIONS = [
     argument("--hosts", type=_hosts, help="Run on these, e.g. gpu1,gpu2; slurm; or a variable with a Cluster."),
     argument("--keep-children", action="store_const", const=True, help="What a rank has detached outlives it."),
     argument("--min-hosts", type=int, help="When a host is lost, a restart goes on with so many. Default: all."),
+    argument("--oversubscribe", action="store_const", const=True, help="Also more than 16 ranks per core of the CPU."),
 ]
 OUTPUT_OPTIONS = [
     argument("--background", action="store_const", const=True, help="Return at once; %%ddp status tells how it goes."),

@@ -12,7 +12,7 @@ import torch
 
 from nbddp.errors import LaunchError, first_line, short
 from nbddp.kernel import forked, forkserver
-from nbddp.kernel.devices import choose_backend, choose_device, choose_nprocs, choose_shares
+from nbddp.kernel.devices import check_cores, choose_backend, choose_device, choose_nprocs, choose_shares
 from nbddp.kernel.environment import CONTRACT, Place, environment, threads_of
 from nbddp.kernel.rendezvous import Rendezvous
 from nbddp.process_state import ProcessState, present
@@ -104,6 +104,7 @@ def make_plan(
     pass_rank: bool = False,
     hosts: Mapping[str, Mapping[str, int]] | None = None,
     min_hosts: int | None = None,
+    oversubscribe: bool = False,
 ) -> Plan:
     """Check and decide. The arguments are those of :func:`nbddp.run`.
 
@@ -127,6 +128,8 @@ def make_plan(
         assert not isinstance(nprocs, Mapping)
         device_type, count = choose_device(device, gpus)
         ranks = choose_nprocs(nprocs, device_type, count, gpus)
+        if device_type == "cpu" and not oversubscribe:
+            check_cores(ranks)
     else:
         device_type, shares = choose_shares(hosts, nprocs, device, gpus)
         ranks = sum(shares.values())

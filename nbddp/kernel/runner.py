@@ -61,6 +61,7 @@ def run(
     hosts: Hosts = None,
     min_hosts: int | None = None,
     keep_children: bool = False,
+    oversubscribe: bool = False,
 ) -> Run:
     """Run ``fn(*args, **kwargs)`` on every rank: one fresh process per GPU, or on the CPU.
 
@@ -94,6 +95,7 @@ def run(
         keep_children: True: a process that a rank starts in a session or process group of its own (a daemon, a
             tracking server) goes on when the rank has ended; the ranks then start by ``"spawn"``. Default: all that
             a rank starts ends with it.
+        oversubscribe: True: also more than 16 ranks per core of this machine's CPU (and more than 64).
 
     Returns:
         The run, finished unless ``wait=False``; its ``value`` is what rank 0 returned.
@@ -128,6 +130,7 @@ def run(
         hosts=hosts,
         min_hosts=min_hosts,
         keep_children=keep_children,
+        oversubscribe=oversubscribe,
     )
     return launch(plan, site, fn, tuple(args), kwargs, wait=wait, show=show)
 

@@ -40,6 +40,7 @@ def run_script(
     hosts: Hosts = None,
     min_hosts: int | None = None,
     keep_children: bool = False,
+    oversubscribe: bool = False,
 ) -> Run:
     """``torchrun --standalone --nproc_per_node=nprocs path argv``, without leaving the notebook.
 
@@ -83,6 +84,7 @@ def run_script(
         hosts=hosts,
         min_hosts=min_hosts,
         keep_children=keep_children,
+        oversubscribe=oversubscribe,
     )
     by_rank = tuple(_words(argv(rank) if callable(argv) else argv) for rank in range(plan.nprocs))
     return launch(plan, site, script.run_script, (script.Script(file, by_rank),), {}, wait=wait, show=show)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import dataclasses
 import functools
 import multiprocessing
 import multiprocessing.context
@@ -79,7 +80,9 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[An
         _let_nothing_else_raise()
         if isinstance(error, SystemExit) and phase == "call":
             return _exited(error, ends.result)
-        return _failed(error, at, phase, ends.result, known if phase in ("call", "pack") else ())
+        failed = _failed(error, at, phase, ends.result)
+        channel.send_bytes(wire.encode(wire.Raised(**vars(failed))))
+        return _with_the_exception(failed, error, ends.result, known if phase in ("call", "pack") else ())
 
 
 # ---------------------------------------------------------------------------- setting up
@@ -290,20 +293,26 @@ def _text_of(value: object) -> str:
         return f"a {type(value).__name__} whose str() raises {type(error).__name__}"
 
 
-def _failed(error: BaseException, at: float, phase: str, fd: int, known: Sequence[Any]) -> wire.Message:
+def _failed(error: BaseException, at: float, phase: str, fd: int) -> wire.Failed:
+    """With what stands for an exception that does not pickle: its name, text and frames."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     summary = bounded(text, CAUSE_CHARS)
     drop_our_frames(error)
+    look_alike = type(type(error).__name__, (Exception,), {"__module__": type(error).__module__})
+    stand_in = look_alike(text.partition(": ")[2] or text)
+    stand_in.__traceback__ = error.__traceback__
+    make_picklable(stand_in)
+    return wire.Failed(payload.pack(stand_in, fd, back=True).nbytes, at, phase, summary)
+
+
+def _with_the_exception(failed: wire.Failed, error: BaseException, fd: int, known: Sequence[Any]) -> wire.Failed:
+    """The same with the exception itself, if it pickles."""
     make_picklable(error)
     try:
-        packed = payload.pack(error, fd, known=known, back=True)
-    except Exception:  # an exception that does not pickle: its name, text and frames still travel
-        look_alike = type(type(error).__name__, (Exception,), {"__module__": type(error).__module__})
-        stand_in = look_alike(text.partition(": ")[2] or text)
-        stand_in.__traceback__ = error.__traceback__
-        make_picklable(stand_in)
-        packed = payload.pack(stand_in, fd, back=True)
-    return wire.Failed(packed.nbytes, at, phase, summary)
+        nbytes = payload.pack(error, fd, known=known, back=True).nbytes
+    except Exception:  # whatever a user's __reduce__ raises; before anything is written
+        return failed
+    return dataclasses.replace(failed, nbytes=nbytes)
 
 
 def _leave(channel: Connection) -> None:
