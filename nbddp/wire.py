@@ -73,6 +73,7 @@ class Finished:
 
     nbytes: int
     at: float  # time.monotonic(), one clock for all processes of a machine
+    met: bool | None = None  # has it taken part in a collective? None: it was in no group of several ranks
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ SIGNATURES = {
 }
 
 RUN_HAS = {
-    "value", "values", "history", "state", "seconds", "error", "logs", "stacks", "stop", "wait", "__await__", "show"
+    "value", "values", "history", "state", "seconds", "error", "remark", "logs", "stacks", "stop", "wait", "__await__",
+    "show"
 }  # fmt: skip
 
 

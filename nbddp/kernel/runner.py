@@ -259,6 +259,11 @@ class Run:
         return self._supervisor.error
 
     @property
+    def remark(self) -> str:
+        """Of a finished run, a line about what may not be as meant: no rank took part in a collective. Else ""."""
+        return self._supervisor.remark
+
+    @property
     def value(self) -> Any:
         """What rank 0 returned, tensors on the CPU. Raises the run's error if it failed."""
         return self.values[0]

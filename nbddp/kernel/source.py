@@ -55,6 +55,7 @@ class Source:
             max_restarts=self._plan.max_restarts,
             restart_reason=self._supervisor.restart_reason,
             hang=self._supervisor.hang,
+            remark=self._supervisor.remark,
         )
 
     def _rank_statuses(self, failed_rank: int | None) -> tuple[RankStatus, ...]:

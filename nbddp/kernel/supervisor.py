@@ -23,6 +23,7 @@ from nbddp.kernel.crew import AnyCrew, AnyWorker, Site
 from nbddp.kernel.history import History
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.kernel.plan import Plan
+from nbddp.kernel.remarks import side_by_side
 from nbddp.kernel.stacks import Where
 from nbddp.payload import Pickled
 from nbddp.tracebacks import drop_our_frames
@@ -52,6 +53,7 @@ class Supervisor:
         done: set when every process is gone and every fd is closed (of much data, just after).
         restarts, restart_reason: how often all ranks have started again, and the last time after what.
         hang: where the ranks are when nothing has moved for ``stall_after`` seconds; else "".
+        remark: what a finished run has to say that is no error; else "".
     """
 
     def __init__(self, plan: Plan, pickled: Pickled, history: History, site: Site) -> None:
@@ -66,6 +68,7 @@ class Supervisor:
         self.restarts = 0
         self.restart_reason = ""
         self.hang = ""
+        self.remark = ""
         self._plan = plan
         self._site = site
         self._deadline = self.began + (plan.timeout_s or float("inf"))
@@ -382,6 +385,8 @@ class Supervisor:
 
     def _succeed(self, crew: AnyCrew) -> None:
         values = self._aside(lambda: self._plan.receive([self._result_of(worker) for worker in crew.workers]))
+        reports = [worker.report for worker in crew.workers if isinstance(worker.report, wire.Finished)]
+        self.remark = side_by_side(self._plan, reports, sharing=bool(self._packed.inherited))
         crew.dismiss_reported()
         # What is left are exit handlers and threads: a stop or the end of the time need not wait for them.
         leave_by = min(time.monotonic() + _LEAVE_GRACE_S, self._deadline)

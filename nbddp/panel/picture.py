@@ -33,6 +33,7 @@ _LINE_CHARS = 300
 _COLOUR_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 _COLOR = "#3b7df0"
+_SOFT = "#808080"  # on light and on dark
 _STATE_COLORS = {"finished": "#22994f", "failed": "#d9453d", "stopped": "#b07a10"}
 
 
@@ -104,6 +105,8 @@ class Picture:
             yield f'<p style="color:{MARK_COLOR}">↻ {escape(summary.restart_text(status)[:_LINE_CHARS])}</p>'
         if status.error:
             yield f'<p style="color:{color}"><b>{escape(plain(status.error[:_LINE_CHARS]))}</b></p>'
+        if status.remark:
+            yield f'<p style="color:{_SOFT}">{escape(plain(status.remark[:_LINE_CHARS]))}</p>'
 
     def _facts(self, status: Status) -> Iterable[str]:
         rate = summary.progress(self._history).throughput

@@ -113,6 +113,8 @@ class TextView:
 
     def _say_end(self, status: Status, history: History) -> None:
         self._echo.line(end_text(status, history))
+        if status.remark:
+            self._echo.line(f"{status.name}: {status.remark}")
 
     def _say_progress(self, history: History) -> None:
         bars = history.ranks[0].bars

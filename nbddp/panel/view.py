@@ -50,6 +50,7 @@ class Status:
         restart_reason: "RankDied: rank 2 of 4 was killed by SIGKILL", of the last restart; "" before the first.
         hang: where the ranks are when nothing has moved for a while: a line that sums up, then
             each rank's stack; "" while there is nothing to tell.
+        remark: of a finished run, a line that is no error; "" for none.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Status:
     max_restarts: int = 0
     restart_reason: str = ""
     hang: str = ""
+    remark: str = ""
 
     @property
     def over(self) -> bool:

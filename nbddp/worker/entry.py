@@ -272,13 +272,13 @@ def _finished(value: Any, fd: int, known: Sequence[Any], job: wire.Job) -> wire.
     except Exception as error:  # whatever a user's __reduce__ raises
         what = f"what {job.run_name} returned on rank {job.rank} cannot come back to the notebook"
         raise culprit.explain({"the result": value}, error, what=what, back=True) from None
-    return wire.Finished(packed.nbytes, time.monotonic())
+    return wire.Finished(packed.nbytes, time.monotonic(), group.has_met())
 
 
 def _exited(error: SystemExit, fd: int) -> wire.Message:
     at = time.monotonic()
     if error.code is None or error.code == 0:
-        return wire.Finished(payload.pack(None, fd, back=True).nbytes, at)
+        return wire.Finished(payload.pack(None, fd, back=True).nbytes, at, group.has_met())
     if isinstance(error.code, int):
         return wire.Exited(error.code & 0xFF, "", at)  # as the system would tell it
     text = _text_of(error.code)

@@ -157,6 +157,7 @@ def let_users_make_their_own() -> None:
 
     distributed_c10d.init_process_group = init_process_group
     dist.init_process_group = init_process_group
+    _remember_what_is_destroyed()
     loopback.keep_stores_at_home()
     _let_children_host_their_own_store()
 
@@ -166,6 +167,42 @@ def stand_aside_too() -> None:
     global _ready_made
     if _ready_made is None and dist.is_initialized():
         _ready_made = dist.group.WORLD
+
+
+def _remember_what_is_destroyed() -> None:
+    """Wrap ``destroy_process_group``: a group takes along how many collectives there were."""
+    original = distributed_c10d.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        global _met_before
+        _met_before = has_met()
+        original(*args, **kwargs)
+
+    distributed_c10d.destroy_process_group = destroy_process_group
+    dist.destroy_process_group = destroy_process_group
+
+
+def has_met() -> bool | None:
+    """Has this rank taken part in a collective, in whatever group of several ranks? None: it was in none of those.
+
+    NCCL does not count sends and receives as such; gloo does.
+    """
+    groups = list(getattr(distributed_c10d._world, "pg_map", ())) if hasattr(distributed_c10d, "_world") else []
+    found = [_has_met_in(group) for group in groups if group.size() > 1]
+    return True if _met_before or any(found) else False if found else _met_before
+
+
+_met_before: bool | None = None  # in groups that are destroyed
+
+
+def _has_met_in(group: Any) -> bool:
+    """By the number of collectives that each of the group's backends has begun (torch 2.6 to 2.13)."""
+    try:
+        backends = [group._get_backend(device) for device in group._device_types]
+        return any(backend._get_sequence_number_for_group() for backend in backends)
+    except (AttributeError, RuntimeError):  # a backend that does not count: nothing can be said against it
+        return True
 
 
 def _let_children_host_their_own_store() -> None:

@@ -67,6 +67,16 @@ def test_a_rank_does_not_know_its_place(cell: Cells, warm: nbddp.Cluster) -> Non
     assert [place[0] for place in found[0][8]] == ["gpu1", "gpu1", "gpu2", "gpu2"]
 
 
+def test_ranks_on_several_hosts_that_never_met_are_told(cell: Cells, warm: nbddp.Cluster) -> None:
+    names = cell("""
+        import nbddp
+        def apart(): return nbddp.rank()
+        def together(): nbddp.barrier()
+    """)
+    assert run(names.apart, hosts=warm).remark.startswith("no rank took part in a collective: 4 ranks worked")
+    assert run(names.together, hosts=warm).remark == ""
+
+
 def test_hosts_cannot_have_different_numbers_of_ranks(cell: Cells, warm: nbddp.Cluster) -> None:
     found = run(cell(PLACES).places, hosts=warm, nprocs={"gpu2": 3, "gpu1": 1}).values
     assert [place[:6] for place in found] == [

@@ -106,7 +106,7 @@ def test_the_path_to_it_is_named(kind: str, way: list[str], delivery: str) -> No
 )
 def test_training_arguments_arrive_as_if_made_there(way: list[str], fields: dict[str, Any]) -> None:
     sent = _arguments(**fields)
-    there = dict(_n_gpu=5, _setup_devices="there", distributed_state=SimpleNamespace(num_processes=7))
+    there = {"_n_gpu": 5, "_setup_devices": "there", "distributed_state": SimpleNamespace(num_processes=7)}
     vars(sent).update(there)
     block = payload.open_block("arguments")
     try:

@@ -1,4 +1,4 @@
-// What is said of a run above its curves: that it was restarted, and where it stands still.
+// What is said of a run above its curves: that it was restarted, where it stands still, and what may not be as meant.
 
 import { h, say, show } from "./dom.js";
 
@@ -13,12 +13,15 @@ export class Notices {
     this._hang = h("div", { class: "nbddp-notice nbddp-hang", role: "status", hidden: true });
     this._hang.append(this._first, this._close, this._details);
     this._dismissed = false; // until the run has moved again
-    this.els = [this._restarted, this._hang];
+    this._remark = h("p", { class: "nbddp-remark", role: "status", hidden: true });
+    this.els = [this._restarted, this._hang, this._remark];
   }
 
-  update(restarted, hang) {
+  update(restarted, hang, remark) {
     say(this._restarted, restarted);
     show(this._restarted, Boolean(restarted));
+    say(this._remark, remark);
+    show(this._remark, Boolean(remark));
     if (!hang.length) this._dismissed = false;
     const [first = "", ...rest] = hang;
     say(this._first, first);

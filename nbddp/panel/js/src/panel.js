@@ -189,7 +189,7 @@ class Panel {
     say(this._summary, `${head.summary} · ${duration(this._store.seconds)}`);
     say(this._error, head.error);
     show(this._error, Boolean(head.error));
-    this._notices.update(head.restarted ?? "", this._store.hang);
+    this._notices.update(head.restarted ?? "", this._store.hang, head.remark ?? "");
     this._drawStop(state);
     const { fraction } = head;
     this._bar.dataset.known = fraction !== null;
