@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.distributed import DistError
@@ -24,7 +25,7 @@ from nbddp.kernel.history import History
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.stacks import Where
-from nbddp.payload import Pickled
+from nbddp.payload import Pickled, Unpacked
 from nbddp.tracebacks import drop_our_frames
 from nbddp.waiting import Latch, start_thread
 
@@ -338,7 +339,10 @@ class Supervisor:
         return len(data)
 
     def _succeed(self, crew: AnyCrew) -> None:
-        values = self._plan.receive([self._result_of(worker) for worker in crew.workers])
+        results = [self._result_of(worker) for worker in crew.workers]
+        for line in _by_ranks([result.notes for result in results]):
+            self.outputs[0].note(line)
+        values = self._plan.receive([result.value for result in results])
         crew.dismiss_reported()
         # What is left are exit handlers and threads: a stop or the end of the time need not wait for them.
         leave_by = min(time.monotonic() + _LEAVE_GRACE_S, self._deadline)
@@ -346,7 +350,7 @@ class Supervisor:
         self.values, self.hang = values, ""
         self._conclude("finished")
 
-    def _result_of(self, worker: AnyWorker) -> Any:
+    def _result_of(self, worker: AnyWorker) -> Unpacked:
         assert isinstance(worker.report, wire.Finished)
         try:
             return worker.unpack_result(worker.report.nbytes, self._packed.by_value)
@@ -434,6 +438,13 @@ class _Stillness:
         self._due = now + (now - self._since)
         self.told = True
         return True
+
+
+def _by_ranks(notes: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Every note once, behind the numbers of the ranks that it is about."""
+    for note in dict.fromkeys(itertools.chain(*notes)):
+        ranks = [str(rank) for rank, its_notes in enumerate(notes) if note in its_notes]
+        yield f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {note}"
 
 
 def _state_of(worker: AnyWorker) -> str:

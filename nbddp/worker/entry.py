@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from nbddp import culprit, payload, wire
+from nbddp.known import Known
 from nbddp.tracebacks import drop_our_frames, make_picklable
 from nbddp.worker import context, group, main_module, metrics, output, switch, wanted
 
@@ -70,7 +71,7 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[An
         _let_nothing_else_raise()
         if isinstance(error, SystemExit) and phase == "call":
             return _exited(error, ends.result)
-        return _failed(error, at, phase, ends.result, known if phase in ("call", "pack") else ())
+        return _failed(error, at, phase, ends.result, known if phase in ("call", "pack") else None)
 
 
 # ---------------------------------------------------------------------------- setting up
@@ -185,15 +186,15 @@ def seed_everything(seed: int) -> None:
 
 def unpack(
     job: wire.Job, fd: int, notebook: ModuleType, inherited: Sequence[Any] = ()
-) -> tuple[Callable[[], Any], Sequence[Any]]:
-    """The function with its arguments, out of the block ``fd``, and what travelled with them by value."""
+) -> tuple[Callable[[], Any], Known]:
+    """The function with its arguments, out of the block ``fd``, and what is known with them of the notebook."""
     unpacked = payload.unpack(fd, job.payload_nbytes, inherited=inherited, device=context.device())
-    main_module.publish(notebook, unpacked.by_value)
+    known = main_module.publish(notebook, unpacked)
     os.close(fd)
     function, args, kwargs = unpacked.value
     if job.pass_rank:
         args = (job.rank, *args)
-    return functools.partial(function, *args, **kwargs), unpacked.by_value
+    return functools.partial(function, *args, **kwargs), known
 
 
 # ---------------------------------------------------------------------------- reporting
@@ -205,7 +206,7 @@ def _let_nothing_else_raise() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _finished(value: Any, fd: int, known: Sequence[Any], job: wire.Job) -> wire.Message:
+def _finished(value: Any, fd: int, known: Known, job: wire.Job) -> wire.Message:
     try:
         packed = payload.pack(value, fd, known=known, back=True)
     except Exception as error:  # whatever a user's __reduce__ raises
@@ -224,7 +225,7 @@ def _exited(error: SystemExit, fd: int) -> wire.Message:
     return wire.Exited(1, str(error.code)[:1000], at)
 
 
-def _failed(error: BaseException, at: float, phase: str, fd: int, known: Sequence[Any]) -> wire.Message:
+def _failed(error: BaseException, at: float, phase: str, fd: int, known: Known | None) -> wire.Message:
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()[:10_000]
     drop_our_frames(error)
     make_picklable(error)
