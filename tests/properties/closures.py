@@ -20,6 +20,7 @@ _LINES = (
     "{0}.calls = getattr({0}, 'calls', 0) + x", "(lambda: p.append(len(p)))()", "q.extend(i for i in (m, n))",
     "{1}(x + 1)", "helper(x)", "kinds.append(Kind())", "pass",
 )  # fmt: skip
+_LINES_ALONE = [line for line in _LINES if not any(word in line for word in ("total", "{1}", "helper", "Kind"))]
 _HEAD = """
 total = 100
 def helper(x, log=[]):
@@ -34,43 +35,33 @@ def factory():
 
 @dataclass(frozen=True)
 class Case:
-    """A factory, how its functions travel, and which of them are called: before, in the rank, afterwards.
-
-    Attributes:
-        alone: does one function travel that shares nothing with another, and reads no global?
-    """
+    """A factory, how its functions travel, and which of them are called: before, in the rank, afterwards."""
 
     source: str
     wrapped: list[tuple[int, str]]
     before: list[int]
     inside: list[int]
     after: list[int]
-    alone: bool
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Of a factory with one to three functions, one to four, some of them twice."""
-    count = draw(st.integers(1, 3))
+def cases(draw: st.DrawFn, *, alone: bool = False) -> Case:
+    """Of a factory with one to three functions, one to four, some of them twice.
+
+    Args:
+        alone: one function that shares nothing, and reads no global.
+    """
+    count = 1 if alone else draw(st.integers(1, 3))
+    lines, variables = (_LINES_ALONE, _VARIABLES[:-1]) if alone else (_LINES, _VARIABLES)
+    bodies = st.lists(st.sampled_from(lines), min_size=1, max_size=5)
+    shown = st.lists(st.sampled_from(variables), unique=True)
     order = [f"f{number}" for number in draw(st.permutations(range(count)))]
-    functions = [_function(f"f{number}", draw(_bodies()), draw(_shown()), order) for number in range(count)]
+    functions = [_function(f"f{number}", draw(bodies), draw(shown), order) for number in range(count)]
     wraps = st.tuples(st.integers(0, count - 1), st.sampled_from(["", "", "partial", "method"]))
-    wrapped = draw(st.lists(wraps, min_size=1, max_size=4))
+    wrapped = draw(st.lists(wraps, min_size=1, max_size=1 if alone else 4))
     result = f"    return [{', '.join(f'f{number}' for number in range(count))}]"
     calls = st.lists(st.integers(0, 3), max_size=4)
-    mine = functions[wrapped[0][0]]
-    alone = (
-        len(wrapped) == 1 and not re.search(r"\btotal|helper|abs|Kind", mine) and len(re.findall(r"f\d\(", mine)) == 1
-    )
-    return Case(_HEAD + "".join(functions) + result, wrapped, draw(calls), draw(calls), draw(calls), alone)
-
-
-def _bodies() -> st.SearchStrategy[list[str]]:
-    return st.lists(st.sampled_from(_LINES), min_size=1, max_size=5)
-
-
-def _shown() -> st.SearchStrategy[list[str]]:
-    return st.lists(st.sampled_from(_VARIABLES), unique=True)
+    return Case(_HEAD + "".join(functions) + result, wrapped, draw(calls), draw(calls), draw(calls))
 
 
 def _function(name: str, body: list[str], shown: list[str], order: list[str]) -> str:

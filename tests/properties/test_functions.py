@@ -63,7 +63,7 @@ def being(main: ModuleType) -> Iterator[None]:
 
 
 @examples(50)
-@given(cases().filter(lambda case: case.alone))
+@given(cases(alone=True))
 def test_a_function_alone_is_what_cloudpickle_makes_of_it(case: Case) -> None:
     note(case.source)
     functions = make(case, {"__name__": "__main__"})
