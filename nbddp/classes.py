@@ -22,12 +22,21 @@ def complete(kind: type, reduced: Any) -> Any:
     """What cloudpickle reduces a class to, complete."""
     if not isinstance(reduced, tuple):  # by its name
         return reduced
+    reduced = _with_its_place(kind, reduced)
     if reduced[0] is _make_skeleton_enum:
         return _with_members(kind, reduced)
     # A NamedTuple makes its own (), and refuses any other.
     if "__slots__" not in vars(kind) or typing.NamedTuple in vars(kind).get("__orig_bases__", ()):
         return reduced
     return _with_slots(kind, reduced) if reduced[0] is _make_skeleton_class else reduced
+
+
+def _with_its_place(kind: type, reduced: Any) -> Any:
+    """What cloudpickle (3.1) reduces a class to, with ``Outer.Inner``, by which pickle finds it again."""
+    if len(reduced) < 3:
+        return reduced
+    function, arguments, (attributes, *more), *setting = reduced
+    return function, arguments, ({**attributes, "__qualname__": kind.__qualname__}, *more), *setting
 
 
 def _with_slots(kind: Any, reduced: Any) -> Any:

@@ -30,7 +30,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from nbddp import classes
+from nbddp import classes, functions
+from nbddp.known import Known, attributes_of_cached
 
 
 @dataclass
@@ -58,6 +59,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
     Attributes:
         by_value: functions and classes that travelled by value, in order.
+        named: those of them that the notebook has under their own names now.
+        notes: what the user should hear of, in words.
         inherited: what only a starting process can be given, in order.
         buffers: contiguous memory of arrays, in the order of the stream.
         storages: torch storages, by their identity.
@@ -66,22 +69,25 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def __init__(
-        self, stream: io.BytesIO, *, known: Sequence[Any] = (), inheriting: bool = True, back: bool = False
+        self, stream: io.BytesIO, *, known: Known | None = None, inheriting: bool = True, back: bool = False
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=self._take_buffer)
         self.by_value: list[Any] = []
+        self.named: dict[str, Any] = {}
+        self.notes: list[str] = []
         self.inherited: list[Any] = []
         self.buffers: list[memoryview] = []
         self.storages: dict[int, PackedStorage] = {}
         self.arrays: list[npt.NDArray[Any]] = []
         self.codes: list[types.CodeType] = []
-        self._known = {id(obj): i for i, obj in enumerate(known)}
+        self._known = known
+        self._cells: set[int] = set()  # of functions that travel
         self._inheriting = inheriting
         self._back = back
+        self._main = sys.modules["__main__"].__dict__
         if not back:
             # On the way in only: what a rank's function reads must not overwrite the notebook's variables.
-            main = sys.modules["__main__"].__dict__
-            self.globals_ref[id(main)] = _NotebookNamespace(__name__="__main__")
+            self.globals_ref[id(self._main)] = _NotebookNamespace(__name__="__main__")
 
     def close(self) -> None:
         """Let go of what was pickled: the pickler itself is a reference cycle, by its buffer_callback."""
@@ -106,15 +112,40 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return classes.complete(obj, reduced) if isinstance(obj, type) else reduced
 
     def _reduce_code(self, obj: Any) -> Any:
-        number = self._known.get(id(obj))
+        number = self._number_of(obj)
         if number is not None:
             return _take_known, (number,)
         reduced = self._by_cloudpickle(obj)
         if reduced is not NotImplemented:
-            self.by_value.append(obj)
+            self._note_travelled(obj)
             if isinstance(obj, types.FunctionType):
                 self.codes.append(obj.__code__)
+                return self._with_surroundings(obj, reduced)
         return reduced
+
+    def _number_of(self, obj: Any) -> int | None:
+        if self._known is None:
+            return None
+        number = self._known.number_of(obj)
+        if number is not None and isinstance(obj, type):
+            self.notes += [note for note in self._known.changes_of(obj) if note not in self.notes]
+        return number
+
+    def _note_travelled(self, obj: Any) -> None:
+        self.by_value.append(obj)
+        name = obj.__qualname__
+        if not self._back and obj.__module__ == "__main__" and self._main.get(name) is obj:
+            self.named[name] = obj
+
+    def _with_surroundings(self, function: types.FunctionType, reduced: Any) -> Any:
+        self._cells.update(map(id, function.__closure__ or ()))
+        reduced = functions.with_its_cells(function, reduced)
+        if self._known is not None and function.__globals__ is self._main:
+            return functions.for_the_notebook(function, reduced, self._known, self.notes)
+        return reduced
+
+    def _reduce_cell(self, cell: types.CellType) -> Any:
+        return (types.CellType, ()) if id(cell) in self._cells else self._by_cloudpickle(cell)
 
     def _reduce_module(self, obj: types.ModuleType) -> Any:
         if type(obj) is types.ModuleType:
@@ -130,7 +161,11 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if getattr(obj, "__module__", "") != "__main__":
             return self._by_cloudpickle(obj)
         # It pickles by name, and the name is the notebook's.
-        return _cached, (obj.__wrapped__, obj.cache_parameters())
+        number = self._number_of(obj)
+        if number is not None:
+            return _take_known, (number,)
+        self._note_travelled(obj)
+        return _cached, (obj.__wrapped__, obj.cache_parameters()), attributes_of_cached(obj)
 
     def _reduce_ddp(self, obj: DistributedDataParallel) -> Any:
         # Its process group ends with the ranks; what is wanted is the model.
@@ -436,6 +471,7 @@ _PICKLES = ("__reduce__", "__reduce_ex__", "__setstate__")  # who replaces one o
 
 _SPECIAL: tuple[tuple[Any, Callable[[Packer, Any], Any]], ...] = (
     ((type, types.FunctionType), Packer._reduce_code),
+    (types.CellType, Packer._reduce_cell),
     (torch.Tensor, Packer._reduce_tensor),
     (np.ndarray, Packer._reduce_array),
     ((torch.UntypedStorage, torch.TypedStorage), Packer._reduce_storage),

@@ -49,6 +49,8 @@ from nbddp.block import (
     storage_bytes,
     storage_over,
 )
+from nbddp.functions import noting
+from nbddp.known import Known
 from nbddp.packing import PackedStorage, Packer, Reading, reading_now, refuse_uninherited, refuse_unshippable
 from nbddp.travelling_lines import sources_of
 
@@ -104,25 +106,33 @@ class Pickled:
 
 @dataclass
 class Unpacked:
-    """The object out of a block, with the functions and classes that came by value."""
+    """The object out of a block.
+
+    Attributes:
+        by_value: functions and classes that came by value, in order.
+        named: those of them that the notebook had under their own names.
+        notes: what the user should hear of, in words.
+    """
 
     value: Any
     by_value: list[Any]
+    named: dict[str, Any]
+    notes: list[str]
 
 
-def pack(obj: object, fd: int, *, known: Sequence[Any] = (), inheriting: bool = True, back: bool = False) -> Packed:
+def pack(obj: object, fd: int, *, known: Known | None = None, inheriting: bool = True, back: bool = False) -> Packed:
     """Write ``obj`` into the block ``fd``; as :func:`prepare` and :meth:`Pickled.write`."""
     pickled = prepare(obj, known=known, inheriting=inheriting, back=back)
     pickled.write(fd)
     return pickled.packed
 
 
-def prepare(obj: object, *, known: Sequence[Any] = (), inheriting: bool = True, back: bool = False) -> Pickled:
+def prepare(obj: object, *, known: Known | None = None, inheriting: bool = True, back: bool = False) -> Pickled:
     """Pickle ``obj`` and see how large its block will be.
 
     Args:
-        known: functions and classes that the reader has already, in the order of its own list; they
-            travel as their number, so that an instance comes back as an instance of the very class.
+        known: what the reader, the notebook, has already. Its classes travel as their number, so that an instance
+            comes back as an instance of the very class; functions come to live in its ``__main__``.
         inheriting: is the reader about to be started by us? Then queues and locks may go along.
         back: is it a result, on its way to a notebook? Then nothing is inherited, and ``__main__`` is its reader's own.
 
@@ -131,14 +141,14 @@ def prepare(obj: object, *, known: Sequence[Any] = (), inheriting: bool = True, 
     """
     stream = io.BytesIO()
     with contextlib.closing(Packer(stream, known=known, inheriting=inheriting, back=back)) as pickler:
-        # The list fills while obj is pickled, and comes after it: all its members are memo references.
-        pickler.dump((obj, pickler.by_value))
+        # The others fill while obj is pickled, and come after it: all their members are memo references.
+        pickler.dump((obj, pickler.by_value, pickler.named, pickler.notes))
         return _lay_out(pickler, stream.getbuffer())
 
 
-def probe(obj: object, *, inheriting: bool = True, back: bool = False) -> None:
+def probe(obj: object, *, known: Known | None = None, inheriting: bool = True, back: bool = False) -> None:
     """Pickle ``obj`` and forget the result: raises what :func:`pack` would, copies no array."""
-    with contextlib.closing(Packer(io.BytesIO(), inheriting=inheriting, back=back)) as pickler:
+    with contextlib.closing(Packer(io.BytesIO(), known=known, inheriting=inheriting, back=back)) as pickler:
         pickler.dump(obj)
 
 
@@ -163,10 +173,14 @@ def unpack(
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
     mappings = functools.cache(lambda number: map_block(fd, nbytes) if number else memory)
     storage = functools.cache(lambda index: table.storages[index].read(mappings, device))
-    with reading_now(Reading(storage, lambda number: table.arrays[number].read(mappings), inherited, known)):
+    here: list[str] = []
+    with (
+        reading_now(Reading(storage, lambda number: table.arrays[number].read(mappings), inherited, known)),
+        noting(here),
+    ):
         buffers = (buffer.read(mappings) for buffer in table.buffers)
-        value, by_value = pickle.loads(memory[stream_at:table_at], buffers=buffers)
-    return Unpacked(value, by_value)
+        value, by_value, named, notes = pickle.loads(memory[stream_at:table_at], buffers=buffers)
+    return Unpacked(value, by_value, named, notes + here)
 
 
 _Mappings = Callable[[int], memoryview]

@@ -116,6 +116,305 @@ def test_an_instance_of_a_class_made_in_the_rank_comes_back(cell: Cells) -> None
         assert function(1) == 2
 
 
+# ---------------------------------------------------------------------------- functions
+
+
+COUNTER = """
+    import nbddp
+    def counter(start=0):
+        count = start
+        def step(n=1):
+            nonlocal count
+            count += n
+            return count
+        return step
+"""
+
+
+def test_a_closure_comes_back_with_what_it_counted(cell: Cells) -> None:
+    names = cell(f"""{COUNTER}
+    step = counter()
+    def train():
+        for _ in range(5):
+            step()
+        return step
+    """)
+    assert run(names.train).value() == 6
+    assert names.step() == 1
+
+
+def test_every_ranks_closure_is_its_own(cell: Cells) -> None:
+    names = cell(f"""{COUNTER}
+    step = counter()
+    def train():
+        step(10 * nbddp.rank())
+        return step
+    """)
+    steps = run(names.train, nprocs=3).values
+    assert [step() for step in steps] == [1, 11, 21]
+    assert [step() for step in steps] == [2, 12, 22]
+
+
+@pytest.mark.parametrize("made", ["in the notebook", "in the rank"])
+def test_functions_that_share_a_variable_still_share_it(cell: Cells, made: str) -> None:
+    """cloudpickle gives each a variable of its own."""
+    names = cell("""
+        def pair():
+            count = 0
+            def add(n):
+                nonlocal count
+                count += n
+            return add, lambda: count
+        add, total = pair()
+        def notebooks():
+            add(5)
+            return total(), add, total
+        def ranks():
+            add, total = pair()
+            add(5)
+            return total(), add, total
+    """)
+    seen, add, total = run(names.notebooks if made == "in the notebook" else names.ranks).value
+    add(2)
+    assert (seen, total()) == (5, 7)
+    assert names.total() == 0
+
+
+def test_defaults_and_attributes_of_a_function_come_back(cell: Cells) -> None:
+    names = cell("""
+        def remember(x, seen=[], *, log={}):
+            seen.append(x)
+            log[x] = len(seen)
+            remember.calls = getattr(remember, "calls", 0) + 1
+            return seen, log
+        def train():
+            remember("a"), remember("b")
+            return remember
+    """)
+    back = run(names.train).value
+    assert back("c") == (["a", "b", "c"], {"a": 1, "b": 2, "c": 3})
+    assert back.calls == 2
+    assert names.remember.calls == 1  # what it calls by name is the notebook's
+    assert names.remember.__defaults__ == ([],)
+
+
+def test_hooks_of_a_model_come_back_with_what_they_saw(cell: Cells) -> None:
+    names = cell("""
+        import torch
+        def watch(model):
+            shapes = []
+            def hook(module, args, output):
+                shapes.append(tuple(output.shape))
+            model.register_forward_hook(hook)
+            model.shapes = lambda: shapes
+            return model
+        model = watch(torch.nn.Linear(3, 1))
+        def train():
+            model(torch.ones(2, 3))
+            model(torch.ones(5, 3))
+            return model
+    """)
+    for back in run(names.train).values:
+        back(torch.ones(7, 3))
+        assert back.shapes() == [(2, 1), (5, 1), (7, 1)]
+    assert names.model.shapes() == []
+
+
+def test_a_plain_function_of_the_notebook_comes_back_as_itself(cell: Cells) -> None:
+    """So that what holds it can be pickled: torch.save(model) finds it by its name, and it is that one."""
+    names = cell("""
+        import functools, torch
+        def act(x, slope=0.5): return x * slope
+        def with_state(x, seen=[]): return x
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.act, self.other, self.part = act, with_state, functools.partial(act, slope=2)
+            def forward(self, x): return self.part(self.act(x))
+            @staticmethod
+            def scale(x): return 3 * x
+        @functools.lru_cache(7)
+        def cached(n): return n + 1
+        def train(): return Net(), Net.scale, cached
+    """)
+    net, scale, cached = run(names.train).value
+    assert net.act is names.act
+    assert net.part.func is names.act
+    assert net.other is not names.with_state
+    assert scale is names.Net.scale
+    assert cached is names.cached
+
+
+def test_a_plain_function_that_the_rank_changed_comes_back_changed(cell: Cells) -> None:
+    names = cell("""
+        def by_default(x=1): return x
+        def by_attribute(): return by_attribute.x
+        def by_code(): return 1
+        def train():
+            by_default.__defaults__ = (2,)
+            by_attribute.x = 3
+            by_code.__code__ = (lambda: 4).__code__
+            return by_default, by_attribute, by_code
+    """)
+    by_default, by_attribute, by_code = run(names.train).value
+    assert (by_default(), by_attribute.x, by_code()) == (2, 3, 4)
+    assert (names.by_default(), hasattr(names.by_attribute, "x"), names.by_code()) == (1, False, 1)
+
+
+def test_every_kind_of_function_comes_back(cell: Cells) -> None:
+    names = cell("""
+        import functools
+        factor = 10
+        def scaled(x): return x * factor
+        def twice(f):
+            @functools.wraps(f)
+            def wrapper(*args):
+                wrapper.calls += 1
+                return f(f(*args))
+            wrapper.calls = 0
+            return wrapper
+        @twice
+        def plus(x): return x + 1
+        def outer():
+            def even(n): return n == 0 or odd(n - 1)
+            def odd(n): return n != 0 and even(n - 1)
+            def fall(n): return [n] + fall(n - 1) if n else []
+            def upto(n):
+                yield from range(n)
+            return even, odd, fall, upto
+        even, odd, fall, upto = outer()
+        @functools.lru_cache
+        def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
+        class Model:
+            def __init__(self, x): self.x = x
+            def value(self): return self.x * factor
+            @classmethod
+            def build(cls, x): return cls(x)
+            @property
+            def half(self): return self.x / 2
+        class Child(Model):
+            def value(self): return super().value() + 1
+        def train():
+            plus(1)
+            class Grandchild(Child):
+                def value(self): return super().value() + 1
+            return dict(
+                scaled=scaled, plus=plus, lam=lambda x: x + factor, partial=functools.partial(scaled, 2), fib=fib,
+                even=even, odd=odd, fall=fall, upto=upto, method=Child(3).value, build=Child.build, made=Grandchild(5),
+                half=Model.half,
+            )
+    """)
+    for got in run(names.train).values:
+        assert got["scaled"](2) == 20
+        assert (got["plus"](1), got["plus"].calls, names.plus.calls) == (3, 2, 0)
+        assert (got["lam"](1), got["partial"](), got["fib"](30)) == (11, 20, 832040)
+        assert (got["even"](10), got["odd"](10), got["fall"](3), list(got["upto"](3))) == (
+            True,
+            False,
+            [3, 2, 1],
+            [0, 1, 2],
+        )
+        assert (got["method"](), type(got["method"].__self__)) == (31, names.Child)
+        assert type(got["build"](4)) is names.Child
+        assert (got["made"].value(), isinstance(got["made"], names.Child)) == (52, True)
+        assert got["half"].fget(names.Model(3)) == 1.5
+
+
+def test_a_function_lives_in_the_notebooks_namespace_again(cell: Cells) -> None:
+    names = cell("""
+        t = 1
+        def counter():
+            n = 0
+            def f():
+                nonlocal n
+                n += 1
+                return t, n
+            return f
+        f = counter()
+        def train():
+            global t, made
+            t, made = 5, 7
+            f()
+            return f, lambda: made
+    """)
+    f, g = run(names.train).value
+    assert f.__globals__ is cell.main.__dict__
+    assert (f(), cell.main.t) == ((1, 2), 1)
+    cell.main.t = 2
+    assert f() == (2, 3)
+    assert (g(), cell.main.made) == (7, 7)  # the notebook had none
+
+
+def test_what_a_function_reads_of_the_notebook_is_not_sent_back(cell: Cells) -> None:
+    names = cell("""
+        import torch
+        big = torch.ones(1 << 25)
+        def train():
+            def f(): return float(big[0])
+            return f
+    """)
+    done = run(names.train)
+    with open("/proc/self/maps") as file:
+        assert "nbddp-result" not in file.read()
+    assert done.value() == 1.0
+
+
+def test_the_notebooks_builtins_stay_as_they_are(cell: Cells) -> None:
+    import builtins
+
+    cell.main.__dict__["__builtins__"] = builtins  # as in IPython
+    names = cell("def train(): return lambda: len([1])")
+    assert run(names.train).value() == 1
+    assert cell.main.__dict__["__builtins__"] is builtins
+
+
+def test_changes_of_a_class_are_told(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, enum
+        class Base:
+            steps = 0
+        class Net(Base):
+            made, table = [], {"a": {}}
+            def value(self): return 1
+        class Quiet:
+            steps = 0
+        class Mode(enum.Flag):
+            A = 1
+            B = 2
+        def train():
+            Quiet.steps = 5
+            Base.steps += nbddp.rank()
+            Net.made.append(1)
+            Net.table["a"]["b"] = 1
+            Net.value = lambda self: 2
+            Net.new = 1
+            del Net.value
+            return Net(), Mode.A | Mode.B
+    """)
+    done = run(names.train)
+    assert done.logs(0) == (
+        "[ranks 0, 1: Net.made, Net.new, Net.table and Net.value were changed; the notebook's Net keeps its own]\n"
+        "[rank 1: Base.steps was changed; the notebook's Base keeps its own]\n"
+    )
+    assert (names.Net.made, names.Net.table, names.Base.steps, names.Net().value()) == ([], {"a": {}}, 0, 1)
+
+
+def test_a_function_that_reads_something_else_in_the_notebook_says_so(cell: Cells) -> None:
+    names = cell("""
+        rate, same, made = 0.1, 3, None
+        def train():
+            global rate, same
+            rate, same = 0.5, 3
+            def f(): return rate, same
+            return f
+    """)
+    done = run(names.train, nprocs=1)
+    assert done.value() == (0.1, 3)
+    assert done.logs(0) == (
+        "[rank 0: f reads rate: in the notebook it finds the notebook's own, which differs from the rank's]\n"
+    )
+
+
 def test_ddp_inside_a_container_comes_back_as_the_model(cell: Cells) -> None:
     names = cell("""
         import torch

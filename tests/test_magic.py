@@ -102,10 +102,34 @@ def test_a_trained_model_comes_back_as_another_class(magic: Notebook) -> None:
     assert out(magic.ok("type(model) is Net, (first - model.weight).tolist()")) == "(True, [[1.0, 1.0]])"
 
 
-def test_a_function_brought_back_changes_the_notebooks_variables(magic: Notebook) -> None:
-    magic.ok("theirs = 'mine'")
-    magic.ok("%%ddp -o f\ntheirs = 'the cell\\'s'\ndef f(): return theirs")
-    assert out(magic.ok("theirs, f()")) == "('mine', \"the cell's\")"
+def test_a_function_brought_back_lives_in_the_notebook(magic: Notebook) -> None:
+    magic.ok("theirs = 'mine'\nt = 1")
+    reply = magic.ok(
+        "%%ddp -o f\ntheirs = 'the cell\\'s'\nmade = 'in the cell'\n"
+        "def helper(): return t\ndef f(): return theirs, helper(), made"
+    )
+    words = "f reads theirs: in the notebook it finds the notebook's own, which differs from the rank's"
+    assert f"\n[rank 0: {words}]\n" in reply.shown
+    assert out(magic.ok("theirs, f()")) == "('mine', ('mine', 1, 'in the cell'))"
+    magic.ok("t = 2")
+    assert out(magic.ok("f()")) == "('mine', 2, 'in the cell')"
+    magic.ok("del made, helper")
+
+
+def test_what_is_brought_back_together_belongs_together(magic: Notebook) -> None:
+    magic.ok("rate = 0.1")
+    reply = magic.ok("%%ddp -o f,rate,step\nrate = 0.5\ndef step(x): return x * rate\ndef f(): return step(2), f")
+    assert "reads" not in reply.shown
+    assert out(magic.ok("f()[0], f()[1] is f, rate")) == "(1.0, True, 0.5)"
+
+
+def test_names_that_only_ranks_have_do_not_come_along(magic: Notebook) -> None:
+    reply = magic.ok("%%ddp -o f\ndef f(): return rank, dist.is_available()")
+    assert "[rank 0: f reads rank, which only a %%ddp cell has]" in reply.shown
+    assert magic.cell("f()").ename == "NameError"
+    assert out(magic.ok("'rank' in globals(), 'dist' in globals()")) == "(False, True)"
+    assert out(magic.cell("%%ddp\nnbddp.gather(rank)")) == "[0, 1]"
+    magic.ok("del dist")
 
 
 def test_a_last_line_that_does_not_pickle_loses_the_training(magic: Notebook) -> None:

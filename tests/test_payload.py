@@ -210,6 +210,94 @@ def test_pickle_and_torch_save_of_a_cell_class_inside_a_rank(cell: Cells, tmp_pa
     assert run(names.train, str(tmp_path)).values == [[True] * 3] * 2
 
 
+def test_a_rank_has_the_names_that_the_notebook_has_now(cell: Cells) -> None:
+    """``def sum`` once, and another name for it later: the builtin is the builtin again."""
+    names = cell("""
+        def sum(values): return "the notebook's"
+        my_sum = sum
+        del sum
+        def max(*values): return "the notebook's, too"
+        class Gone: pass
+        class Net: pass
+        gone, old = Gone(), Net()
+        del Gone
+        class Net:
+            new = True
+        def helper(): return Net()
+        def train(gone, old):
+            import __main__
+            return dict(
+                sum=sum([1, 2]), my_sum=my_sum([]), max=max(1, 2), gone=hasattr(__main__, "Gone"),
+                net=__main__.Net is type(helper()), new=__main__.Net.new, old=hasattr(old, "new"),
+                names=sorted(name for name in vars(__main__) if not name.startswith("__")),
+            )
+    """)
+    expected = {
+        "sum": 3, "my_sum": "the notebook's", "max": "the notebook's, too", "gone": False, "net": True, "new": True,
+        "old": False, "names": ["Net", "helper", "max", "my_sum", "train"],
+    }  # fmt: skip
+    assert run(names.train, names.gone, names.old).values == [expected, expected]
+
+
+def test_pickle_finds_in_a_rank_what_it_finds_in_the_notebook(cell: Cells) -> None:
+    names = cell("""
+        import enum, functools, pickle
+        class Net:
+            class Config: pass
+            def fit(self): pass
+        class Mode(enum.Enum):
+            A = 1
+        class Gone: pass
+        class Twice: first = True
+        def renamed(): pass
+        def gone(): pass
+        @functools.lru_cache
+        def cached(n): return n
+        def local():
+            class Local: pass
+            return Local()
+        things = dict(
+            net=Net(), config=Net.Config(), mode=Mode.A, gone=Gone(), twice=Twice(), other=renamed, function=gone,
+            cached=cached, local=local(), method=Net().fit, lambda_=lambda: 0, kept=local, of_class=Net.fit,
+        )
+        del Gone, gone
+        class Twice: pass
+        other = renamed
+        del renamed
+        def outcome(thing):
+            try:
+                return type(pickle.loads(pickle.dumps(thing))).__name__
+            except Exception as error:
+                return type(error).__name__
+        def train(things): return {name: outcome(thing) for name, thing in things.items()}
+    """)
+    expected = names.train(names.things)
+    assert expected["net"] == "Net"
+    assert set(expected.values()) >= {"Net", "function", "PicklingError", "AttributeError"}
+    assert run(names.train, names.things).values == [expected, expected]
+
+
+def test_functions_that_share_a_variable_share_it_in_a_rank(cell: Cells) -> None:
+    names = cell("""
+        def pair():
+            count, own = 0, []
+            def add(n):
+                nonlocal count
+                count += n
+                own.append(n)
+            def total(): return count, own
+            return add, total
+        add, total = pair()
+        class Trainer:
+            add, total = staticmethod(add), staticmethod(total)
+        def train(add2):
+            add(1), add2(10), Trainer.add(100)
+            return total(), Trainer.total()
+    """)
+    assert run(names.train, names.add).values == [((111, [1, 10, 100]),) * 2] * 2
+    assert names.total() == (0, [])
+
+
 # ---------------------------------------------------------------------------- data
 
 

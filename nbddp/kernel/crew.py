@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from nbddp import wire
 from nbddp.kernel.output import RankOutput
-from nbddp.payload import Packed, Pickled
+from nbddp.payload import Packed, Pickled, Unpacked
 
 
 class AnyGauges(Protocol):
@@ -89,7 +89,7 @@ class AnyWorker(Protocol):
     def read_metrics(self) -> bytes:
         """The metric records that have come, a part of them."""
 
-    def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Any:
+    def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Unpacked:
         """The object that it left in its result block."""
 
 

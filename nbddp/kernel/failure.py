@@ -101,7 +101,7 @@ class Naming:
         if not isinstance(worker.report, wire.Failed):
             return None
         try:
-            cause: BaseException = worker.unpack_result(worker.report.nbytes, self.known)
+            cause: BaseException = worker.unpack_result(worker.report.nbytes, self.known).value
         except Exception:  # its class does not import here; its text is known
             return RuntimeError(worker.report.summary)
         hide_libraries(cause)

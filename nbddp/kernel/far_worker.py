@@ -37,9 +37,9 @@ class FarWorker(Rank):
             self._metrics.clear()
             return data
 
-    def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Any:
+    def unpack_result(self, nbytes: int, known: Sequence[Any]) -> payload.Unpacked:
         """The object that it left; its host is one that the user logged in to."""
-        return payload.unpack(self._result, nbytes, known=known).value
+        return payload.unpack(self._result, nbytes, known=known)
 
     def take(self, head: Head, body: bytes, offset_s: float) -> None:
         """News of it; ``offset_s``: from its host's clock to ours."""

@@ -152,9 +152,9 @@ class Worker(Rank):
             return data
         return b""
 
-    def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Any:
+    def unpack_result(self, nbytes: int, known: Sequence[Any]) -> payload.Unpacked:
         """The object that it left in its result block."""
-        return payload.unpack(self._fds["result"], nbytes, known=known).value
+        return payload.unpack(self._fds["result"], nbytes, known=known)
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in its main thread. Not in its children: DataLoader workers follow it."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch.distributed import DistError
@@ -25,7 +26,7 @@ from nbddp.kernel.output import RankOutput, open_output
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.remarks import side_by_side
 from nbddp.kernel.stacks import Where
-from nbddp.payload import Pickled
+from nbddp.payload import Pickled, Unpacked
 from nbddp.tracebacks import drop_our_frames
 from nbddp.waiting import Abandoned, Latch, aside, start_thread
 
@@ -384,7 +385,9 @@ class Supervisor:
         return len(data)
 
     def _succeed(self, crew: AnyCrew) -> None:
-        values = self._aside(lambda: self._plan.receive([self._result_of(worker) for worker in crew.workers]))
+        results, values = self._aside(lambda: self._received(crew))
+        for line in _by_ranks([result.notes for result in results]):
+            self.outputs[0].note(line)
         reports = [worker.report for worker in crew.workers if isinstance(worker.report, wire.Finished)]
         self.remark = side_by_side(self._plan, reports, sharing=bool(self._packed.inherited))
         crew.dismiss_reported()
@@ -394,7 +397,12 @@ class Supervisor:
         self.values, self.hang = values, ""
         self._conclude("finished")
 
-    def _result_of(self, worker: AnyWorker) -> Any:
+    def _received(self, crew: AnyCrew) -> tuple[list[Unpacked], list[Any]]:
+        """What the ranks returned, with what there is to say about it, and the run's values of it."""
+        results = [self._result_of(worker) for worker in crew.workers]
+        return results, self._plan.receive([result.value for result in results])
+
+    def _result_of(self, worker: AnyWorker) -> Unpacked:
         assert isinstance(worker.report, wire.Finished)
         try:
             return worker.unpack_result(worker.report.nbytes, self._packed.by_value)
@@ -491,6 +499,13 @@ def _outdated_text(names: Sequence[str], start_method: str) -> str:
     if start_method == "forkserver":
         return f"{what}. A new fork server has the present value; it imports torch once more"
     return f"{what}. This run's ranks are started by spawn, and each imports torch itself, which takes longer"
+
+
+def _by_ranks(notes: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Every note once, behind the numbers of the ranks that it is about."""
+    for note in dict.fromkeys(itertools.chain(*notes)):
+        ranks = [str(rank) for rank, its_notes in enumerate(notes) if note in its_notes]
+        yield f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {note}"
 
 
 def _state_of(worker: AnyWorker) -> str:

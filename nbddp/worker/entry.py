@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from nbddp import copies, culprit, leftovers, payload, process_state, wire
 from nbddp.errors import CAUSE_CHARS, bounded
+from nbddp.known import Known
 from nbddp.tracebacks import drop_our_frames, make_picklable
 from nbddp.worker import blas, context, counted, group, main_module, metrics, output, switch, wanted
 
@@ -82,7 +83,7 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[An
             return _exited(error, ends.result)
         failed = _failed(error, at, phase, ends.result)
         channel.send_bytes(wire.encode(wire.Raised(**vars(failed))))
-        return _with_the_exception(failed, error, ends.result, known if phase in ("call", "pack") else ())
+        return _with_the_exception(failed, error, ends.result, known if phase in ("call", "pack") else None)
 
 
 # ---------------------------------------------------------------------------- setting up
@@ -245,16 +246,16 @@ def seed_everything(seed: int) -> None:
 
 def unpack(
     job: wire.Job, fd: int, notebook: ModuleType, inherited: Sequence[Any] = ()
-) -> tuple[Callable[[], Any], Sequence[Any]]:
-    """The function with its arguments, out of the block ``fd``, and what travelled with them by value."""
+) -> tuple[Callable[[], Any], Known]:
+    """The function with its arguments, out of the block ``fd``, and what is known with them of the notebook."""
     unpacked = payload.unpack(fd, job.payload_nbytes, inherited=inherited, device=context.device())
-    main_module.publish(notebook, unpacked.by_value)
+    known = main_module.publish(notebook, unpacked)
     group.stand_aside_too()
     os.close(fd)
     function, args, kwargs = unpacked.value
     if job.pass_rank:
         args = (job.rank, *args)
-    return functools.partial(function, *args, **kwargs), unpacked.by_value
+    return functools.partial(function, *args, **kwargs), known
 
 
 # ---------------------------------------------------------------------------- reporting
@@ -266,7 +267,7 @@ def _let_nothing_else_raise() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _finished(value: Any, fd: int, known: Sequence[Any], job: wire.Job) -> wire.Message:
+def _finished(value: Any, fd: int, known: Known, job: wire.Job) -> wire.Message:
     try:
         packed = payload.pack(value, fd, known=known, back=True)
     except Exception as error:  # whatever a user's __reduce__ raises
@@ -305,7 +306,7 @@ def _failed(error: BaseException, at: float, phase: str, fd: int) -> wire.Failed
     return wire.Failed(payload.pack(stand_in, fd, back=True).nbytes, at, phase, summary)
 
 
-def _with_the_exception(failed: wire.Failed, error: BaseException, fd: int, known: Sequence[Any]) -> wire.Failed:
+def _with_the_exception(failed: wire.Failed, error: BaseException, fd: int, known: Known | None) -> wire.Failed:
     """The same with the exception itself, if it pickles."""
     make_picklable(error)
     try:

@@ -9,6 +9,11 @@ from typing import Any
 
 import cloudpickle
 
+from nbddp.known import Known
+from nbddp.payload import Unpacked
+
+known = Known()  # what came from the notebook
+
 
 def install() -> types.ModuleType:
     """Give this process an empty ``__main__``, and let its own children receive what is defined there."""
@@ -21,11 +26,15 @@ def install() -> types.ModuleType:
     return main
 
 
-def publish(main: types.ModuleType, objects: list[Any]) -> None:
-    """Name the notebook's classes and functions in ``__main__``, so that pickle and torch.save find them."""
-    for obj in objects:
-        if obj.__module__ == "__main__" and obj.__qualname__.isidentifier():
-            main.__dict__.setdefault(obj.__qualname__, obj)
+def publish(main: types.ModuleType, unpacked: Unpacked) -> Known:
+    """Name in ``__main__`` what the notebook has there now, so that pickle and torch.save find it; and keep in mind all
+    that came.
+    """
+    global known
+    for name, obj in unpacked.named.items():
+        main.__dict__.setdefault(name, obj)
+    known = Known(unpacked.by_value, main.__dict__)
+    return known
 
 
 def _by_value(_: Any, obj: Any) -> Any:

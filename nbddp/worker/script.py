@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import nbddp
 from nbddp import payload
-from nbddp.worker import context
+from nbddp.worker import context, main_module
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,16 @@ def run_cell(cell: Cell, /, **names: Any) -> CellResult:
     """
     namespace = sys.modules["__main__"].__dict__
     namespace.update(names)
-    for name, value in _ready_made().items():
+    ready_made = _ready_made()
+    for name, value in ready_made.items():
         namespace.setdefault(name, value)
+    main_module.known.add_variables(names, ready_made)
     linecache.cache[cell.filename] = (len(cell.source), None, cell.source.splitlines(keepends=True), cell.filename)
     value = _execute(ast.parse(cell.source, cell.filename), cell.filename, namespace)
     asked_for = cell.outputs if context.is_primary() else ()
-    outputs = {name: _that_travels(namespace[name]) for name in asked_for if name in namespace}
+    outputs = {name: namespace[name] for name in asked_for if name in namespace}
+    main_module.known.add_outputs(outputs)
+    outputs = {name: _that_travels(value) for name, value in outputs.items()}
     return CellResult(_that_travels(value), outputs)
 
 
@@ -95,7 +99,7 @@ def _execute(tree: ast.Module, filename: str, namespace: dict[str, Any]) -> Any:
 def _that_travels(value: Any) -> Any:
     """A training is not lost because its last line happens to give a generator, or one of its names holds one."""
     try:
-        payload.probe(value, back=True)
+        payload.probe(value, known=main_module.known, back=True)
     except Exception as error:  # whatever a user's __reduce__ raises
         why = str(error).split("\n")[0] or type(error).__name__
         return Remains(repr(value)[:1000], why)
