@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing.resource_sharer
 import os
 import pickle
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 
 import nbddp
 from nbddp import payload
-from tests.support import Cells, marked_pids, open_fds, run
+from tests.support import Cells, marked_pids, open_fds, run, script
 
 DTYPES = sorted(
     {
@@ -480,6 +482,110 @@ def test_share_memory_tensors_are_one_for_all(cell: Cells) -> None:
     shared = torch.zeros(4).share_memory_()
     run(names.train, shared)
     assert shared.tolist() == [1.0, 2.0, 0.0, 0.0]
+
+
+@pytest.fixture
+def passing() -> Iterator[None]:
+    """Tensors pass between processes: what multiprocessing starts for that in this one ends afterwards."""
+    yield
+    multiprocessing.resource_sharer.stop()
+
+
+_DIVIDE = """
+    import torch.distributed as dist
+    def divide(x):
+        x.div_(10)
+        dist.barrier()
+        return x.tolist()
+    def give(x): return x
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_batch_of_a_loaders_worker_is_each_ranks_own(
+    cell: Cells, passing: None, start: str, persistent: bool
+) -> None:
+    """It lies in memory that the worker shared with this process, not this process with its ranks."""
+    names = cell(_DIVIDE)
+    dataset = torch.utils.data.TensorDataset(torch.full((10,), 1000.0))
+    options = {"multiprocessing_context": start, "persistent_workers": persistent, "num_workers": 1}
+    loader = torch.utils.data.DataLoader(dataset, 10, **options)
+    (batch,) = next(iter(loader))
+    assert batch.is_shared()
+    for x in (batch, batch.share_memory_()):  # which does nothing here
+        assert run(names.divide, x, nprocs=4).values == [[100.0] * 10] * 4
+    assert batch.tolist() == [1000.0] * 10
+    loader._iterator = None
+
+
+def test_a_tensor_that_was_sent_to_another_process_is_each_ranks_own(cell: Cells, passing: None) -> None:
+    """torch moves it to shared memory for that; nobody has asked that ranks share it."""
+    names = cell(_DIVIDE)
+    x = torch.full((10,), 1000.0)
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    queue.put(x)
+    assert x.is_shared()
+    assert run(names.divide, x, nprocs=4).values == [[100.0] * 10] * 4
+    assert x.tolist() == [1000.0] * 10
+    queue.get()
+    queue.close()
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_what_is_shared_on_purpose_is_shared_by_every_run(strategy: str) -> None:
+    """In a process of its own, with which torch's manager of shared files ends."""
+    ended = script(
+        """
+        import sys, torch, nbddp
+        import torch.distributed as dist
+        def train(shared, part):
+            part[dist.get_rank()] += dist.get_rank() + 1
+        if __name__ == "__main__":
+            torch.multiprocessing.set_sharing_strategy(sys.argv[1])
+            shared = torch.zeros(4).share_memory_()
+            for _ in range(3):
+                nbddp.run(train, (shared, shared[1:]), nprocs=2, device="cpu", show=False)
+            print(shared.tolist())
+        """,
+        strategy,
+    )
+    assert ended.stdout.strip() == "[0.0, 3.0, 6.0, 0.0]", ended.stderr
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_tensor_of_a_file_arrives_as_a_copy(cell: Cells, tmp_path: Path, shared: bool) -> None:
+    path = tmp_path / "data.bin"
+    path.write_bytes(np.full(10, 1000.0, dtype="f4").tobytes())
+    before = path.read_bytes()
+    names = cell(
+        _DIVIDE
+        + f"""
+    import torch
+    known = torch.from_file({str(path)!r}, shared={shared}, size=10)
+    def of_global(): return divide(known)
+    def made(): return torch.from_file({str(path)!r}, shared={shared}, size=10)[2:]
+    """
+    )
+    assert run(names.divide, names.known).values == [[100.0] * 10] * 2
+    assert run(names.of_global).values == [[100.0] * 10] * 2
+    assert [x.tolist() for x in run(names.made).values] == [[1000.0] * 8] * 2
+    assert run(names.give, names.known).value.tolist() == [1000.0] * 10
+    assert path.read_bytes() == before
+
+
+def test_only_what_is_shared_on_purpose_is_refused_where_it_cannot_be(tmp_path: Path, passing: None) -> None:
+    """On its way to another host, say."""
+    path = tmp_path / "data.bin"
+    path.write_bytes(bytes(40))
+    sent = torch.zeros(3)
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    queue.put(sent)
+    payload.probe([sent, torch.from_file(str(path), shared=True, size=10)], inheriting=False)
+    with pytest.raises(TypeError, match=r"share_memory_\(\)\) reaches only"):
+        payload.probe(torch.zeros(3).share_memory_(), inheriting=False)
+    queue.get()
+    queue.close()
 
 
 def test_pandas_generators_and_datasets_travel(cell: Cells) -> None:
