@@ -32,6 +32,7 @@ from torch.nn.parameter import is_lazy
 
 from nbddp import classes, functions
 from nbddp.known import Known, attributes_of_cached
+from nbddp.sharing import SharedHere
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self._known = known
         self._cells: set[int] = set()  # of functions that travel
         self._inheriting = inheriting
+        self._shared_here = SharedHere()
         self._back = back
         self._main = sys.modules["__main__"].__dict__
         if not back:
@@ -246,7 +248,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return self._by_index(seen.storage, torch.uint8, whole=False)
 
     def _is_shared(self, storage: torch.UntypedStorage) -> bool:
-        return not self._back and storage.device.type == "cpu" and storage.is_shared()
+        return not self._back and storage in self._shared_here
 
     def _by_index(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, *, whole: bool) -> Any:
         entry = self._storage_of(storage)
@@ -312,8 +314,8 @@ def refuse_uninherited(obj: object) -> None:
         raise TypeError(f"a {kind} reaches only processes that the notebook itself starts; make it inside the function")
     if isinstance(obj, (torch.Tensor, torch.UntypedStorage)) and _lies_in_shared_memory(obj):
         raise TypeError(
-            "a tensor in shared memory (share_memory_(), or from a DataLoader's worker) reaches only processes that "
-            "the notebook itself starts; pass its .clone()"
+            "a tensor in shared memory (share_memory_()) reaches only processes that the notebook itself starts; "
+            "pass its .clone()"
         )
 
 
@@ -321,7 +323,7 @@ def _lies_in_shared_memory(obj: Any) -> bool:
     if obj.device.type != "cpu" or (isinstance(obj, torch.Tensor) and obj.layout is not torch.strided):
         return False
     try:
-        return bool(obj.is_shared())
+        return (obj.untyped_storage() if isinstance(obj, torch.Tensor) else obj) in SharedHere()
     except (RuntimeError, NotImplementedError, ValueError):  # lazy, or a wrapper subclass without storage of its own
         return False
 

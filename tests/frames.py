@@ -1,4 +1,4 @@
-"""Ways in which pandas makes one object of another without copying; each of them keeps its values when that is written to.
+"""pandas objects that were made of each other without copying: each keeps its values when another is written to.
 
 Imported by ranks, too.
 """
@@ -6,12 +6,13 @@ Imported by ranks, too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import pandas as pd  # noqa: TID253 - imported where pandas is
 
+# Each is a view to pandas, kept apart by copy-on-write; of frames with the columns of frame().
 WAYS: dict[str, Callable[[pd.DataFrame], Any]] = {
     "column": lambda df: df["a"],
     "columns": lambda df: df[["a", "b"]],
@@ -23,7 +24,7 @@ WAYS: dict[str, Callable[[pd.DataFrame], Any]] = {
     "set_index": lambda df: df.set_index("b"),
     "shallow copy": lambda df: df.copy(deep=False),
     "copy.copy": lambda df: copy.copy(df),
-    "head": lambda df: df.head(),
+    "head": lambda df: df.head(3),
     "rows": lambda df: df.iloc[1:],
     "every other row": lambda df: df.iloc[::2],
     "backwards": lambda df: df.iloc[::-1],
@@ -40,51 +41,44 @@ WAYS: dict[str, Callable[[pd.DataFrame], Any]] = {
     "date": lambda df: df["when"].iloc[1:],
     "category": lambda df: df["kind"].iloc[1:],
     "string": lambda df: df["name"].iloc[1:],
-    "index of a column": lambda df: df.set_index("a").index,
-    "array": lambda df: df["a"].array,
-    "numpy": lambda df: df["a"].to_numpy(),
-    "values": lambda df: df[["a", "b"]].to_numpy(),
+    "values as a frame": lambda df: pd.DataFrame(df[["a", "b"]]),
 }
 
 
+_NAMES = [f"n{i}" for i in range(50)]
+
+
 def frame(rows: int = 5) -> pd.DataFrame:
-    """A frame with a column of every usual kind."""
+    """A frame with a column of every usual kind; rows close to each other differ in all of them."""
     numbers = np.arange(rows)
     return pd.DataFrame({
         "a": numbers + 0.5, "b": numbers + 0.25, "n": pd.array(numbers, dtype="Int64"),
         "when": pd.date_range("2024-01-01", periods=rows, freq="h"),
-        "kind": pd.Categorical(["u", "v"] * (rows // 2) + ["u"] * (rows % 2)),
-        "name": ["one", "two"] * (rows // 2) + ["one"] * (rows % 2),
+        "kind": pd.Categorical.from_codes(numbers % 50, _NAMES), "name": [_NAMES[i % 50] for i in range(rows)],
     })  # fmt: skip
 
 
-def every_way(rows: int = 5) -> dict[str, tuple[pd.DataFrame, Any]]:
-    """A frame each, and what was made of it."""
-    made = {}
-    for name, way in WAYS.items():
-        df = frame(rows)
-        made[name] = df, way(df)
-    return made
+def every_way(rows: int = 5) -> dict[str, list[Any]]:
+    """Of each way a frame, and what was made of it; of large frames some of them."""
+    names = [*WAYS] if rows < 100 else ["column", "rename", "assign", "shallow copy", "rows", "Int64", "date"]
+    frames = {name: frame(rows) for name in names}
+    return {name: [frames[name], WAYS[name](frames[name])] for name in names}
 
 
-def written(pairs: dict[str, tuple[pd.DataFrame, Any]]) -> dict[str, Any]:
-    """What is left of the first and last values, after one frame or what was made of it was written to."""
-    return {name: (_write_first(*pair), _write_second(*pair)) for name, pair in pairs.items()}
+def written(pairs: dict[str, list[Any]]) -> dict[str, Any]:
+    """What is to be seen of each pair when the first of it was written to, and then the second."""
+    first, second = [(0, 1, column) for column in range(6)], [(1, 0, 0)]
+    return {name: (play(pair, first)[1], play(pair, second)[0]) for name, pair in pairs.items()}
 
 
-def _write_first(df: pd.DataFrame, made: Any) -> Any:
-    df.iloc[1, 0], df.iloc[1, 1], df.iloc[1, 2], df.iloc[1, 5] = 99.0, 98.0, 97, "written"
-    df.iloc[1, 3], df.iloc[1, 4] = pd.Timestamp("1999-09-09"), "u"
-    return _ends(made)
-
-
-def _write_second(df: pd.DataFrame, made: Any) -> Any:
-    try:
-        (made.iloc if hasattr(made, "iloc") else made)[0] = made.iloc[-1] if hasattr(made, "iloc") else made[-1]
-    except (ValueError, TypeError) as error:  # an Index, or read-only
-        return type(error).__name__
-    return _ends(df)
-
-
-def _ends(thing: Any) -> str:
-    return repr(thing.head(3) if hasattr(thing, "head") else thing[:3])
+def play(objects: Sequence[Any], writes: Sequence[tuple[int, int, int]]) -> list[Any]:
+    """Each write puts into (object, row, column) the last value of that column; what all objects hold afterwards."""
+    for number, row, column in writes:
+        written = objects[number]
+        row %= len(written)
+        if isinstance(written, pd.DataFrame):
+            column %= written.shape[1]
+            written.iloc[row, column] = written.iloc[-1, column]
+        else:
+            written.iloc[row] = written.iloc[-1]
+    return [str(each.iloc[(slice(8),) * each.ndim].to_numpy(dtype=object).tolist()) for each in objects]

@@ -207,18 +207,21 @@ def instances():
     cached = Cached(3.0)
     cached.area
     return {
-        "plain": Plain(0.5, 10), "unset": Plain.__new__(Plain), "one_name": filled(OneName(), loss=1), "nothing": half_set,
-        "documented": Documented(0.5, 10), "with_dict": WithDict(0.5, 10), "with_weakref": WithWeakref(0.5),
-        "private": Private(7), "child": Child(0.5, 10, [1]), "loose": filled(Loose(0.5, 10), extra=1),
-        "tight": filled(Tight(0.5, 10), tight=2), "node": Node("a"), "own_state": OwnState(0.5, 10),
-        "own_new": OwnNew(0.5, 10), "own_new_by_name": OwnNewByName(loss=0.5), "own_reduce": OwnReduce(0.5, 10),
-        "own_reduce_with_state": filled(OwnReduceWithState(), loss=0.5, step=10), "failure": filled(Failure("no"), code=3),
-        "failure_with_state": FailureWithState("no", 3), "box": Box([1, 2]), "int_box": IntBox(3),
-        "square": filled(Square(), side=2, name="s"), "row": filled(Row([1, 2]), name="r"),
-        "table": filled(Table(a=1), name="t"), "label": Label("x"), "pair": Pair(1, [2]), "pair_with_method": PairWithMethod(1, 2),
-        "mode": Mode.TEST, "annotated": filled(Annotated(), loss=0.5, step=10), "data": Data(0.5, 10),
-        "frozen_data": FrozenData(0.5, 10, [1]), "frozen_child": FrozenChild(0.5, 10, more={"a": 1}), "hand_slots": HandSlots(0.5, 10),
-        "result": Result(loss=0.5, step=10), "frozen_result": FrozenResult(0.5, 10), "child_result": ChildResult(0.5, 10, {"a": 1}),
+        "plain": Plain(0.5, 10), "unset": Plain.__new__(Plain), "one_name": filled(OneName(), loss=1),
+        "nothing": half_set, "documented": Documented(0.5, 10), "with_dict": WithDict(0.5, 10),
+        "with_weakref": WithWeakref(0.5), "private": Private(7), "child": Child(0.5, 10, [1]),
+        "loose": filled(Loose(0.5, 10), extra=1), "tight": filled(Tight(0.5, 10), tight=2), "node": Node("a"),
+        "own_state": OwnState(0.5, 10), "own_new": OwnNew(0.5, 10), "own_new_by_name": OwnNewByName(loss=0.5),
+        "own_reduce": OwnReduce(0.5, 10),
+        "own_reduce_with_state": filled(OwnReduceWithState(), loss=0.5, step=10),
+        "failure": filled(Failure("no"), code=3), "failure_with_state": FailureWithState("no", 3),
+        "box": Box([1, 2]), "int_box": IntBox(3), "square": filled(Square(), side=2, name="s"),
+        "row": filled(Row([1, 2]), name="r"), "table": filled(Table(a=1), name="t"), "label": Label("x"),
+        "pair": Pair(1, [2]), "pair_with_method": PairWithMethod(1, 2), "mode": Mode.TEST,
+        "annotated": filled(Annotated(), loss=0.5, step=10), "data": Data(0.5, 10),
+        "frozen_data": FrozenData(0.5, 10, [1]), "frozen_child": FrozenChild(0.5, 10, more={"a": 1}),
+        "hand_slots": HandSlots(0.5, 10), "result": Result(loss=0.5, step=10),
+        "frozen_result": FrozenResult(0.5, 10), "child_result": ChildResult(0.5, 10, {"a": 1}),
         "cached": cached, "unslotted": Unslotted(0.5), "nested": Data(Result(1, 2), [Plain(3, Pair(4, 5))]),
     }
 '''

@@ -63,9 +63,11 @@ def test_what_slotted_classes_do_works_in_a_rank_and_afterwards(names: SimpleNam
                     errors.append(type(error).__name__)
             return dict(
                 errors=errors, private=things["private"].told(), attrs=things["child_result"].told(),
-                frozen=things["frozen_child"].told(), equal=things["data"] == Data(0.5, 10), area=things["square"].area(),
+                frozen=things["frozen_child"].told(), equal=things["data"] == Data(0.5, 10),
+                area=things["square"].area(),
                 hash=hash(things["frozen_data"]) == hash(FrozenData(0.5, 10)), cached=things["cached"].area,
-                replaced=attrs.evolve(things["result"], step=4).step, mode=things["mode"].told(), both=things["pair_with_method"].both(),
+                replaced=attrs.evolve(things["result"], step=4).step, mode=things["mode"].told(),
+                both=things["pair_with_method"].both(),
             )
         def train(things): return does(things), things
     """)  # fmt: skip
@@ -148,7 +150,9 @@ def test_members_of_an_enum_have_in_a_rank_what_their_init_gave_them(cell: Cells
                 return self
             SMALL = "s"
             LARGE = "l"
-        def look(): return [(p.mass, p.density()) for p in Planet], [(s, s.factor, s.value) for s in Size], Planet((5.97, 6.37)).name
+        def look():
+            sizes = [(s, s.factor, s.value) for s in Size]
+            return [(p.mass, p.density()) for p in Planet], sizes, Planet((5.97, 6.37)).name
         def train(planet): return look(), planet is Planet.MARS, planet
     """)  # fmt: skip
     for seen, same, back in run(names.train, names.Planet.MARS).values:
@@ -158,13 +162,16 @@ def test_members_of_an_enum_have_in_a_rank_what_their_init_gave_them(cell: Cells
 
 
 def test_slotted_variables_of_a_cell_come_back_by_o(notebook: Notebook) -> None:
-    notebook.ok("%load_ext nbddp\n%ddp --nprocs 2 --device cpu\nimport json, pickle\nfrom tests.slotted import describe")
+    notebook.ok(
+        "%load_ext nbddp\n%ddp --nprocs 2 --device cpu\nimport json, pickle\nfrom tests.slotted import describe"
+    )
     notebook.ok(slotted.CELL + "\nknown = instances()\nfrozen = FrozenResult(0.5, 10)")
     notebook.ok(
         "%%ddp -o made,same,echoed,local,Local\n"
         "made = instances()\nsame = known\nechoed = frozen\nresult = FrozenResult(rank + 0.5, 3)\n"
         "import dataclasses\n"
-        "@dataclasses.dataclass(slots=True)\nclass Local:\n    x: int\n    def __class_getitem__(cls, i): return cls(i)\n"
+        "@dataclasses.dataclass(slots=True)\nclass Local:\n    x: int\n"
+        "    def __class_getitem__(cls, i): return cls(i)\n"
         "local = [Local(1), Local[2]]"
     )
     assert notebook.ok("""

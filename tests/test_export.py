@@ -556,8 +556,8 @@ def test_what_only_a_notebooks_ranks_can_be_given_is_named(tmp_path: Path) -> No
     only = "reaches only processes that the notebook itself starts;"
     assert ended.stdout.splitlines() == [
         f"cannot export train: train → helper → queue: a SimpleQueue {only} make it inside the function",
-        "cannot export other: other → shared → ['weights']: a tensor in shared memory (share_memory_(), or from a "
-        f"DataLoader's worker) {only} pass its .clone()",
+        "cannot export other: other → shared → ['weights']: a tensor in shared memory (share_memory_()) "
+        f"{only} pass its .clone()",
         f"cannot export plain: args[1] → [0]: a Lock {only} make it inside the function",
         "cannot export plain: handle: cannot pickle '_thread.lock' object",
     ], ended.stderr

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing.resource_sharer
 import os
+import pickle
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import nbddp
-from tests.support import Cells, marked_pids, run
+from nbddp import payload
+from tests.support import Cells, marked_pids, open_fds, run, script
 
 DTYPES = sorted(
     {
@@ -367,23 +372,116 @@ def test_sparse_quantized_meta_and_parameters_arrive(cell: Cells) -> None:
 
 
 @pytest.mark.parametrize("numel", [60, 1_000_000], ids=["small", "mapped"])
-def test_views_that_share_storage_still_share_it(cell: Cells, numel: int) -> None:
-    """Tied weights that come apart would train to something else, silently."""
-    array = np.arange(numel, dtype=np.float32)
-    tensor = torch.from_numpy(array)
+def test_tensors_of_one_storage_still_share_it_and_arrays_are_independent_as_after_pickle(
+    cell: Cells, numel: int
+) -> None:
+    """Tied weights that come apart would train to something else, silently; arrays that stay together would, too."""
     names = cell("""
-        def train(tensor, row, array, part, transposed):
-            before = float(row[0]), float(part[0]), transposed.is_contiguous(), tuple(transposed.stride())
-            tensor[:] = -1
-            same = tensor.untyped_storage().data_ptr() == row.untyped_storage().data_ptr()
-            return before, same, float(row[0]), float(array[5]), float(part[0]), float(transposed[1, 1])
+        import numpy, torch
+        def make(numel):
+            array = numpy.arange(numel, dtype="f4")
+            tensor = torch.from_numpy(array)
+            columns = array.reshape(-1, 10).T
+            return dict(
+                array=array, part=array[20:30], again=array, columns=columns, reversed=array[::-1], view=array.view(),
+                windows=numpy.lib.stride_tricks.sliding_window_view(array, 2, writeable=True), bytes=array.view("u1"),
+                tensor=tensor, row=tensor[10:20], transposed=tensor.view(-1, 10).t(), other=torch.from_numpy(array),
+            )
+        def write(things):
+            seen = []
+            for i, name in enumerate(things):
+                things[name][..., -1] = i
+                seen.append({name: round(float(things[name][..., -2:].sum())) for name in things})
+            return seen
+        def train(things): return write(things), make(len(things["array"]))
     """)
-    transposed = tensor.view(-1, 10).t()
-    got = run(names.train, tensor, tensor[10:20], array, array[20:30], transposed).values
-    before = (10.0, 20.0, False, (1, 10))
-    assert got == [(before, True, -1.0, -1.0, -1.0, -1.0)] * 2
-    assert array[0] == 0.0
-    assert array[-1] == np.float32(numel - 1)
+    made = names.make(numel)
+    expected = {name: pickle.loads(pickle.dumps(made[name])) for name in made}
+    expected["again"] = expected["array"]
+    # As torch.save and torch.load make them.
+    expected |= {"row": expected["tensor"][10:20], "transposed": expected["tensor"].view(-1, 10).t()}
+    written = names.write(expected)
+    for seen, back in run(names.train, made).values:
+        assert seen == written
+        assert names.write(back) == written
+    assert made["array"].tolist() == list(range(numel))
+
+
+@pytest.mark.parametrize("rows", [5, 140_000], ids=["small", "mapped"])
+def test_pandas_objects_are_independent_in_a_rank_and_afterwards(cell: Cells, rows: int) -> None:
+    """pandas' note of who is a view of whom does not travel; memory that did would be written to unprotected."""
+    pytest.importorskip("pandas")
+    from tests.frames import every_way, written
+
+    cell(f"from tests.frames import every_way, written\nknown = every_way({rows})")
+    names = cell("def train(pairs): return written(pairs), written(known), pairs\ndef give(pairs): return pairs, known")
+    expected = written(every_way(rows))
+    assert len(expected) == (28 if rows == 5 else 7)
+    for of_arguments, of_globals, _ in run(names.train, every_way(rows)).values:
+        assert of_arguments == expected
+        assert of_globals == expected
+    for echoed, known in run(names.give, every_way(rows)).values:
+        assert written(echoed) == expected
+        assert written(known) == expected
+    assert written(names.known) == expected
+
+
+def test_ten_views_of_an_array_cost_no_memory_and_no_file_descriptor() -> None:
+    base = np.zeros(64 << 20, dtype=np.uint8)
+    views = [base[i << 20 :] for i in range(10)] + [base[::2], torch.from_numpy(base), base.reshape(-1, 1024).T]
+    fd = payload.open_block("test")
+    fds = open_fds()
+    packed = payload.pack([base, *views], fd)
+    assert base.nbytes < packed.nbytes < base.nbytes + (1 << 20)
+    before = _private_kb()
+    arrived = payload.unpack(fd, packed.nbytes).value
+    for i, view in enumerate(arrived):
+        view[..., 0] = i + 1
+    assert [int(view[..., 0].max()) for view in arrived] == list(range(1, 15))
+    assert _private_kb() - before < 4096
+    assert open_fds() == fds
+    os.close(fd)
+    del arrived, view
+    assert "nbddp-test" not in Path("/proc/self/maps").read_text()
+
+
+def _private_kb() -> int:
+    """Memory of this process alone, written to; huge pages of a hugefile count as shared."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return int(next(line for line in rollup.splitlines() if line.startswith("Anonymous:")).split()[1])
+
+
+@pytest.mark.parametrize("numel", [100_000, 2_000_000])
+def test_thousands_of_windows_cost_little_memory(numel: int) -> None:
+    """``[x[i : i + n] for i in ...]``: pickle makes a copy of each."""
+    series = np.arange(numel, dtype=np.float64)
+    windows = [series[i : i + 1000] for i in range(0, numel - 1000, numel // 5000)]
+    fd = payload.open_block("test")
+    packed = payload.pack(windows, fd)
+    assert packed.nbytes < series.nbytes + (24 << 20)
+    arrived = payload.unpack(fd, packed.nbytes).value
+    os.close(fd)
+    for i, window in enumerate(arrived):
+        assert window[999] == i * (numel // 5000) + 999
+        window[:] = -1
+
+
+def test_columns_of_a_large_array_are_copied_as_columns() -> None:
+    """One mapping each would be a page table each."""
+    base = np.arange(2_000_000, dtype=np.float64).reshape(-1, 200)
+    packed = payload.prepare([base, *(base[:, i] for i in range(200))]).packed
+    assert packed.nbytes < 2 * base.nbytes + (2 << 20)
+    arrived = _round_trip([base, *(base[:, i] for i in range(200))])
+    arrived[0][:] = 0
+    assert [float(column[1]) for column in arrived[1:]] == [200.0 + i for i in range(200)]
+
+
+def _round_trip(thing: object) -> Any:
+    fd = payload.open_block("test")
+    try:
+        return payload.unpack(fd, payload.pack(thing, fd).nbytes).value
+    finally:
+        os.close(fd)
 
 
 def test_tied_weights_stay_tied_and_come_back_tied(cell: Cells) -> None:
@@ -472,6 +570,110 @@ def test_share_memory_tensors_are_one_for_all(cell: Cells) -> None:
     shared = torch.zeros(4).share_memory_()
     run(names.train, shared)
     assert shared.tolist() == [1.0, 2.0, 0.0, 0.0]
+
+
+@pytest.fixture
+def passing() -> Iterator[None]:
+    """Tensors pass between processes: what multiprocessing starts for that in this one ends afterwards."""
+    yield
+    multiprocessing.resource_sharer.stop()
+
+
+_DIVIDE = """
+    import torch.distributed as dist
+    def divide(x):
+        x.div_(10)
+        dist.barrier()
+        return x.tolist()
+    def give(x): return x
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_batch_of_a_loaders_worker_is_each_ranks_own(
+    cell: Cells, passing: None, start: str, persistent: bool
+) -> None:
+    """It lies in memory that the worker shared with this process, not this process with its ranks."""
+    names = cell(_DIVIDE)
+    dataset = torch.utils.data.TensorDataset(torch.full((10,), 1000.0))
+    options = {"multiprocessing_context": start, "persistent_workers": persistent, "num_workers": 1}
+    loader = torch.utils.data.DataLoader(dataset, 10, **options)
+    (batch,) = next(iter(loader))
+    assert batch.is_shared()
+    for x in (batch, batch.share_memory_()):  # which does nothing here
+        assert run(names.divide, x, nprocs=4).values == [[100.0] * 10] * 4
+    assert batch.tolist() == [1000.0] * 10
+    loader._iterator = None
+
+
+def test_a_tensor_that_was_sent_to_another_process_is_each_ranks_own(cell: Cells, passing: None) -> None:
+    """torch moves it to shared memory for that; nobody has asked that ranks share it."""
+    names = cell(_DIVIDE)
+    x = torch.full((10,), 1000.0)
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    queue.put(x)
+    assert x.is_shared()
+    assert run(names.divide, x, nprocs=4).values == [[100.0] * 10] * 4
+    assert x.tolist() == [1000.0] * 10
+    queue.get()
+    queue.close()
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_what_is_shared_on_purpose_is_shared_by_every_run(strategy: str) -> None:
+    """In a process of its own, with which torch's manager of shared files ends."""
+    ended = script(
+        """
+        import sys, torch, nbddp
+        import torch.distributed as dist
+        def train(shared, part):
+            part[dist.get_rank()] += dist.get_rank() + 1
+        if __name__ == "__main__":
+            torch.multiprocessing.set_sharing_strategy(sys.argv[1])
+            shared = torch.zeros(4).share_memory_()
+            for _ in range(3):
+                nbddp.run(train, (shared, shared[1:]), nprocs=2, device="cpu", show=False)
+            print(shared.tolist())
+        """,
+        strategy,
+    )
+    assert ended.stdout.strip() == "[0.0, 3.0, 6.0, 0.0]", ended.stderr
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_tensor_of_a_file_arrives_as_a_copy(cell: Cells, tmp_path: Path, shared: bool) -> None:
+    path = tmp_path / "data.bin"
+    path.write_bytes(np.full(10, 1000.0, dtype="f4").tobytes())
+    before = path.read_bytes()
+    names = cell(
+        _DIVIDE
+        + f"""
+    import torch
+    known = torch.from_file({str(path)!r}, shared={shared}, size=10)
+    def of_global(): return divide(known)
+    def made(): return torch.from_file({str(path)!r}, shared={shared}, size=10)[2:]
+    """
+    )
+    assert run(names.divide, names.known).values == [[100.0] * 10] * 2
+    assert run(names.of_global).values == [[100.0] * 10] * 2
+    assert [x.tolist() for x in run(names.made).values] == [[1000.0] * 8] * 2
+    assert run(names.give, names.known).value.tolist() == [1000.0] * 10
+    assert path.read_bytes() == before
+
+
+def test_only_what_is_shared_on_purpose_is_refused_where_it_cannot_be(tmp_path: Path, passing: None) -> None:
+    """On its way to another host, say."""
+    path = tmp_path / "data.bin"
+    path.write_bytes(bytes(40))
+    sent = torch.zeros(3)
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    queue.put(sent)
+    payload.probe([sent, torch.from_file(str(path), shared=True, size=10)], inheriting=False)
+    with pytest.raises(TypeError, match=r"share_memory_\(\)\) reaches only"):
+        payload.probe(torch.zeros(3).share_memory_(), inheriting=False)
+    queue.get()
+    queue.close()
 
 
 def test_pandas_generators_and_datasets_travel(cell: Cells) -> None:

@@ -97,7 +97,7 @@ def _drawn_by_hand(draw: st.DrawFn, name: str) -> Any:
         else:
             free, has_dict = set(), True
         names += [f"_{name}_{level}{field}" if field.startswith("__") else field for field in own]
-        source += f"    drawn = {names[-len(own):] if own else []}\n"
+        source += f"    drawn = {names[-len(own) :] if own else []}\n"
         if draw(st.integers(0, 2)) == 0:
             source += draw(st.sampled_from(list(_STATES.values()))).lstrip("\n") + "\n"
         base = f"{name}_{level}"

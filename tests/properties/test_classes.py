@@ -26,7 +26,7 @@ def as_pickled(thing: Any) -> Any:
         reject()
 
 
-@examples(150)
+@examples(60)
 @given(cells())
 def test_instances_are_there_and_back_what_pickle_makes_of_them(source: str) -> None:
     note(source)
@@ -75,7 +75,9 @@ def test_real_ranks_see_them_and_give_them_back(sources: list[str]) -> None:
         for seen, back in run(_look, several).values:
             assert seen == expected
             assert describe(back) == twice
-            assert [[type(each) for each in some] for some in back] == [[type(each) for each in some] for some in several]
+            assert [[type(each) for each in some] for some in back] == [
+                [type(each) for each in some] for some in several
+            ]
 
 
 def _look(several: list[Any]) -> Any:
