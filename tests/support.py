@@ -145,12 +145,22 @@ def wait_until_alone(kernel: int, timeout_s: float = GONE_S) -> None:
 
 
 def _is_allowed(process: psutil.Process, allowed: set[int]) -> bool:
+    if _is_watch(process):
+        return True
     if process.ppid() not in allowed | {os.getpid()} or process.status() == psutil.STATUS_ZOMBIE:
         return False
     # A rank has its fork server's command line, but that server as its parent.
     if is_fork_server(process):
         return not is_fork_server(psutil.Process(process.ppid()))
     return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+
+
+def _is_watch(process: psutil.Process) -> bool:
+    """Beside a fork server that is still importing; a rank leads a session of its own."""
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        parent = psutil.Process(process.ppid())
+        return is_fork_server(parent) and is_fork_server(process) and os.getsid(process.pid) == os.getsid(parent.pid)
+    return False
 
 
 def is_fork_server(process: psutil.Process) -> bool:

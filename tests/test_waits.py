@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing.util
 import os
+import signal
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import nbddp
-from nbddp.kernel import devices, supervisor
-from tests.support import Cells, Notebook, run, script
+from nbddp.kernel import devices, forkserver, supervisor
+from tests.support import Cells, Notebook, _kind, open_fds, run, script, start, wait_until, wait_until_alone
 
 # ---------------------------------------------------------------------------- the end of a rank
 
@@ -280,3 +284,69 @@ def test_an_error_that_cannot_be_pickled_to_its_end_comes_at_once(cell: Cells, k
     assert f"{type(cause).__name__}: {cause}" == text
     assert cause.__traceback__ is not None
     assert "".join(traceback.format_exception(raised.value)).count("\n") < 1000
+
+
+# ---------------------------------------------------------------------------- what is left of a fork server
+
+
+def test_a_server_that_died_is_gone_when_the_run_is_over(cell: Cells, in_folder: Path) -> None:
+    """Without the help of the garbage collector; and the next run has another one."""
+    train = cell("""
+        import os, time
+        def train(wait):
+            while wait and not os.path.exists("go_on"): time.sleep(0.01)
+            return os.getppid()
+    """).train
+    run(train, False)
+    gc.collect()
+    gc.disable()
+    try:
+        before = Counter(map(_kind, open_fds().values()))
+        going = start(train, True)
+        server = forkserver.pid()
+        assert server is not None
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: psutil.Process(server).status() == psutil.STATUS_ZOMBIE)
+        (in_folder / "go_on").touch()
+        assert going.wait(30).state == "finished"
+        assert not psutil.pid_exists(server)
+        assert forkserver.pid() is None
+        assert not Counter(map(_kind, open_fds().values())) - before
+        assert set(run(train, False).values) == {forkserver.pid()}
+    finally:
+        gc.enable()
+
+
+def test_a_child_that_the_user_waited_for_may_be_the_server(cell: Cells) -> None:
+    """``os.waitpid(-1, 0)``: multiprocessing does not find it any more, and raised ChildProcessError in every run."""
+    names = cell("def train(): return 1")
+    run(names.train)
+    server = forkserver.pid()
+    assert server is not None
+    os.kill(server, signal.SIGKILL)
+    assert os.waitpid(server, 0)[0] == server
+    assert run(names.train).values == [1, 1]
+
+
+def test_a_kernel_killed_while_torch_is_imported_leaves_nothing(short_path: Path) -> None:
+    """However long that takes, and though no thread of the server's can run meanwhile."""
+    (short_path / "torch").mkdir()
+    endless = "import collections, itertools\nopen({!r}, 'w').close()\ncollections.deque(itertools.count(), maxlen=0)\n"
+    (short_path / "torch" / "__init__.py").write_text(endless.format(str(short_path / "begun")))
+    (short_path / "tmp").mkdir()
+    done = script(
+        """
+        import os, signal, sys, time
+        from nbddp.kernel import forkserver
+        forkserver.warm()
+        while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        str(short_path / "begun"),
+        TMPDIR=str(short_path / "tmp"),
+        PYTHONPATH=str(short_path),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGKILL, "", "")
+    wait_until_alone(os.getpid())
+    assert os.listdir(short_path / "tmp") == []

@@ -62,6 +62,9 @@ class _Imports(list[str]):
         return f"exec({copies.import_source()!r}) or {super().__repr__()}"
 
 
+_servers: weakref.WeakSet[_ForkServer] = weakref.WeakSet()
+
+
 class _ForkServer(forkserver.ForkServer):
     """One server. It ends when nobody holds this object any more: no process that came from it, no thread that asks."""
 
@@ -70,8 +73,10 @@ class _ForkServer(forkserver.ForkServer):
         self.owner = os.getpid()
         self.wanted = wanted
         self.began = 0.0  # when the process was started, monotonic
+        self.in_use = threading.Lock()  # held while it is started or spoken to
         self.set_forkserver_preload(_Imports([*PRELOAD, *(WANTED_PREFIX + name for name in wanted)]))
         weakref.finalize(self, _end, vars(self)).atexit = False  # with this process it ends by itself
+        _servers.add(self)
 
     def ensure_running(self) -> None:
         """As the standard library's, but remembers when."""
@@ -79,6 +84,19 @@ class _ForkServer(forkserver.ForkServer):
         self._ensure_running()
         if vars(self)["_forkserver_pid"] != before:
             self.began = now
+
+    def bury(self) -> None:
+        """Forget a process that has died: no zombie of it is left, and no pipe or socket that led to it."""
+        mine = vars(self)
+        if self.owner != os.getpid() or not self.in_use.acquire(blocking=False):
+            return
+        try:
+            if mine["_forkserver_pid"] is not None and _is_reaped(mine["_forkserver_pid"]):
+                _unlink_socket(mine["_forkserver_address"])
+                os.close(mine["_forkserver_alive_fd"])
+                mine.update(_forkserver_address=None, _forkserver_alive_fd=None, _forkserver_pid=None)
+        finally:
+            self.in_use.release()
 
     def _ensure_running(self) -> None:
         """The standard library writes ``sys.path`` into a program: a ``Path`` in it is no Python there."""
@@ -128,7 +146,7 @@ class _Server:
         """It, started."""
         reap()
         server = self.get()
-        with _no_trace_of_a_restart(server):
+        with server.in_use, _no_trace_of_a_restart(server):
             server.ensure_running()
         return server
 
@@ -145,7 +163,7 @@ class _Server:
 
     def _ask(self, server: Any, fds: list[int]) -> tuple[int, int]:
         # It may have been killed since it was looked at.
-        with room_for(_FDS_OF_A_START), _no_trace_of_a_restart(server), telling_of_its_death(server):
+        with server.in_use, room_for(_FDS_OF_A_START), _no_trace_of_a_restart(server), telling_of_its_death(server):
             return server.connect_to_new_process(fds)  # type: ignore[no-any-return]
 
     def private_folder(self) -> str:
@@ -188,7 +206,9 @@ def telling_of_its_death(server: Any) -> Iterator[None]:
 
 
 def reap() -> None:
-    """Leave no zombie of a server that has ended."""
+    """Leave nothing of a server that has ended, whoever ended it."""
+    for server in list(_servers):
+        server.bury()
     for _ in range(len(_ended)):
         with contextlib.suppress(IndexError):  # another thread has it
             pid = _ended.popleft()

@@ -51,6 +51,7 @@ class Local:
     def close(self) -> None:
         """Let go of the data."""
         self._open.close()
+        forkserver.reap()
 
 
 def _give_back(block: int) -> None:

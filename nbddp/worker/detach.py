@@ -10,13 +10,12 @@ import gc
 import os
 import re
 import select
+import signal
 import socket
 import sys
-import threading
 
 from nbddp.worker import counted
 
-_LOOK_MS = 100
 _RARELY = 1000  # the young generation is looked at as usual: else the server is 7 MB larger
 
 # What ends the notebook's process group leaves the server, which then cleans up.
@@ -28,17 +27,17 @@ _thresholds = gc.get_threshold()
 gc.set_threshold(_thresholds[0], _RARELY, _RARELY)
 
 
-def _watch(listener: int, alive: int) -> None:
-    """While torch is imported, which takes seconds or a minute, the server itself does not look.
+def _watch(listener: int, alive: int, done: int, server: int) -> None:
+    """In a process of its own: end the server when the kernel does, whatever it is about.
 
-    And to the end of one that is of no use (``wanted.trouble``), which by itself might wait for a thread.
+    A thread would need the GIL, which an import in C holds for seconds; a signal by the system would leave the socket.
     """
     poll = select.poll()
     poll.register(alive, 0)  # that nobody holds its other end is told in any case
-    while not _imported.is_set():
-        if poll.poll(_LOOK_MS):
-            _remove_socket(listener)
-            os._exit(1)
+    poll.register(done, 0)
+    if done not in dict(poll.poll()) and os.getppid() == server:
+        os.kill(server, signal.SIGKILL)
+        _remove_socket(listener)
 
 
 def _remove_socket(listener: int) -> None:
@@ -48,17 +47,32 @@ def _remove_socket(listener: int) -> None:
         os.rmdir(os.path.dirname(server.getsockname()))
 
 
+def _start_watch(listener: int, alive: int) -> tuple[int, int]:
+    """Returns the watch's pid, and what is closed to end it: also by the server's own end."""
+    server = os.getpid()
+    done_r, done_w = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(done_r)
+        return pid, done_w
+    try:
+        os.close(done_w)
+        _watch(listener, alive, done_r, server)
+    finally:
+        os._exit(0)
+
+
 def all_is_imported() -> None:
-    """End the watch, for a fork must not find a thread; and collect garbage as usual."""
+    """End the watch: from here on the server itself looks. And collect garbage as usual."""
     gc.set_threshold(*_thresholds)
-    _imported.set()
     if _watcher is not None:
-        _watcher.join()
+        pid, done = _watcher
+        os.close(done)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
-_imported = threading.Event()
-_watcher: threading.Thread | None = None
+_watcher: tuple[int, int] | None = None
 # ``main(listener, alive, ...)``, as multiprocessing has started this process.
 if _fds := re.search(r"main\((\d+), (\d+)", " ".join(sys.orig_argv)):
-    _watcher = threading.Thread(target=_watch, args=[int(fd) for fd in _fds.groups()], daemon=True)
-    _watcher.start()
+    _watcher = _start_watch(*map(int, _fds.groups()))

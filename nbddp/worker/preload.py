@@ -73,7 +73,7 @@ def _outlive_a_kernel_out_of_files() -> None:
 
 
 wanted.import_all()
-if not wanted.trouble:  # else the watch ends this server: a thread of theirs might keep it
+if not wanted.trouble:  # else the watch ends this server with the kernel: a thread of theirs might keep it
     detach.all_is_imported()
 counted.end()
 blas.find()
