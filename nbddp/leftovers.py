@@ -133,7 +133,14 @@ class _Book:
     def has_tensor(self, name: str) -> bool:
         found = _TORCHS.fullmatch(name)
         # Not of a process that has the pid now.
-        return found is not None and int(found[1]) in self._pids and not os.path.exists(f"/proc/{found[1]}")
+        return found is not None and int(found[1]) in self._pids and not _runs(found[1])
+
+
+def _runs(pid: str) -> bool:
+    """A zombie does not: a rank that was just killed may not have been waited for yet."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def _lines_of(folder: str) -> list[str]:

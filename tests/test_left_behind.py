@@ -106,7 +106,7 @@ def test_processes_that_a_rank_detached_end_with_a_killed_kernel(in_folder: Path
     with Notebook() as notebook:
         notebook.ok(f"import os; os.chdir({str(in_folder)!r})\n{_DETACH}")
         notebook.begin("nbddp.run(end_by, ('stop', detach_all), nprocs=2, device='cpu')")
-        wait_until(lambda: _ready(in_folder))
+        wait_until(lambda: _ready(in_folder), 90)  # its fork server imports torch first
         notebook.kill()
         wait_until(lambda: [line for line in _in_folder(in_folder) if "sleep" in line] == [], 5)
     wait_until(lambda: marked_pids() <= before)
@@ -271,7 +271,7 @@ def test_a_killed_kernel_leaves_nothing_in_shared_memory(in_folder: Path, name: 
     with Notebook() as notebook:
         notebook.ok(f"import os; os.chdir({str(in_folder)!r})\n{_MAKES}")
         notebook.begin(f"nbddp.run(until_stopped, [{name!r}], nprocs=2, device='cpu')")
-        wait_until(lambda: _ready(in_folder))
+        wait_until(lambda: _ready(in_folder), 90)
         assert len(set(os.listdir(SHM)) - before) == 12
         notebook.kill()
         wait_until(lambda: set(os.listdir(SHM)) == before, 5)
