@@ -119,24 +119,26 @@ def decode(data: bytes) -> Message:
 
 # One metric value is one fixed record on the rank's metrics pipe. A write of up to PIPE_BUF bytes is
 # atomic (POSIX), so records are never torn, need no lock and survive a SIGKILL of the rank.
-#   kind, reduce op, name id, weight, step, value, time (unix seconds)
-RECORD_FORMAT = "BBHfqdd"
-RECORD = struct.Struct("<" + RECORD_FORMAT)
+#   kind, reduce op, name id, 1 when log() counted the step, weight, step, value, time (unix seconds)
+RECORD = struct.Struct("<BBHB3xdqdd")
 
-KIND_NAME = 0  # the id's name, 24 bytes a record in place of the numbers; see NAME_PIECE
+KIND_NAME = 0  # the id's name, 36 bytes a record in place of the numbers; see NAME_PIECE
 KIND_METRIC = 1
 KIND_PROGRESS = 2  # step: total (-1 unknown), value: done, weight: nesting level
 KIND_SAMPLES = 3  # value: samples that this rank's loader has handed out so far
 
 KIND_BEGIN = 4  # in a file of metrics alone: a rank begins here, in a process of its own; see BEGIN
 
-NAME_PIECE = struct.Struct("<BBH4x24s")  # kind, 1 when more pieces follow, id, utf-8 piece
+NAME_PIECE_BYTES = 36
+NAME_PIECE = struct.Struct(f"<BBH{NAME_PIECE_BYTES}s")  # kind, 1 when more pieces follow, id, utf-8 piece
 
-BEGIN = struct.Struct("<B7sQQd")  # kind, BEGIN_MARK, world size, rank, time (unix seconds)
-BEGIN_MARK = b"nbddp-1"
+BEGIN = struct.Struct("<B7sQQd8x")  # kind, BEGIN_MARK, world size, rank, time (unix seconds)
+BEGIN_MARK = b"nbddp-2"  # changes with RECORD
+BEGIN_MARK_OF_ANY = b"nbddp-"
 
 REDUCE_NONE, REDUCE_MEAN, REDUCE_SUM, REDUCE_MIN, REDUCE_MAX = range(5)
 REDUCE_OPS = {None: REDUCE_NONE, "mean": REDUCE_MEAN, "sum": REDUCE_SUM, "min": REDUCE_MIN, "max": REDUCE_MAX}
+REDUCE_NAMES = {op: name for name, op in REDUCE_OPS.items()}
 
 
 def fold(text: str) -> str:

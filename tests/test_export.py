@@ -442,7 +442,7 @@ class Writer:
 
     def log(self, name: str, steps: range, value: float, op: int = 0) -> Writer:
         names = wire.NAME_PIECE.pack(wire.KIND_NAME, 0, 0, name.encode())
-        return self._add(names + b"".join(wire.RECORD.pack(1, op, 0, 1.0, s, value, 1.0) for s in steps))
+        return self._add(names + b"".join(wire.RECORD.pack(1, op, 0, False, 1.0, s, value, 1.0) for s in steps))
 
     def _add(self, data: bytes) -> Writer:
         with open(self._path, "ab") as file:

@@ -1,23 +1,12 @@
-"""Kernel side. One metric's values as columns: of one rank, and combined over the ranks."""
+"""Kernel side. Numbers as growing columns: what one rank logged under one name, or what it makes over the ranks."""
 
 from __future__ import annotations
 
-import heapq
 from array import array
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from nbddp import wire
-
-_BEFORE_ALL = -(2**63)  # a step
-_COMBINE: dict[int, Callable[[list[float]], float]] = {
-    wire.REDUCE_SUM: lambda values: sum(values),
-    wire.REDUCE_MIN: min,
-    wire.REDUCE_MAX: max,
-}
 
 
 class Series(NamedTuple):
@@ -32,112 +21,100 @@ class Series(NamedTuple):
     values: npt.NDArray[np.float64]
 
 
+class Table:
+    """Columns that grow together; the first holds steps.
+
+    Args:
+        types: of each column: ``q`` int64, ``d`` float64, ``B`` uint8.
+    """
+
+    def __init__(self, types: str) -> None:
+        self._columns = tuple(array(kind) for kind in types)
+
+    def extend(self, *columns: npt.NDArray[Any]) -> None:
+        for mine, new in zip(self._columns, columns, strict=True):
+            mine.frombytes(new.astype(mine.typecode, copy=False).tobytes())
+
+    def columns(self, start: int = 0, stop: int | None = None) -> tuple[npt.NDArray[Any], ...]:
+        """A copy of these rows."""
+        # No view of an array may outlive a call: while there is one the array cannot grow.
+        return tuple(_view(column)[start:stop].copy() for column in self._columns)
+
+    def picked(self, index: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """These rows of one column."""
+        return _view(self._columns[index])[rows]
+
+    def cut(self, step: int) -> bool:
+        """Drop the rows from this step on. Returns whether there were any.
+
+        Steps may begin again with every epoch: only the last stretch in which they rise is looked at.
+        """
+        steps = _view(self._columns[0])
+        falls = np.flatnonzero(steps[1:] < steps[:-1])
+        start = int(falls[-1]) + 1 if len(falls) else 0
+        kept = start + int(np.searchsorted(steps[start:], step))
+        del steps
+        return self.keep(kept)
+
+    def keep(self, rows: int) -> bool:
+        """Drop all but the first so many rows. Returns whether there were more."""
+        if rows >= len(self):
+            return False
+        for column in self._columns:
+            del column[rows:]
+        return True
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+
 class Column:
-    """Growing steps, values and times of one metric on one rank.
+    """All that one rank logged under one name.
 
     Attributes:
+        begin: where what it logged since the last restart begins.
         cuts: how often points were taken away again: what was read before may not hold any more.
     """
 
     def __init__(self) -> None:
-        self.steps = array("q")
-        self.values = array("d")
-        self.times = array("d")
+        self._table = Table("qddB")  # steps, values, weights, 1 where log() counted the step
+        self.begin = 0
         self.cuts = 0
         self._resumes = False
 
     def extend(self, records: npt.NDArray[Any]) -> None:
         if self._resumes:
-            self._resume_at(int(records["step"][0]))
-        self.steps.frombytes(records["step"].tobytes())
-        self.values.frombytes(records["value"].tobytes())
-        self.times.frombytes(records["time"].tobytes())
-
-    def append(self, step: int, value: float, at: float) -> None:
-        if self._resumes:
-            self._resume_at(step)
-        self.steps.append(step)
-        self.values.append(value)
-        self.times.append(at)
+            self._resumes = False
+            self.cuts += self._table.cut(int(records["step"][0]))
+            self.begin = len(self)
+        self._table.extend(records["step"], records["value"], records["weight"], records["counted"])
 
     def restart(self) -> None:
         """The function begins again: the steps that it repeats will take the place of the old ones."""
         self._resumes = True
+        self.begin = len(self)
 
     def series(self, start: int = 0, stop: int | None = None) -> Series:
-        # No view of an array may outlive a call: while there is one the array cannot grow.
-        return Series(view(self.steps)[start:stop].copy(), view(self.values)[start:stop].copy())
+        return Series(*self._table.columns(start, stop)[:2])
 
-    def _resume_at(self, step: int) -> None:
-        self._resumes = False
-        kept = self._count_before(step)
-        if kept < len(self):
-            self.cuts += 1
-            del self.steps[kept:], self.values[kept:], self.times[kept:]
+    def keys(self, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """From this row on, the steps, and where log() counted them."""
+        steps, _, _, counted = self._table.columns(start)
+        return steps, counted.astype(bool)
 
-    def _count_before(self, step: int) -> int:
-        """Up to this step, looked for where steps rise for the last time: they may begin anew with every epoch."""
-        steps = view(self.steps)
-        falls = np.flatnonzero(steps[1:] < steps[:-1])
-        start = int(falls[-1]) + 1 if len(falls) else 0
-        return start + int(np.searchsorted(steps[start:], step))
+    def steps(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return self._table.picked(0, rows)
+
+    def values(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        return self._table.picked(1, rows)
+
+    def weights(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        return self._table.picked(2, rows)
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self._table)
 
 
-def view(numbers: array[Any]) -> npt.NDArray[Any]:
+def _view(numbers: array[Any]) -> npt.NDArray[Any]:
     """The same memory as numpy sees it; drop it before the array grows."""
-    return np.frombuffer(numbers, dtype=np.int64 if numbers.typecode == "q" else np.float64)
-
-
-class Combined:
-    """A metric with ``reduce=``: one point per step, once every rank has logged it or gone past it."""
-
-    def __init__(self, op: int, world_size: int) -> None:
-        self.op = op
-        self.column = Column()
-        # By rank: the step it logged last, and how often its steps have begun again or stood still.
-        self._at = [(0, _BEFORE_ALL)] * world_size
-        self._order: list[tuple[int, int]] = []  # a heap of the steps that wait: one rank may be ahead
-        self._waiting: dict[tuple[int, int], dict[int, tuple[float, float, float]]] = {}  # by rank: value, weight, time
-
-    def add(self, rank: int, step: int, value: float, weight: float, at: float) -> None:
-        round_, last = self._at[rank]
-        self._at[rank] = key = (round_ + 1 if step <= last else round_, step)
-        if key not in self._waiting:
-            heapq.heappush(self._order, key)
-        self._waiting.setdefault(key, {})[rank] = (value, weight, at)
-        while self._order and self._is_complete(self._order[0]):
-            self._emit(heapq.heappop(self._order))
-
-    def resize(self, world_size: int) -> None:
-        """There are so many ranks now; they have just begun again."""
-        self._at = [self._at[0]] * world_size
-
-    def restart(self) -> None:
-        """The ranks begin again: what they had not logged together, they will log again."""
-        self._waiting.clear()
-        self._order.clear()
-        self._at = [(max(self._at)[0] + 1, _BEFORE_ALL)] * len(self._at)
-        self.column.restart()
-
-    def settle(self) -> None:
-        """The run is over: a step that not every rank reached is combined from those that did."""
-        self._order.clear()
-        for key in sorted(self._waiting):
-            self._emit(key)
-
-    def _is_complete(self, key: tuple[int, int]) -> bool:
-        values = self._waiting[key]
-        return all(rank in values or at > key for rank, at in enumerate(self._at))
-
-    def _emit(self, key: tuple[int, int]) -> None:
-        points = self._waiting.pop(key).values()
-        values = [value for value, _, _ in points]
-        if self.op == wire.REDUCE_MEAN:
-            total = sum(weight for _, weight, _ in points)
-            value = sum(v * w for v, w, _ in points) / total if total else float("nan")
-        else:
-            value = _COMBINE[self.op](values)
-        self.column.append(key[1], value, max(at for _, _, at in points))
+    return np.frombuffer(numbers, dtype=numbers.typecode)

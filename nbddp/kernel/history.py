@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from nbddp import wire
 from nbddp.kernel import metrics_file
-from nbddp.kernel.band import Spread
 from nbddp.kernel.columns import Series
 from nbddp.kernel.metric import Metric
+from nbddp.kernel.pairs import Counts, Spread
 from nbddp.kernel.progress import Bar, RankProgress
 from nbddp.kernel.records import RankReader
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from nbddp.panel.picture import Picture
 
-__all__ = ["Bar", "History", "RankProgress", "Restart", "Seen", "Series", "Spread"]
+__all__ = ["Bar", "Counts", "History", "RankProgress", "Restart", "Seen", "Series", "Spread"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Restart:
     """All ranks began again after a failure.
 
     Attributes:
-        step: the first that was logged afterwards, None while nothing has been.
+        step: the first that the lowest rank logged afterwards, None while nothing has been.
         reason: the failure, "RankDied: rank 2 of 4 was killed by SIGKILL".
     """
 
@@ -60,6 +60,20 @@ class History:
     ``history["loss"]`` is the metric's ``Series``: with ``reduce=`` combined over the ranks, else rank
     0's values (the lowest rank's that logged it). Steps that are repeated after a restart take the place
     of the old ones. All methods may be called while the run goes on.
+
+    Which values are combined: without ``step=``, the n-th that one rank logged under this name and the n-th of
+    the others, whatever else they logged; with ``step=``, those of the same step (when a rank logs a step several
+    times, its k-th value and the k-th of the others). The point's step is the lowest rank's, points are in the order
+    in which that rank logged them, and values are combined in the order of the ranks, so that a run which logs the
+    same has the same history to the bit. NaN on one rank is NaN in ``"min"`` and ``"max"`` too, as in numpy.
+
+    A point appears once every rank has logged it. Points that some ranks never logged come when the run is over:
+    ``"mean"``, ``"min"`` and ``"max"`` are then over the ranks that did, and a ``"sum"`` leaves out what not all of
+    the ranks that log this metric have logged. ``counts`` has the number of ranks of every step, ``notices`` says it
+    in words. The end of a run that failed or was stopped is left out where not every rank had come to it.
+
+    The first ``reduce=`` with which the lowest rank logged a metric counts for the whole run; a different one is
+    among the ``notices``.
     """
 
     def __init__(self, world_size: int = 1) -> None:
@@ -68,7 +82,9 @@ class History:
         self._readers: dict[int, RankReader] = {}
         self._metrics: dict[str, Metric] = {}
         self._restarts: list[Restart] = []
-        self._over = False
+        self._unmarked = 0  # the first of the restarts since which nothing, or what follows, was logged
+        self._marked_by: int | None = None  # the rank whose first step those have
+        self._numbers: dict[int, int] = {}  # by rank, of the names that it has logged
         self.ranks = [RankProgress() for _ in range(world_size)]
 
     @classmethod
@@ -79,7 +95,7 @@ class History:
         files (one per rank: PATH, PATH.rank1, ...); the steps that it repeated have taken the place of the old ones.
 
         Raises:
-            NbddpError: there is something else in the file.
+            NbddpError: there is something else in the file, or another version of nbddp wrote it.
         """
         attempts = metrics_file.read(path)
         history = cls(attempts[0].world_size)
@@ -96,9 +112,9 @@ class History:
 
     @property
     def names(self) -> list[str]:
-        """The metrics logged so far, in the order of their first appearance."""
+        """The metrics logged so far: rank 0's in the order in which it logged them first, then the other ranks'."""
         with self._lock:
-            return list(self._metrics)
+            return self._names()
 
     @property
     def restarts(self) -> list[Restart]:
@@ -109,7 +125,7 @@ class History:
     def __getitem__(self, name: str) -> Series:
         """The metric's steps and values. Raises KeyError, naming what there is, for an unknown one."""
         with self._lock:
-            return self._metric(name).main.series()
+            return self._metric(name).series()
 
     def __contains__(self, name: object) -> bool:
         return name in self._metrics
@@ -130,11 +146,29 @@ class History:
         with self._lock:
             return {rank: column.series() for rank, column in sorted(self._metric(name).columns.items())}
 
+    def counts(self, name: str) -> Counts:
+        """How many ranks have logged each step of a metric with ``reduce=``: ``steps, ranks, of = ...``.
+
+        Has the steps that ``history[name]`` leaves out of a sum, too. Empty for a metric without ``reduce=``.
+        """
+        with self._lock:
+            return self._metric(name).counts()
+
+    @property
+    def notices(self) -> list[str]:
+        """What a reader of the values has to know, a line each: metrics that not all ranks logged alike.
+
+        ``"loss: 2 of 50 steps were logged by only 3 of 4 ranks (the first is step 7); there the mean is over the ranks
+        that logged it"``
+        """
+        with self._lock:
+            return [f"{name}: {text}" for name in self._names() for text in self._metric(name).notices()]
+
     def latest(self) -> dict[str, float]:
         """The newest value of each metric."""
         with self._lock:
-            newest = {name: metric.main.values for name, metric in self._metrics.items()}
-            return {name: values[-1] for name, values in newest.items() if values}
+            newest = {name: self._metric(name).series(-1).values.tolist() for name in self._names()}
+            return {name: values[0] for name, values in newest.items() if values}
 
     def to_pandas(self) -> pd.DataFrame:
         """A DataFrame with one row per step and one column per metric (NaN where it has no value)."""
@@ -165,10 +199,10 @@ class History:
     def spread(self, name: str) -> Spread:
         """The lowest and highest value over the ranks; empty when one rank alone logs this metric.
 
-        A step is in it once every rank that logs this metric has come to it or gone past it.
+        A step is in it once every rank that logs this metric has logged it; when the run is over, with two of them.
         """
         with self._lock:
-            return self._metric(name).band(over=self._over).spread()
+            return self._metric(name).spread()
 
     def plot(self) -> Picture:
         """The curves as a picture that shows itself: ``.svg`` is its text, ``.figure()`` one of matplotlib."""
@@ -191,17 +225,16 @@ class History:
         """
         with self._lock:
             metric = self._metric(name)
-            band = metric.band(over=self._over)
             if metric.version != seen.version:
                 seen = Seen(metric.version)
-            series, spread = metric.main.series(seen.points), band.spread(seen.spread)
+            series, spread = metric.series(seen.points), metric.spread(seen.spread)
         return series, spread, Seen(seen.version, seen.points + len(series.steps), seen.spread + len(spread.steps))
 
     def seen_points(self, name: str, seen: Seen) -> tuple[Series, Spread]:
         """So much of the metric and its band as a view has seen."""
         with self._lock:
             metric = self._metric(name)
-            return metric.main.series(0, seen.points), metric.band(over=self._over).spread(0, seen.spread)
+            return metric.series(0, seen.points), metric.spread(0, seen.spread)
 
     # ------------------------------------------------------------------ for the run
 
@@ -212,7 +245,7 @@ class History:
             records = reader.feed(data)
             metrics = records[records["kind"] == wire.KIND_METRIC]
             if len(metrics):
-                self._set_restart_step(int(metrics["step"][0]))
+                self._mark_restarts(rank, int(metrics["step"][0]))
             for ident in dict.fromkeys(metrics["id"].tolist()):
                 self._add(rank, reader.name(ident), metrics[metrics["id"] == ident])
             for record in records[records["kind"] > wire.KIND_METRIC]:
@@ -221,11 +254,13 @@ class History:
     def restart(self, reason: str = "") -> None:
         """The ranks begin again, in new processes, after this failure."""
         with self._lock:
+            if self._marked_by is not None:
+                self._unmarked, self._marked_by = len(self._restarts), None
             self._restarts.append(Restart(None, reason))
             self._readers.clear()
             self.ranks[:] = [RankProgress() for _ in self.ranks]
             for metric in self._metrics.values():
-                metric.restart()
+                metric.restart(self._world_size)
 
     def resize(self, world_size: int) -> None:
         """There are so many ranks now, after a restart without the host of some: nobody waits for those."""
@@ -237,21 +272,27 @@ class History:
             for metric in self._metrics.values():
                 metric.resize(world_size)
 
-    def settle(self) -> None:
-        """The run is over: nothing more will be fed."""
-        with self._lock:
-            self._over = True
-            for metric in self._metrics.values():
-                metric.settle()
+    def settle(self, *, broken_off: bool = False) -> None:
+        """The run is over: nothing more will be fed.
 
-    def _set_restart_step(self, step: int) -> None:
-        if self._restarts and self._restarts[-1].step is None:
-            self._restarts = [Restart(step if r.step is None else r.step, r.reason) for r in self._restarts]
+        Args:
+            broken_off: before its end; what not every rank had come to is left out.
+        """
+        with self._lock:
+            for metric in self._metrics.values():
+                metric.settle(broken_off=broken_off)
+
+    def _mark_restarts(self, rank: int, step: int) -> None:
+        if self._marked_by is None or rank < self._marked_by:
+            self._marked_by = rank
+            self._restarts[self._unmarked :] = [Restart(step, r.reason) for r in self._restarts[self._unmarked :]]
 
     def _add(self, rank: int, name: str, records: npt.NDArray[Any]) -> None:
-        if name not in self._metrics:
-            self._metrics[name] = Metric()
-        self._metrics[name].add(rank, records, self._world_size)
+        metric = self._metrics.setdefault(name, Metric())
+        if rank not in metric.numbers:
+            metric.numbers[rank] = self._numbers.get(rank, 0)
+            self._numbers[rank] = metric.numbers[rank] + 1
+        metric.add(rank, records)
         newest = int(records["step"].argmax())
         self.ranks[rank].saw_step(int(records["step"][newest]), float(records["time"][newest]))
 
@@ -265,5 +306,9 @@ class History:
 
     def _metric(self, name: str) -> Metric:
         if name not in self._metrics:
-            raise KeyError(f"no metric {name!r} was logged; there is: {', '.join(self._metrics) or 'none'}")
+            raise KeyError(f"no metric {name!r} was logged; there is: {', '.join(self._names()) or 'none'}")
+        self._metrics[name].catch_up(self._world_size)
         return self._metrics[name]
+
+    def _names(self) -> list[str]:
+        return sorted(self._metrics, key=lambda name: self._metrics[name].order)

@@ -52,7 +52,7 @@ def read(path: str | os.PathLike[str]) -> list[Attempt]:
     """The job's attempts, in the order of time; at least one.
 
     Raises:
-        NbddpError: there is something else in the file.
+        NbddpError: there is something else in the file, or it is another version's.
     """
     path = os.fspath(path)
     first = _parts(path)
@@ -81,6 +81,11 @@ class _Part:
 def _parts(path: str) -> list[_Part]:
     data = read_own(path, _MOST_NBYTES)
     if not data.startswith(wire.BEGIN_MARK, 1):
+        if data.startswith(wire.BEGIN_MARK_OF_ANY, 1):
+            raise NbddpError(
+                f"{path} was written by another version of nbddp, with metrics in another format: load it with the "
+                "version that wrote it"
+            )
         return []
     whole = len(data) // _SIZE  # the last record of a rank that was killed may be torn
     kinds = np.frombuffer(data, dtype=RECORD_DTYPE, count=whole)["kind"]

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from nbddp import wire
 
 RECORD_DTYPE = np.dtype(
-    [("kind", "u1"), ("op", "u1"), ("id", "<u2"), ("weight", "<f4"), ("step", "<i8"), ("value", "<f8"), ("time", "<f8")]
+    [("kind", "u1"), ("op", "u1"), ("id", "<u2"), ("counted", "u1"), ("unused", "V3")]
+    + [("weight", "<f8"), ("step", "<i8"), ("value", "<f8"), ("time", "<f8")]
 )
 
 

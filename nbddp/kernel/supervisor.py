@@ -198,7 +198,7 @@ class Supervisor:
     def _tell_of_the_end(self) -> None:
         self._pickled = None  # of a run that ended before it had copied the notebook's arrays
         self._packed.inherited.clear()
-        self._history.settle()
+        self._history.settle(broken_off=self.state != "finished")
         self.ended = time.monotonic()
         with self._lock:
             self._over = True

@@ -16,6 +16,7 @@ from nbddp.worker import context, metrics
 
 _MARK = "nbddp snapshot"
 _STEP = "last step"  # that log() counted
+_STEPS = "last steps"  # of each metric
 
 
 def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
@@ -30,7 +31,7 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
         return
     content = {_MARK: 1, "state": {name: _plain(value) for name, value in state.items()}}
     with WholeFile(path, 0o666) as file:  # a file like any other
-        torch.save({**content, _STEP: metrics.last_step()}, file)
+        torch.save({**content, _STEP: metrics.last_step(), _STEPS: metrics.last_steps()}, file)
 
 
 def load_snapshot(
@@ -62,7 +63,7 @@ def load_snapshot(
     if not isinstance(content, dict) or not {_MARK, "state"} <= content.keys():
         raise NbddpError(f"{os.fspath(path)} was not written by save_snapshot(); read it with torch.load()")
     if isinstance(step := content.get(_STEP), int):
-        metrics.resume_after(step)
+        metrics.resume_after(step, content.get(_STEPS))
     state: dict[str, Any] = content["state"]
     return state
 

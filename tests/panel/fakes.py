@@ -19,18 +19,20 @@ class Rank:
 
     def log(self, name: str, steps: Iterable[int], values: Iterable[float], op: int = 0, at: float = 1.0) -> None:
         pack, ident = wire.RECORD.pack, self._id(name)
-        records = [pack(wire.KIND_METRIC, op, ident, 1.0, s, v, at) for s, v in zip(steps, values)]
+        records = [pack(wire.KIND_METRIC, op, ident, False, 1.0, s, v, at) for s, v in zip(steps, values)]
         self._history.feed(self._rank, b"".join(records))
 
     def bar(self, level: int, desc: str, total: int, done: int, at: float = 1.0) -> None:
         ident = self._id(desc)
-        self._history.feed(self._rank, wire.RECORD.pack(wire.KIND_PROGRESS, 0, ident, level, total, done, at))
+        record = wire.RECORD.pack(wire.KIND_PROGRESS, 0, ident, False, level, total, done, at)
+        self._history.feed(self._rank, record)
 
     def _id(self, name: str) -> int:
         if name not in self._ids:
             self._ids[name] = len(self._ids)
             data = name.encode()
-            pieces = [data[i : i + 24] for i in range(0, len(data), 24)]
+            size = wire.NAME_PIECE_BYTES
+            pieces = [data[i : i + size] for i in range(0, len(data), size)]
             for i, piece in enumerate(pieces):
                 more = int(i + 1 < len(pieces))
                 record = wire.NAME_PIECE.pack(wire.KIND_NAME, more, self._ids[name], piece)

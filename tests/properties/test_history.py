@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +14,6 @@ from tests.properties.budget import examples
 
 RESTART = "restart"
 VALUES = st.floats(width=64)  # NaN, infinities and zeros of both signs, too
-OPS = {None: 0, "mean": wire.REDUCE_MEAN, "sum": wire.REDUCE_SUM, "min": wire.REDUCE_MIN, "max": wire.REDUCE_MAX}
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def entries(ranks: int, names: int, steps: st.SearchStrategy[int]) -> st.SearchS
     return st.builds(Logged, st.integers(0, ranks - 1), st.integers(0, names - 1), steps, VALUES)
 
 
-def fed(history: History, events: list[Logged | str], ranks: int, cuts: list[int], op: int = 0) -> None:
+def fed(history: History, events: list[Logged | str], ranks: int, cuts: list[int]) -> None:
     """Give the history each rank's bytes, cut anywhere; a restart begins with a new pipe."""
     known: set[tuple[int, int]] = set()
     waiting = dict.fromkeys(range(ranks), b"")
@@ -83,7 +81,7 @@ def fed(history: History, events: list[Logged | str], ranks: int, cuts: list[int
         if (event.rank, event.name) not in known:
             known.add((event.rank, event.name))
             waiting[event.rank] += wire.NAME_PIECE.pack(wire.KIND_NAME, 0, event.name, f"m{event.name}".encode())
-        record = (wire.KIND_METRIC, op, event.name, 1.0, event.step, event.value, 1.0)
+        record = (wire.KIND_METRIC, 0, event.name, False, 1.0, event.step, event.value, 1.0)
         waiting[event.rank] += wire.RECORD.pack(*record)
     flush()
 
@@ -129,32 +127,3 @@ def test_steps_repeated_after_a_restart_replace_the_old_ones(
             reference.log(event)
     same(history, reference)
     assert len(history.restarts) == events.count(RESTART)
-
-
-@examples(60)
-@given(st.sampled_from(["mean", "sum", "min", "max"]), st.integers(1, 4), st.data(), CUTS)
-def test_combined_is_the_same_in_any_order_of_the_ranks(
-    reduce: str, ranks: int, data: st.DataObject, cuts: list[int]
-) -> None:
-    """Each rank's own order stays; ranks may be ahead of each other by any number of steps, or leave steps out."""
-    finite = st.integers(-1000, 1000).map(float)
-    by_rank = [
-        sorted(data.draw(st.dictionaries(st.integers(0, 15), finite, max_size=10)).items()) for _ in range(ranks)
-    ]
-    turns = data.draw(st.permutations([rank for rank, points in enumerate(by_rank) for _ in points]))
-    left = [iter(points) for points in by_rank]
-    events: list[Logged | str] = [Logged(rank, 0, *next(left[rank])) for rank in turns]
-    history = History(ranks)
-    fed(history, events, ranks, cuts, OPS[reduce])
-    history.settle()
-    if not events:
-        assert history.names == []
-        return
-    expected: dict[int, list[float]] = {}
-    for points in by_rank:
-        for step, value in points:
-            expected.setdefault(step, []).append(value)
-    combine = {"mean": lambda v: math.fsum(v) / len(v), "sum": sum, "min": min, "max": max}[reduce]
-    steps, values = history["m0"]
-    assert steps.tolist() == sorted(expected)
-    np.testing.assert_allclose(values, [combine(expected[step]) for step in sorted(expected)], rtol=1e-12)
