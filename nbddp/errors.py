@@ -27,6 +27,7 @@ from nbddp.tracebacks import hidden_runs, user_frames
 MESSAGE_CHARS = 64 << 10  # of an error's text
 CAUSE_CHARS = 10_000  # of the exception that a rank raised
 LINE_CHARS = 300  # of what has a line to itself: in the panel, in a table, in another error
+CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
 _CAUSE = "run.error.cause"  # where the rest of it is
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _IPYTHONS_FOLD = re.compile(r"\[\.\.\. skipping hidden \d+ frames?\]")
@@ -278,7 +279,7 @@ def _likely_cause(exitcode: int, signal_name: str | None) -> str:
             "was killed by SIGKILL without a Python error; most often this is the memory limit: "
             "try a smaller batch, fewer ranks or fewer DataLoader workers"
         )
-    if signal_name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"):
+    if signal_name in CRASHES:
         return f"crashed in native code ({signal_name})"
     if signal_name is not None:
         return f"was ended by {signal_name}, sent by something outside nbddp"

@@ -274,6 +274,21 @@ def test_a_crash_of_a_ranks_own_child_is_in_its_output(cell: Cells) -> None:
     assert "Fatal Python error: Segmentation fault" in finished.logs(0)
 
 
+def test_a_crash_of_a_child_is_not_said_to_be_where_a_killed_rank_was(cell: Cells) -> None:
+    names = cell("""
+        import ctypes, os, signal
+        def train():
+            pid = os.fork()
+            if not pid:
+                ctypes.string_at(0)
+            os.waitpid(pid, 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    with pytest.raises(nbddp.RankDied, match="was killed by SIGKILL") as caught:
+        run(names.train, nprocs=1)
+    assert "It was here" not in str(caught.value)
+
+
 # ---------------------------------------------------------------------------- who failed
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbddp import wire
-from nbddp.errors import HostLost, LaunchError, NbddpError, PayloadError, RankDied, RankError, first_line
+from nbddp.errors import CRASHES, HostLost, LaunchError, NbddpError, PayloadError, RankDied, RankError, first_line
 from nbddp.kernel import stacks
 from nbddp.kernel.advice import advice
 from nbddp.kernel.crew import AnyWorker
@@ -18,6 +18,7 @@ from nbddp.worker import entry
 
 _LAST_LINES = 10
 _CRASH_LINES = 200
+_CRASHES = {getattr(signal, name) for name in CRASHES}
 _DEATH_SEEN_S = 0.03  # at most so long after a rank's death its exit code is here
 # gloo: "Timed out waiting 3000ms for recv operation to complete"; torch's barriers and stores say it otherwise.
 _TIMED_OUT = re.compile(r"tim(ed|e) ?-?out", re.IGNORECASE)
@@ -128,7 +129,9 @@ class Naming:
 
     def _died(self, worker: AnyWorker, where: str) -> RankDied:
         assert worker.exitcode is not None
-        printed, frames = stacks.split_crash(worker.output.last_lines(_CRASH_LINES))
+        printed = worker.output.last_lines(_CRASH_LINES)
+        crashed = -worker.exitcode in _CRASHES  # else a crash in the output is one of its children's
+        printed, frames = stacks.split_crash(printed) if crashed else (printed, ())
         return RankDied(
             worker.rank,
             self.ranks,

@@ -130,7 +130,8 @@ class Worker(Rank):
     def _print_crash(self) -> None:
         """Where it crashed, if it did, after all else that it printed; faulthandler has written it beside."""
         size = os.fstat(self._fds["stacks"]).st_size
-        self.output.append(stacks.crash(self.stacks_since(max(0, size - _MOST_STACKS))))
+        if crash := stacks.crash(self.stacks_since(max(0, size - _MOST_STACKS))):
+            self.output.append(crash)
 
     def _take(self, message: wire.Message) -> None:
         if isinstance(message, wire.Ready):

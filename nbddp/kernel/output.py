@@ -54,7 +54,7 @@ class RankOutput:
         size = os.fstat(self.fileno()).st_size
         unfinished = size > 0 and os.pread(self.fileno(), 1, size - 1) != b"\n"
         with contextlib.suppress(OSError):
-            os.write(self.fileno(), f"{chr(10) * (unfinished and bool(lines))}{lines}".encode())
+            os.write(self.fileno(), f"{chr(10) * unfinished}{lines}".encode())
 
     def take(self) -> str:
         """What came since the last call, at most 64 KiB at a time; ``""`` when there is nothing new."""
