@@ -112,7 +112,7 @@ class WholeFile:
         _remove_old_partials(self._target)
         fd, self._partial = tempfile.mkstemp(prefix=f".{self._target.name}.", suffix=_PARTIAL, dir=self._target.parent)
         _lock(fd)
-        self._file = os.fdopen(fd, "w+b")
+        self._file = open(self._partial, "w+b", opener=lambda *_: fd)  # its name is where it lies
         return self._file
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:

@@ -574,9 +574,11 @@ def test_share_memory_tensors_are_one_for_all(cell: Cells) -> None:
 
 @pytest.fixture
 def passing() -> Iterator[None]:
-    """Tensors pass between processes: what multiprocessing starts for that in this one ends afterwards."""
+    """Tensors pass between processes: what multiprocessing starts and fixes for that in this one ends afterwards."""
+    before = multiprocessing.get_start_method(allow_none=True)
     yield
     multiprocessing.resource_sharer.stop()
+    multiprocessing.set_start_method(before, force=True)
 
 
 _DIVIDE = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import pickle
 import zipfile
@@ -12,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbddp.errors import NbddpError
 from nbddp.wholefile import WholeFile, open_own
-from nbddp.worker import context, metrics
+from nbddp.worker import context, metrics, plain
 
 _MARK = "nbddp snapshot"
 _STEP = "last step"  # that log() counted
@@ -24,14 +26,37 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
 
     Args:
         path: the folder must exist.
-        **state: tensors, numbers, containers of them; a model, an optimizer or anything else with a
-            ``state_dict`` is saved as that (a DDP model as its ``.module``'s).
+        **state: what :func:`load_snapshot` reads again: tensors, numbers, text, dates and paths, containers of them,
+            numpy's arrays, values and random generators. A model, an optimizer or anything else with a
+            ``state_dict``, also in a dict, list or tuple, is saved as that (a DDP model as its ``.module``'s).
+
+    Raises:
+        NbddpError: something in ``state`` could not be loaded again (an object or function of your own); names it.
+            Nothing was written.
     """
     if not context.is_primary():
         return
-    content = {_MARK: 1, "state": {name: _plain(value) for name, value in state.items()}}
+    plain_state = _plain(state, {})
+    content = {_MARK: 1, "state": plain_state, _STEP: metrics.last_step(), _STEPS: metrics.last_steps()}
     with WholeFile(path, 0o666) as file:  # a file like any other
-        torch.save({**content, _STEP: metrics.last_step(), _STEPS: metrics.last_steps()}, file)
+        try:
+            plain.write(content, file)
+            file.flush()
+            plain.check(file.name)
+        except OSError:  # the disk is full
+            raise
+        except Exception as error:  # whatever a user's __reduce__ raises
+            raise _refused(path, plain_state, error) from None
+
+
+def _refused(path: str | os.PathLike[str], state: dict[str, Any], error: Exception) -> Exception:
+    found = plain.culprit(state)
+    if found is None:
+        return error
+    where, what = found
+    return NbddpError(
+        f"{os.fspath(path)} was not written, because load_snapshot() could not read it again: {where} is {what}"
+    )
 
 
 def load_snapshot(
@@ -44,22 +69,17 @@ def load_snapshot(
 
     Args:
         map_location: as for ``torch.load``; default: this rank's device.
-        weights_only: as for ``torch.load``: refuse anything but tensors and plain values. With False
-            the file may run any code.
+        weights_only: as for ``torch.load``: refuse anything but tensors, numpy's and the standard library's
+            values. With False the file may run any code.
 
     Raises:
-        NbddpError: the file is torn, is no snapshot, or belongs to another user (in a folder that is not that user's).
+        NbddpError: the file is torn, is not a snapshot, holds objects of other classes, or belongs to another user (in
+            a folder that is not that user's).
     """
     if not os.path.exists(path):
         return None
-    try:
-        with open_own(path) as file:
-            content = _load(file, map_location or context.device(), weights_only)
-    except _Unreadable as error:
-        raise NbddpError(
-            f"{os.fspath(path)} cannot be read as a snapshot: {error}. "
-            "It is torn, foreign, or holds other things than tensors and plain values (weights_only=False)"
-        ) from error.__cause__
+    with open_own(path) as file:
+        content = _load(file, os.fspath(path), map_location or context.device(), weights_only)
     if not isinstance(content, dict) or not {_MARK, "state"} <= content.keys():
         raise NbddpError(f"{os.fspath(path)} was not written by save_snapshot(); read it with torch.load()")
     if isinstance(step := content.get(_STEP), int):
@@ -68,19 +88,41 @@ def load_snapshot(
     return state
 
 
-class _Unreadable(Exception):
-    """torch cannot read the file that it was given."""
-
-
-def _load(file: BinaryIO, map_location: Any, weights_only: bool) -> Any:
+def _load(file: BinaryIO, path: str, map_location: Any, weights_only: bool) -> Any:
     try:
-        return torch.load(file, map_location=map_location, weights_only=weights_only)
+        if weights_only:
+            return plain.read(file, map_location=map_location)
+        return torch.load(file, map_location=map_location, weights_only=False)
     # An OSError here is a seek beyond the end of a torn file: it is open already.
     except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
-        raise _Unreadable(str(error).split("\n")[0] or type(error).__name__) from error
+        raise _unreadable(file, path, error) from error
 
 
-def _plain(value: Any) -> Any:
+def _unreadable(file: BinaryIO, path: str, error: Exception) -> NbddpError:
+    foreign: list[str] = []
+    with contextlib.suppress(RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError):
+        file.seek(0)
+        foreign = plain.foreign_names(file, after_ours=True)
+    if foreign:
+        return NbddpError(
+            f"{path} holds {', '.join(foreign[:3])}, which may be any code. If you trust the file: weights_only=False"
+        )
+    why = str(error).split("\n")[0] or type(error).__name__
+    return NbddpError(f"{path} cannot be read as a snapshot: {why}. It is torn, or was not written by save_snapshot()")
+
+
+def _plain(value: Any, seen: dict[int, Any]) -> Any:
+    """With the ``state_dict`` in place of what has one, in dicts, lists and tuples; else the very same object."""
     if isinstance(value, DistributedDataParallel):
         value = value.module
-    return value.state_dict() if hasattr(value, "state_dict") else value
+    if type(value) not in (dict, list, tuple):
+        has_one = hasattr(value, "state_dict") and not isinstance(value, type)
+        return value.state_dict() if has_one else value
+    if id(value) in seen:
+        return seen[id(value)]
+    seen[id(value)] = value  # of a cycle the original, which has nothing to replace or is refused
+    changed = [_plain(item, seen) for item in (value.values() if isinstance(value, dict) else value)]
+    if all(map(operator.is_, changed, value.values() if isinstance(value, dict) else value)):
+        return value
+    seen[id(value)] = dict(zip(value, changed)) if isinstance(value, dict) else type(value)(changed)
+    return seen[id(value)]
