@@ -503,6 +503,13 @@ def test_another_file_is_no_file_of_metrics_and_stays_as_it_is(cell: Cells, tmp_
         assert (tmp_path / "m").read_bytes() == content
 
 
+def test_a_file_of_metrics_in_the_format_of_0_1_is_refused_with_its_reason(tmp_path: Path) -> None:
+    begin = struct.pack("<B7sQQd", wire.KIND_BEGIN, b"nbddp-1", 1, 0, 1000.0)
+    (tmp_path / "m").write_bytes(begin + struct.pack("<BBHfqdd", 1, 0, 0, 1.0, 0, 1.5, 1000.0))
+    with pytest.raises(nbddp.NbddpError, match=r"was written by another version of nbddp.*load it with"):
+        History.load(tmp_path / "m")
+
+
 def test_a_full_disk_ends_the_curves_and_not_the_training(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import resource, nbddp

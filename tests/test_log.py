@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import nbddp
+from nbddp.kernel.history import History
+from nbddp.worker import metrics
 from tests.support import Cells, run
 
 # ---------------------------------------------------------------------------- which values belong together
@@ -325,3 +330,108 @@ def test_threads_that_log_at_once_keep_names_and_steps_apart(cell: Cells) -> Non
         for i in range(60):
             assert history[f"{thread}/{i}"].values.tolist() == [1000.0 * thread + i]
     assert history["shared"].steps.tolist() == list(range(480))
+
+
+# ---------------------------------------------------------------------------- a rank's end of the pipe, without a rank
+
+
+class OnDevice:
+    """A tensor of one element, of a device that has not come to it yet."""
+
+    is_cpu = False
+
+    def __init__(self, value: float) -> None:
+        self.value, self.arrived = value, False
+
+    def numel(self) -> int:
+        return 1
+
+    def detach(self) -> OnDevice:
+        return self
+
+    def query(self) -> bool:
+        return self.arrived
+
+    def synchronize(self) -> None:
+        self.arrived = True
+
+    def item(self) -> float:
+        assert self.arrived
+        return self.value
+
+
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[metrics.MetricsPipe, History]]:
+    """A rank's end, and the history that its records go to."""
+    history, fd = History(1), os.open(os.devnull, os.O_WRONLY)
+    made = metrics.MetricsPipe(fd)
+    monkeypatch.setattr(made, "_put", lambda records: history.feed(0, records))
+    monkeypatch.setattr(made, "_help", lambda: None)
+    monkeypatch.setattr(metrics, "_fetch", lambda tensor: (tensor, tensor))
+    monkeypatch.setattr(metrics, "_pipe", made)
+    yield made, history
+    os.close(fd)
+
+
+def test_what_is_logged_after_a_tensor_on_a_device_stays_after_it(pipe: tuple[metrics.MetricsPipe, History]) -> None:
+    made, history = pipe
+    first, third = OnDevice(0.0), OnDevice(2.0)
+    for value in (first, 1.0, third, 3.0):
+        nbddp.log(loss=value, lr=0.5)
+    third.arrived = True
+    made._move(0.0)
+    assert history.names == []
+    first.arrived = True
+    made._move(0.0)
+    assert history["loss"].values.tolist() == history["loss"].steps.tolist() == [0, 1, 2, 3]
+    nbddp.log(loss=OnDevice(4.0))
+    assert made.last_step() == 4
+    metrics.flush()
+    assert history["loss"].values.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_signal_handler_may_log_while_its_thread_is_at_it(pipe: tuple[metrics.MetricsPipe, History]) -> None:
+    made, history = pipe
+    packed = made._records
+
+    def interrupted(logged: Any) -> bytes:
+        if not isinstance(logged, bytes) and "inside" not in logged[0]:
+            nbddp.log(inside=1.0)
+        return packed(logged)
+
+    made._records = interrupted  # type: ignore[method-assign]
+    for value in range(3):
+        nbddp.log(loss=float(value))
+    metrics.flush()
+    assert history["loss"].values.tolist() == [0, 1, 2]
+    assert history["inside"].values.tolist() == [1, 1, 1]
+
+
+def test_two_threads_that_name_the_same_metric_at_once_name_one(pipe: tuple[metrics.MetricsPipe, History]) -> None:
+    made, history = pipe
+    made._define("loss")
+    made._ids.clear()  # the other thread has looked before
+    made._define("loss")
+    for name in ("loss", "acc"):
+        nbddp.log({name: 1.0})
+    metrics.flush()
+    assert {name: history[name].values.tolist() for name in history.names} == {"loss": [1.0], "acc": [1.0]}
+    assert len(set(made._ids.values())) == 2
+
+
+def test_a_full_pipe_loses_and_repeats_nothing() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    os.set_blocking(reader, False)
+    made, history = metrics.MetricsPipe(writer), History(1)
+    made._help = lambda: None  # type: ignore[method-assign]
+    for value in range(20_000):
+        made.log({"loss": float(value)}, None, 0, 1.0)
+        if value % 5000 == 4999:
+            history.feed(0, os.read(reader, 50_001))
+    while made._waits():
+        made._move(0.0)
+        history.feed(0, os.read(reader, 1 << 16))
+    assert history["loss"].values.tolist() == list(range(20_000))
+    os.close(reader)
+    os.close(writer)

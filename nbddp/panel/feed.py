@@ -173,7 +173,7 @@ class Feed:
             "seconds": round(status.seconds, 1),
             "error": summary.plain(status.error),
             "restarted": summary.restart_text(status),
-            "remark": summary.plain(status.remark),
+            "remark": " · ".join(filter(None, [summary.plain(status.remark), *summary.notices(history)])),
             "marks": [dataclasses.asdict(mark) for mark in summary.marks(history)],
             "failed_rank": status.failed_rank,
             "blocking": status.blocking,

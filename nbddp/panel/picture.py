@@ -103,6 +103,8 @@ class Picture:
         )
         if status.restarts:
             yield f'<p style="color:{MARK_COLOR}">↻ {escape(summary.restart_text(status)[:_LINE_CHARS])}</p>'
+        for text in summary.notices(self._history):
+            yield f'<p style="color:{MARK_COLOR}">{escape(text[:_LINE_CHARS])}</p>'
         if status.error:
             yield f'<p style="color:{color}"><b>{escape(plain(status.error[:_LINE_CHARS]))}</b></p>'
         if status.remark:

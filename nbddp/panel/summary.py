@@ -21,6 +21,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udff
 _WORST_FIRST = ("failed", "stopped", "starting", "running", "finished")
 _NAME_CHARS = 255  # of a host
 _LABEL_CHARS = 120  # of a loop
+_NOTICES = 3
 _LOST = "lost"  # in the place of a host: its ranks were on one that is not there any more
 _STEPS_UNTOLD_S = 0.3  # a loop tells how far it is a few times a second, log() at once
 _TITLES = {"acc": "Accuracy", "lr": "Learning rate", "ppl": "Perplexity"}
@@ -295,6 +296,13 @@ def restart_text(status: Status) -> str:
     if not status.restarts:
         return ""
     return plain(f"restarted {status.restarts:,} of {status.max_restarts:,} after {status.restart_reason}")
+
+
+def notices(history: History) -> list[str]:
+    """Metrics that not all ranks logged alike, a line each; only a few of them."""
+    found = [plain(text) for text in history.notices]
+    rest = len(found) - _NOTICES
+    return [*found[:_NOTICES], f"… and {rest:,} more, in run.history.notices"] if rest > 0 else found
 
 
 def restart_count(status: Status) -> str:

@@ -112,6 +112,8 @@ class TextView:
             self._say_end(status, history)
 
     def _say_end(self, status: Status, history: History) -> None:
+        for text in summary.notices(history):
+            self._echo.line(f"{status.name}: {text}")
         self._echo.line(end_text(status, history))
         if status.remark:
             self._echo.line(f"{status.name}: {status.remark}")

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from fakes import FakeRun, Rank, status
 
+from nbddp import wire
 from nbddp.kernel.history import History, Series
 from nbddp.kernel.output import RankOutput, open_output
 from nbddp.panel import summary, thinning
@@ -388,6 +389,21 @@ def test_lines_of_text_tell_of_a_restart_and_of_the_end_with_their_number(blocki
     assert stream.getvalue() == (
         f"train: 1 process · gloo\n{restarted}train: finished after 0:38 · 1 process · gloo · 1 restart\n"
     )
+
+
+def test_metrics_that_ranks_log_differently_are_said_in_every_view() -> None:
+    run, stream = FakeRun(History(2)), io.StringIO()
+    for rank, steps in enumerate(([0, 1, 2], [0, 2])):
+        Rank(run.history, rank).log("total", steps, [1.0] * len(steps), op=wire.REDUCE_SUM)
+    run.history.settle()
+    run.now = status("finished", ranks=2)
+    told = "total: 1 of 3 steps were logged by only 1 of 2 ranks (the first is step 1); the sums leave out these steps"
+    frame = Feed(run).frame(run.now)
+    assert frame is not None
+    assert frame[0]["head"]["remark"] == told
+    assert told in Picture(run.history, run.now).bundle()["text/html"]
+    TextView(stream).update(run.now, run.history)
+    assert stream.getvalue().startswith(f"train: {told}\ntrain: finished after")
 
 
 HANG = "rank 1 finished the loop at step 120; rank 0 waits in all_reduce\n\n"

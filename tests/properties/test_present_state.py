@@ -17,7 +17,17 @@ from tests.properties.budget import examples
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="affinity and limits are Linux's")
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-ZONES = ["UTC", "Europe/Berlin", "America/St_Johns", "Asia/Kathmandu", "EST5EDT", "XYZ-3:17", "", ":UTC", "no such zone"]
+ZONES = [
+    "UTC",
+    "Europe/Berlin",
+    "America/St_Johns",
+    "Asia/Kathmandu",
+    "EST5EDT",
+    "XYZ-3:17",
+    "",
+    ":UTC",
+    "no such zone",
+]
 LIMITS = {
     "NOFILE": st.integers(200, 4000),
     "CORE": st.integers(0, 1 << 40),

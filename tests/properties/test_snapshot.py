@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,11 +87,8 @@ def test_what_does_not_load_is_named_by_its_path(state: dict[str, Any], kind: st
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "s.pt")
         nbddp.save_snapshot(path, epoch=1)
-        try:
+        with pytest.raises(nbddp.NbddpError) as refused:
             nbddp.save_snapshot(path, **state, bad=thing)
-        except nbddp.NbddpError as refused:
-            assert str(refused).endswith(f": bad{''.join(way)} is {told}")
-        else:
-            raise AssertionError("it was written")
+        assert str(refused.value).endswith(f": bad{''.join(way)} is {told}")
         assert nbddp.load_snapshot(path) == {"epoch": 1}
         assert os.listdir(folder) == ["s.pt"]
