@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -157,3 +158,79 @@ def test_restarted_ranks_begin_at_zero(in_folder: Path, cell: Cells) -> None:
     Path("s.pt").unlink()
     with pytest.raises(nbddp.RankError, match="in epoch 3"):
         run(names.train, max_restarts=1)
+
+
+# ---------------------------------------------------------------------------- the same on all ranks
+
+_RESUMES = """
+    import os, nbddp, torch
+    def train(folders, path="s.pt"):
+        os.chdir(folders[nbddp.rank()])  # as hosts that share no disk
+        state = nbddp.load_snapshot(path)
+        nbddp.barrier()
+        return state and state["epoch"]
+"""
+
+
+def _hosts_with(tmp_path: Path, *epochs: int | None) -> list[str]:
+    """A folder for each rank, with a snapshot of that epoch."""
+    folders = [tmp_path / str(rank) for rank in range(len(epochs))]
+    for folder, epoch in zip(folders, epochs):
+        folder.mkdir()
+        if epoch is not None:
+            nbddp.save_snapshot(folder / "s.pt", epoch=epoch, weight=torch.full((3,), float(epoch)))
+    return [str(folder) for folder in folders]
+
+
+@pytest.mark.parametrize("epochs", [(3, None), (None, 3), (3, 4)])
+def test_ranks_that_load_different_snapshots_end_the_run(
+    cell: Cells, tmp_path: Path, epochs: tuple[int | None, ...]
+) -> None:
+    train = cell(_RESUMES).train
+    with pytest.raises(nbddp.RankError) as caught:
+        run(train, _hosts_with(tmp_path, *epochs))
+    assert isinstance(caught.value.cause, nbddp.NbddpError)
+    what = {None: "found no file there", 3: r"loaded a snapshot \(\w{8}\)", 4: r"loaded a snapshot \(\w{8}\)"}
+    one, other = (f"rank {rank} {what[epoch]}" for rank, epoch in enumerate(epochs))
+    text = str(caught.value.cause)
+    assert re.search(f"{one}, and {other}|{other}, and {one}", text), text
+    assert "different weights" in text
+
+
+def test_ranks_that_load_equal_files_from_disks_of_their_own_go_on(cell: Cells, tmp_path: Path) -> None:
+    assert run(cell(_RESUMES).train, _hosts_with(tmp_path, 3, 3)).values == [3, 3]
+    assert run(cell(_RESUMES).train, [str(tmp_path)] * 2, "none.pt").values == [None, None]
+
+
+def test_a_rank_may_load_alone_before_the_others_do(cell: Cells, tmp_path: Path) -> None:
+    names = cell("""
+        import nbddp
+        def train(path):
+            if nbddp.is_primary() and nbddp.load_snapshot(path) is None:
+                nbddp.save_snapshot(path, epoch=0)
+            nbddp.barrier()
+            first = nbddp.load_snapshot(path)["epoch"]
+            nbddp.barrier()
+            nbddp.save_snapshot(path, epoch=1)
+            own = nbddp.load_snapshot(f"{path}.{nbddp.rank()}")  # each its own
+            nbddp.barrier()
+            return first, own, nbddp.load_snapshot(path)["epoch"]
+    """)
+    assert run(names.train, str(tmp_path / "s.pt")).values == [(0, None, 1)] * 2
+
+
+def test_a_frozen_model_is_the_same_on_all_ranks(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).requires_grad_(False)
+            model[1].running_mean.fill_(nbddp.rank())
+            mine = model[0].weight.clone()
+            assert nbddp.wrap(model) is model
+            return mine, model[0].weight, model[1].running_mean
+    """)
+    values = run(names.train).values
+    assert not torch.equal(values[0][0], values[1][0])
+    for _, weight, mean in values:
+        assert torch.equal(weight, values[0][0])
+        assert mean.tolist() == [0.0, 0.0]

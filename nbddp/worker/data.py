@@ -6,6 +6,10 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+# Private, of torch 2.6 to 2.13: DDP's own constructor calls them.
+from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -14,6 +18,7 @@ from nbddp.worker.collectives import require_group
 from nbddp.worker.epochs import EpochSampler, Pass
 
 _COUNT_EVERY_S = 0.1
+_BUCKET_NBYTES = 250 << 20  # as DDP has it
 _samples = 0  # of all loaders of this rank together
 
 
@@ -25,16 +30,29 @@ def wrap(model: torch.nn.Module, **ddp: Any) -> torch.nn.Module:
 
     Returns:
         The DDP module (the model itself is its ``.module``), or the model alone for one rank or when
-        nothing in it is trained.
+        nothing in it is trained. Either way all ranks have rank 0's parameters and buffers.
     """
     device = context.device()
     model = model.to(device)
-    if context.world_size() == 1 or not any(p.requires_grad for p in model.parameters()):
+    if context.world_size() == 1:
         return model
     require_group("wrap")
+    if not any(p.requires_grad for p in model.parameters()):
+        _give_all_ranks_the_first_ones(model)
+        return model
     if device.type != "cpu":
         ddp.setdefault("device_ids", [device])
     return DistributedDataParallel(model, **ddp)
+
+
+def _give_all_ranks_the_first_ones(model: torch.nn.Module) -> None:
+    """What DDP's constructor does with what is trained: a frozen model that was made at random differs, too."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not tensors:
+        return
+    group: Any = dist.group.WORLD
+    _verify_param_shape_across_processes(group, tensors)
+    _sync_module_states(model, group, _BUCKET_NBYTES, 0, ())
 
 
 class _EpochLoader(DataLoader[Any]):

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.utils.data import Dataset, DistributedSampler
 
 from nbddp.worker import context
+from nbddp.worker.agreement import collectives, first_to_say
 
 _made: Counter[tuple[int, int]] = Counter()  # loaders so far, by their data's length and their batch size
 
@@ -56,7 +55,7 @@ class Pass:
         self._sampler = sampler
         self._epoch = sampler.epoch
         self._turn = sampler._turn
-        self._began = _collectives() if sampler.shuffle else None
+        self._began = collectives() if sampler.shuffle else None
         self._to_compare = self._began is not None
 
     def take(self, samples: int) -> None:
@@ -69,7 +68,7 @@ class Pass:
 
     def go_on(self) -> None:
         """The next batch is asked for."""
-        if self._to_compare and _collectives() != self._began:
+        if self._to_compare and collectives() != self._began:
             self._compare()
 
     def end(self) -> None:
@@ -81,13 +80,13 @@ class Pass:
 
     def _compare(self) -> None:
         self._to_compare = False
-        sampler, now = self._sampler, _collectives()
+        sampler, now = self._sampler, collectives()
         at, count = sampler._compared
         sampler._compared = now, count + 1 if at == now else 0
-        first = _first_to_say(f"{sampler._name} {sampler._compared}", f"{context.rank()} {self._epoch}")
+        first = first_to_say(f"epoch {sampler._name} {sampler._compared}", f"{context.rank()} {self._epoch}")
         rank, epoch = map(int, first.split())
         told = f"{context.rank()} {now}"
-        if epoch == self._epoch or _first_to_say(f"{sampler._name} told", told) != told:
+        if epoch == self._epoch or first_to_say(f"epoch {sampler._name} told", told) != told:
             return
         warnings.warn(
             f"loader(): rank {rank} is in epoch {epoch} and rank {context.rank()} in epoch {self._epoch}. Shares of "
@@ -95,26 +94,3 @@ class Pass:
             "loader.sampler.set_epoch(epoch) on every rank before each epoch brings them together",
             stacklevel=4,  # the line that iterates
         )
-
-
-def _collectives() -> int | None:
-    """How many collectives this rank has begun in the default group; None where there is nobody to compare with.
-
-    Two ranks with the same number, each within a pass that has seen one, are at the same place of their program.
-    """
-    if context.world_size() == 1 or not dist.is_initialized():
-        return None
-    count = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None)  # torch 2.6 to 2.13
-    try:
-        return int(count()) if count is not None else None
-    except RuntimeError:  # a backend that does not count
-        return None
-
-
-def _first_to_say(key: str, value: str) -> str:
-    """What the first rank with this key has left in the group's store; ``value`` if that is this one."""
-    find = getattr(distributed_c10d, "_get_default_store", None)  # torch 2.6 to 2.13
-    try:
-        return str(find().compare_set(f"nbddp epoch {key}", "", value), "ascii") if find is not None else value
-    except (RuntimeError, ValueError):  # no store (MPI), or it has gone with the run
-        return value

@@ -6,7 +6,10 @@ import contextlib
 import operator
 import os
 import pickle
+import socket
 import zipfile
+import zlib
+from collections import Counter
 from typing import Any, BinaryIO
 
 import torch
@@ -15,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbddp.errors import NbddpError
 from nbddp.wholefile import WholeFile, open_own
 from nbddp.worker import context, metrics, plain
+from nbddp.worker.agreement import collectives, first_to_say
 
 _MARK = "nbddp snapshot"
 _STEP = "last step"  # that log() counted
@@ -65,6 +69,8 @@ def load_snapshot(
     """What :func:`save_snapshot` wrote, or None when there is no such file yet.
 
     No collective: a function that saves before its ranks have met once after loading puts a ``barrier()`` between.
+    Where there is a process group, ranks that call it at the same point with the same ``path`` have to find the same:
+    with a file that not all hosts share, they would train on with different weights.
     The steps that :func:`nbddp.log` counts go on from the snapshot's, so that a resumed curve does.
 
     Args:
@@ -73,19 +79,55 @@ def load_snapshot(
             values. With False the file may run any code.
 
     Raises:
-        NbddpError: the file is torn, is not a snapshot, holds objects of other classes, or belongs to another user (in
-            a folder that is not that user's).
+        NbddpError: another rank has loaded something else; the file is torn, is not a snapshot, holds objects of other
+            classes, or belongs to another user (in a folder that is not that user's).
     """
     if not os.path.exists(path):
+        _compare_with_other_ranks(path, "found no file there")
         return None
     with open_own(path) as file:
         content = _load(file, os.fspath(path), map_location or context.device(), weights_only)
+        digest = _digest(file)
     if not isinstance(content, dict) or not {_MARK, "state"} <= content.keys():
         raise NbddpError(f"{os.fspath(path)} was not written by save_snapshot(); read it with torch.load()")
-    if isinstance(step := content.get(_STEP), int):
+    step = content.get(_STEP)
+    _compare_with_other_ranks(path, f"loaded {'a snapshot' if step is None else f'that of step {step}'} ({digest})")
+    if isinstance(step, int):
         metrics.resume_after(step, content.get(_STEPS))
     state: dict[str, Any] = content["state"]
     return state
+
+
+_compared: Counter[tuple[str, int]] = Counter()  # loads so far, by path and point of the program
+
+
+def _compare_with_other_ranks(path: str | os.PathLike[str], found: str) -> None:
+    """Raise NbddpError if the first rank to load this here found something else."""
+    if (point := collectives()) is None:
+        return
+    name = os.fspath(path)
+    key = f"snapshot {name} {point} {_compared[name, point]}"
+    _compared[name, point] += 1
+    host = socket.gethostname()
+    rank, their_host, theirs = first_to_say(key, f"{context.rank()}\n{host}\n{found}").split("\n")
+    if theirs != found:
+        first, this = f"rank {rank}", f"rank {context.rank()}"
+        if their_host != host:
+            first, this = f"{first} on {their_host}", f"{this} on {host}"
+        raise NbddpError(
+            f"load_snapshot({name!r}): {first} {theirs}, and {this} {found}: they would go on with different weights. "
+            "Put snapshots into a folder that all ranks share"
+        )
+
+
+def _digest(file: BinaryIO) -> str:
+    """Of the content, by the checksums that torch.save has put beside it: nothing is read again."""
+    file.seek(0)
+    try:
+        entries = [(entry.filename, entry.CRC, entry.file_size) for entry in zipfile.ZipFile(file).infolist()]
+    except zipfile.BadZipFile:  # torch's format before 1.6
+        return "of an old format"
+    return f"{zlib.crc32(repr(entries).encode()):08x}"
 
 
 def _load(file: BinaryIO, path: str, map_location: Any, weights_only: bool) -> Any:
