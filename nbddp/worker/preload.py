@@ -75,10 +75,10 @@ def _outlive_a_kernel_out_of_files() -> None:
 wanted.import_all()
 if not wanted.trouble:  # else the watch ends this server with the kernel: a thread of theirs might keep it
     detach.all_is_imported()
+    reaper.watch_ranks()  # which would end the watch, a child that is not a rank
 counted.end()
 blas.find()
 _outlive_a_kernel_out_of_files()
-reaper.watch_ranks()
 atexit.register(_remove_files_of_a_dead_kernel)
 # Ranks share these pages for as long as the collector does not touch them.
 gc.collect()
