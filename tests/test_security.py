@@ -561,7 +561,7 @@ def test_a_snapshot_from_elsewhere_runs_code(
 ) -> None:
     monkeypatch.setattr(_Bomb, "path", str(tmp_path / "exploded"))
     (tmp_path / "snapshot.pt").write_bytes(write(_Bomb()))
-    with pytest.raises(nbddp.NbddpError, match="cannot be read as a snapshot|may be any code"):
+    with pytest.raises(nbddp.NbddpError, match=r"cannot be read as a snapshot|may be any code"):
         nbddp.load_snapshot(tmp_path / "snapshot.pt")
     assert not (tmp_path / "exploded").exists()
     with contextlib.suppress(nbddp.NbddpError, RuntimeError):  # the bomb is a real one
