@@ -102,8 +102,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduce(self, obj)
         if obj is sys.stdout or obj is sys.stderr:
             return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
-        if _is_block_of_pandas(type(obj)):
-            return _with_values_of_its_own(obj)
+        if (reduce_values := _reducer_of_values(type(obj))) is not None:
+            return reduce_values(obj)
         refuse_unshippable(obj, back=self._back)
         reduce_without = None if self._back else _reducer_of(type(obj))
         reduced = NotImplemented if reduce_without is None else reduce_without(obj)
@@ -407,19 +407,26 @@ def _reducer_of(kind: type) -> Callable[[Any], Any] | None:
 
 
 @_by_type
-def _is_block_of_pandas(kind: type) -> bool:
-    """Does it hold the values of frames and series? Private; of pandas 2.2 to 3.1."""
-    return _is_one_of(kind, "pandas._libs.internals", ("Block",))
+def _reducer_of_values(kind: type) -> Callable[[Any], Any] | None:
+    """Of what holds the values of pandas' frames and series. Private; of pandas 2.2 to 3.1."""
+    if _is_one_of(kind, "pandas._libs.internals", ("Block",)):
+        return _with_values_of_its_own
+    if _is_one_of(kind, "pandas.core.internals.managers", ("SingleBlockManager",)):
+        return lambda manager: (kind, (manager.blocks[0], manager.axes[0]))  # its own way passes the block by
+    return None
 
 
 def _with_values_of_its_own(block: Any) -> Any:
     """How a block reduces, had it an array that nobody else holds.
 
-    Frames that pandas keeps apart by copy-on-write may hold one array (of dates, say). pandas' note of that does not
-    travel: after pickle they share it unprotected.
+    Frames that pandas keeps apart by copy-on-write may hold one array. pandas' note of that does not travel: after
+    pickle they share it unprotected. A slice of dates, categories or strings is another object over the same array.
     """
     function, (values, *rest) = block.__reduce__()
-    return function, (values[:], *rest)
+    values = values[:]
+    if hasattr(values, "_from_backing_data"):
+        values = values._from_backing_data(values._ndarray[:])
+    return function, (values, *rest)
 
 
 def _is_one_of(kind: type, module: str, names: Sequence[str]) -> bool:

@@ -51,9 +51,9 @@ def _there_and_back(instances: list[Any]) -> tuple[Any, Any]:
             before = dict(tracked)
             tracked.clear()
             unpacked = payload.unpack(there, sent.nbytes)
-            main_module.publish(rank.main, unpacked.by_value)
+            known = main_module.publish(rank.main, unpacked)
             seen = describe(unpacked.value)
-            returned = payload.pack(unpacked.value, back, known=unpacked.by_value, back=True)
+            returned = payload.pack(unpacked.value, back, known=known, back=True)
             tracked.clear()
             tracked.update(before)
         return seen, payload.unpack(back, returned.nbytes, known=sent.by_value).value
