@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 # numpy's wheels, scipy's, and a system's own build name it differently. Those ending in _ and _64_ are Fortran's.
 _NAMES = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_", "_64")]
 _ITS_OWN = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
+_VARIABLES = ("blas_server_avail", "blas_num_threads", "blas_cpu_number")
 
-_setters: list[Callable[[int], Any]] = []
+_libraries: list[ctypes.CDLL] = []
 
 
 def find() -> None:
@@ -25,14 +25,30 @@ def find() -> None:
         return
     with open("/proc/self/maps") as maps:
         paths = set(re.findall(r"/\S*openblas\S*", maps.read()))
-    for path in sorted(filter(os.path.exists, paths)):
-        library = ctypes.CDLL(path)
-        _setters.extend(getattr(library, name) for name in _NAMES if hasattr(library, name))
+    _libraries.extend(ctypes.CDLL(path) for path in sorted(filter(os.path.exists, paths)))
 
 
 def set_num_threads(threads: int, environ: Mapping[str, str]) -> None:
     """As OMP_NUM_THREADS would have had it, unless OpenBLAS has variables of its own."""
     if not any(name in environ for name in _ITS_OWN):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        for setter in _setters:
-            setter(min(threads, cores))
+        for library in _libraries:
+            _set(library, min(threads, cores))
+
+
+def _set(library: ctypes.CDLL, threads: int) -> None:
+    """Its own function starts threads at once, which turn for 25 ms each before they sleep: half of a rank's start.
+
+    A fork has none; the first product that wants some starts them, as many as these variables say (OpenBLAS 0.3).
+    """
+    try:
+        running, *numbers = (ctypes.c_int.in_dll(library, name) for name in _VARIABLES)
+    except ValueError:  # built without threads, or another version
+        running = ctypes.c_int(1)
+    if not running.value:
+        for number in numbers:
+            number.value = threads
+        return
+    for name in _NAMES:
+        if hasattr(library, name):
+            getattr(library, name)(threads)
