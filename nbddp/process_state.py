@@ -37,12 +37,19 @@ class ProcessState:
 
 def present() -> ProcessState:
     """What a child has that this thread starts now."""
-    return ProcessState(
-        umask=umask(),
-        nice=os.getpriority(os.PRIO_PROCESS, 0),
-        limits=tuple((name, *resource.getrlimit(number)) for name, number in _LIMITS.items()),
-        affinity=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else None,
-    )
+    return ProcessState(umask(), _nice(), _limits(), _affinity())
+
+
+def _nice() -> int:
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def _limits() -> tuple[tuple[str, int, int], ...]:
+    return tuple((name, *resource.getrlimit(number)) for name, number in _LIMITS.items())
+
+
+def _affinity() -> tuple[int, ...] | None:
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else None
 
 
 def umask() -> int:
@@ -80,11 +87,10 @@ def become(state: ProcessState, *, forked: bool) -> list[str]:
 
 
 def _differing(state: ProcessState) -> list[tuple[str, Any]]:
-    now = present()
-    found: list[tuple[str, Any]] = [(name, limit) for name, *limit in set(state.limits) - set(now.limits)]
-    if state.nice != now.nice:
+    found: list[tuple[str, Any]] = [(name, limit) for name, *limit in set(state.limits) - set(_limits())]
+    if state.nice != _nice():
         found.append((_NICE, state.nice))
-    if state.affinity != now.affinity:
+    if state.affinity != _affinity():
         found.append((_CORES, state.affinity))
     return found
 

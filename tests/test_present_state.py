@@ -176,6 +176,21 @@ value = [ranks(threads), json.loads(subprocess.check_output([sys.executable, "-c
     assert found == [[expected, expected], ""]
 
 
+def test_threads_of_blas_start_when_they_are_needed(program: Program) -> None:
+    """Until then they would turn for 25 ms in every rank, on cores that the ranks need to start."""
+    (before, after, cores), notes = program.value("""
+def threads():
+    import numpy, os
+    before = len(os.listdir("/proc/self/task"))
+    numpy.ones((700, 700)) @ numpy.ones((700, 700))
+    return before, len(os.listdir("/proc/self/task")), len(os.sched_getaffinity(0))
+run = nbddp.run(threads, nprocs=1, device="cpu", show=False)
+value = [run.value, run.logs()]
+""")
+    assert after - before == cores - 1
+    assert notes == ""
+
+
 def test_a_name_no_variable_can_have_is_refused(cell: Cells) -> None:
     for env in ({"A=B": "x"}, {"": "x"}, {"A": "x\0y"}):
         with pytest.raises(nbddp.LaunchError, match="env"):

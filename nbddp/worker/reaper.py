@@ -24,12 +24,13 @@ _LEAVES_BY_ITSELF = "torch_shm_manag"  # Linux cuts names at 15 characters
 
 _ranks: set[int] = set()
 _fork, _waitpid = os.fork, os.waitpid
+_prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None  # looked up once for all ranks
 
 
 def adopt_orphans() -> None:
     """From now on, descendants of this process whose parent ends become its children, where the system can do that."""
-    if _available():
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if _prctl is not None:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _available() -> bool:
