@@ -88,6 +88,9 @@ def reduce(x: N, op: str = "mean") -> N:
         result = _reduce_numbers(parts, op)
     else:
         combined = _reduce_tensors(wire, parts, op).to(given.dtype)  # before it is rearranged: NaN has other bits after
+        combined = combined.view(given.shape)
+        if type(given) is torch.Tensor and (given.stride(), given.device) == (combined.stride(), combined.device):
+            return cast(N, combined)
         result = torch.empty_like(given.detach())
         result.as_subclass(torch.Tensor).copy_(combined)
     return cast(N, result)
@@ -341,7 +344,7 @@ def _mean(wire: torch.Tensor, parts: Sequence[_Part]) -> torch.Tensor:
     ranks = len(parts)
     peak = sum(max(abs(part.low), abs(part.high)) for part in parts)
     if peak <= torch.finfo(wire.dtype).max / 2:
-        return _together(wire, parts, "sum") / ranks
+        return _together(wire, parts, "sum").div_(ranks)
     # The sum may overflow where the mean does not. Dividing first costs a bit of precision, so only there.
     divided_first = _together(wire, parts, "sum", lambda share: share / ranks)
     mean = _together(wire, parts, "sum") / ranks
