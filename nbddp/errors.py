@@ -71,11 +71,14 @@ class PayloadError(NbddpError):
 
     Attributes:
         path: how the object was reached, by the user's own names, e.g. ``("train", "helper", "log_file")``.
+        partial: of a function whose return values cannot all come back, what did, by rank; what stands there for the
+            others is shown as they were. None: nothing was on its way back.
     """
 
     def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.path = path
+        self.partial: list[Any] | None = None
 
 
 class RankError(NbddpError):

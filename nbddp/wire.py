@@ -74,6 +74,8 @@ class Finished:
     nbytes: int
     at: float  # time.monotonic(), one clock for all processes of a machine
     met: bool | None = None  # has it taken part in a collective? None: it was in no group of several ranks
+    lost: str = ""  # why the value is not whole: parts of it do not pickle
+    lost_path: tuple[str, ...] = ()  # the first of them, as the user knows it
 
 
 @dataclass(frozen=True)

@@ -428,7 +428,7 @@ def test_ddp_inside_a_container_comes_back_as_the_model(cell: Cells) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_result_that_cannot_travel_fails_that_rank_by_name(cell: Cells, rank: int) -> None:
+def test_a_result_that_cannot_travel_fails_the_run_by_name_and_loses_nothing_else(cell: Cells, rank: int) -> None:
     names = cell("""
         import threading, nbddp
         def train(bad):
@@ -438,21 +438,88 @@ def test_a_result_that_cannot_travel_fails_that_rank_by_name(cell: Cells, rank: 
         run(names.train, rank)
     assert caught.value.path == ("the result", "['lock']")
     assert f"returned on rank {rank}" in str(caught.value)
-    assert "lock" in str(caught.value)
+    assert ".partial" in str(caught.value)
+    partial = caught.value.partial
+    assert partial is not None
+    assert partial[1 - rank] == "fine"
+    assert partial[rank]["fine"] == 1
+    assert partial[rank]["lock"].text.startswith("<unlocked _thread.lock")
+    assert "stayed on its rank: cannot pickle" in repr(partial[rank])
+    assert nbddp.last_run().state == "failed"
+
+
+def test_of_a_result_all_parts_come_back_that_travel(cell: Cells) -> None:
+    names = cell("""
+        import collections, dataclasses, threading, torch
+        Point = collections.namedtuple("Point", "x y")
+        @dataclasses.dataclass
+        class Result:
+            model: object
+            steps: object
+            trouble: object
+        class Frozen:
+            def __init__(self): self.lock, self.kept = threading.Lock(), 7
+            def __copy__(self): raise RuntimeError("there is one")
+        def train():
+            model = torch.nn.Linear(2, 1)
+            model.notes = [1, threading.Lock()]
+            myself = [1, threading.Lock()]
+            myself.append(myself)
+            return [
+                Result(model, list(range(1000)) + [(i for i in ()), 1000], threading.Lock()),
+                Point(1, {"a": 2, "b": threading.Lock()}), {frozenset({1, threading.Lock()}), 2},
+                collections.OrderedDict(a=threading.Lock(), b=3), Frozen(), (threading.Lock(),), myself,
+            ]
+    """)
+    with pytest.raises(nbddp.PayloadError) as caught:
+        run(names.train, nprocs=1)
+    assert caught.value.partial is not None
+    result, point, some, ordered, frozen, single, myself = caught.value.partial[0]
+    assert type(result) is names.Result
+    assert isinstance(result.model, torch.nn.Linear)
+    assert result.model(torch.zeros(1, 2)).shape == (1, 1)
+    assert result.model.notes[0] == 1
+    assert result.steps[:1000] + result.steps[1001:] == list(range(1001))
+    assert "generator" in result.steps[1000].text
+    assert "lock" in result.trouble.text
+    assert (type(point), point.x, point.y["a"]) == (names.Point, 1, 2)
+    assert 2 in some
+    assert (list(ordered), ordered["b"]) == (["a", "b"], 3)
+    assert frozen.why.startswith("cannot pickle")
+    assert "lock" in single[0].text
+    assert myself[0] == 1
+
+
+def test_ten_thousand_parts_that_do_not_travel_are_given_up_soon(cell: Cells) -> None:
+    names = cell("""
+        import threading
+        def train(): return ["fine", [threading.Lock() for _ in range(10_000)]]
+    """)
+    with pytest.raises(nbddp.PayloadError) as caught:
+        run(names.train, nprocs=1, timeout=60)
+    assert caught.value.partial is not None
+    fine, locks = caught.value.partial[0]
+    assert fine == "fine"
+    assert len(locks) == 10_000
+    assert all("lock" in lock.text for lock in locks)
 
 
 def test_a_result_that_does_not_unpickle_here_says_so(cell: Cells) -> None:
     names = cell("""
-        import os
+        import os, nbddp
         class Trap:
             def __reduce__(self): return trap, (os.getpid(),)
         def trap(pid):
             if os.getpid() != pid:
                 raise RuntimeError("not here")
-        def train(): return Trap()
+        def train(): return Trap() if nbddp.rank() == 0 else 1
     """)
-    with pytest.raises(nbddp.PayloadError, match="not here"):
+    with pytest.raises(nbddp.PayloadError, match="not here") as caught:
         run(names.train)
+    assert caught.value.partial is not None
+    first, second = caught.value.partial
+    assert "not here" in first.why
+    assert second == 1
 
 
 def test_generators_of_results_and_none(cell: Cells) -> None:

@@ -339,13 +339,17 @@ def test_threads_and_exit_handlers_come_to_their_end(cell: Cells, tmp_path: Path
     assert ended.stdout.endswith("thread\nhandler\n")
 
 
-def test_a_result_that_cannot_be_kept_is_named(cell: Cells, tmp_path: Path) -> None:
-    names = cell("def train(): return {'log': open('/dev/null')}")
+def test_of_a_result_that_cannot_be_kept_whole_the_rest_is_kept(cell: Cells, tmp_path: Path) -> None:
+    names = cell("def train(): return {'log': open('/dev/null'), 'steps': 5}")
     nbddp.export(names.train, tmp_path / "job.nbddp")
     ended = alone(tmp_path / "job.nbddp", "--result", tmp_path / "r")
     assert ended.returncode == 1
     assert ended.stderr.startswith("nbddp: what train returned cannot be kept: the result → ['log']: an open file")
-    assert os.listdir(tmp_path) == ["job.nbddp"]
+    assert ended.stderr.endswith(f"All else is in {tmp_path / 'r'}\n")
+    kept = nbddp.load_result(tmp_path / "r")
+    assert kept["steps"] == 5
+    assert "an open file" in kept["log"].why
+    assert sorted(os.listdir(tmp_path)) == ["job.nbddp", "r"]
 
 
 @pytest.mark.parametrize("folder", ["none", "file"])

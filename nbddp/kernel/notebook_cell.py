@@ -11,6 +11,7 @@ from IPython.core.error import UsageError  # noqa: TID253
 from nbddp.errors import LaunchError, NbddpError, PayloadError
 from nbddp.kernel import cell as cells
 from nbddp.kernel import runner
+from nbddp.remains import Remains
 from nbddp.worker import script
 
 if TYPE_CHECKING:
@@ -69,17 +70,17 @@ class Return:
         self.names = names
         self._shell = shell
 
-    def receive(self, results: list[script.CellResult | None]) -> list[Any]:
+    def receive(self, results: list[script.CellResult | Remains | None]) -> list[Any]:
         """On the run's thread, when every rank has finished; None: the rank left by ``sys.exit(0)``."""
-        outputs = results[0].outputs if results[0] is not None else {}
-        arrived = {name: value for name, value in outputs.items() if not isinstance(value, script.Remains)}
+        outputs = results[0].outputs if isinstance(results[0], script.CellResult) else {}
+        arrived = {name: value for name, value in outputs.items() if not isinstance(value, Remains)}
         self._shell.user_ns.update(arrived)
         for name in self.names:
             if name not in outputs:
                 raise NbddpError(f"-o {name}: rank 0 has no {name} at the end of the cell")
             if name not in arrived:
                 raise PayloadError(f"-o {name}: it cannot come back to the notebook: {outputs[name].why}", (name,))
-        return [result and result.value for result in results]
+        return [result.value if isinstance(result, script.CellResult) else result for result in results]
 
 
 class Keeping:

@@ -27,6 +27,7 @@ from nbddp.kernel.plan import Plan
 from nbddp.kernel.remarks import side_by_side
 from nbddp.kernel.stacks import Where
 from nbddp.payload import Pickled, Unpacked
+from nbddp.remains import Remains
 from nbddp.tracebacks import drop_our_frames
 from nbddp.waiting import Abandoned, Latch, aside, start_thread
 
@@ -40,6 +41,7 @@ _STILL_S = 2.0  # without a sign of life
 _LOOK_AGAIN_S = 0.2
 _SOON_S = 0.1  # the same, while somebody waits for the run's end
 _T = TypeVar("_T")
+_REST = ". All else that the ranks returned is in this error's .partial, by rank"
 _MUCH_BYTES = 128 << 10  # of metrics at once: the rank logs faster than we look
 
 
@@ -385,7 +387,7 @@ class Supervisor:
         return len(data)
 
     def _succeed(self, crew: AnyCrew) -> None:
-        results, values = self._aside(lambda: self._received(crew))
+        results, losses, values = self._aside(lambda: self._received(crew))
         for line in _by_ranks([result.notes for result in results]):
             self.outputs[0].note(line)
         reports = [worker.report for worker in crew.workers if isinstance(worker.report, wire.Finished)]
@@ -394,24 +396,30 @@ class Supervisor:
         # What is left are exit handlers and threads: a stop or the end of the time need not wait for them.
         leave_by = min(time.monotonic() + _LEAVE_GRACE_S, self._deadline)
         self._watch_until(crew, leave_by, or_when=lambda _: self._stop_grace_s is not None)
+        if losses:
+            losses[0].partial = values
+            raise losses[0]
         self.values, self.hang = values, ""
         self._conclude("finished")
 
-    def _received(self, crew: AnyCrew) -> tuple[list[Unpacked], list[Any]]:
-        """What the ranks returned, with what there is to say about it, and the run's values of it."""
-        results = [self._result_of(worker) for worker in crew.workers]
-        return results, self._plan.receive([result.value for result in results])
+    def _received(self, crew: AnyCrew) -> tuple[list[Unpacked], list[PayloadError], list[Any]]:
+        """What the ranks returned, with what there is to say about it; what of it is lost; the run's values of it."""
+        results, losses = zip(*(self._result_of(worker) for worker in crew.workers))
+        return list(results), list(filter(None, losses)), self._plan.receive([result.value for result in results])
 
-    def _result_of(self, worker: AnyWorker) -> Unpacked:
-        assert isinstance(worker.report, wire.Finished)
+    def _result_of(self, worker: AnyWorker) -> tuple[Unpacked, PayloadError | None]:
+        report = worker.report
+        assert isinstance(report, wire.Finished)
         try:
-            return worker.unpack_result(worker.report.nbytes, self._packed.by_value)
+            unpacked = worker.unpack_result(report.nbytes, self._packed.by_value)
         except Exception as error:  # whatever unpickling a user's object raises
             drop_our_frames(error)
-            raise PayloadError(
-                f"what {self._plan.name} returned on rank {worker.rank} cannot be unpacked in the notebook: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            why = f"{type(error).__name__}: {error}"
+            what = f"what {self._plan.name} returned on rank {worker.rank}"
+            lost = PayloadError(f"{what} cannot be unpacked in the notebook: {why}{_REST}")
+            lost.__cause__ = error
+            return Unpacked(Remains(f"<{what}>", why), [], {}, []), lost
+        return unpacked, PayloadError(f"{report.lost}{_REST}", report.lost_path) if report.lost else None
 
     def _fail(self, crew: AnyCrew) -> None:
         """Raise the failure that came first; the other ranks are stopped at once."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from nbddp import culprit, folders, jobfile, payload, wire
+from nbddp import culprit, folders, jobfile, payload, remains, wire
 from nbddp.errors import LaunchError, NbddpError, PayloadError
 from nbddp.tracebacks import drop_our_frames
 from nbddp.wholefile import open_own_fd
@@ -175,17 +175,22 @@ def _called(call: Callable[[], Any]) -> Any:
 
 
 def _keep(value: Any, path: str, name: str) -> None:
+    lost: list[PayloadError] = []
+
     def fill(fd: int) -> int:
         try:
             return payload.pack(value, fd, back=True).nbytes
         except Exception as error:  # whatever a user's __reduce__ raises
             what = f"what {name} returned cannot be kept"
             explained = culprit.explain({"the result": value}, error, what=what, back=True)
-            if isinstance(error, OSError) and not explained.path:
-                raise  # a full disk
-            raise explained from None
+            if not explained.path:
+                raise error if isinstance(error, OSError) else explained from None  # a full disk
+        lost.append(explained)
+        return payload.pack(remains.parts_of(value), fd, back=True).nbytes
 
     jobfile.write(path, jobfile.RESULT, name, fill)
+    if lost:
+        raise PayloadError(f"{lost[0]}. All else is in {path}", lost[0].path)
 
 
 def _tell(error: BaseException, record: Callable[[BaseException], None]) -> int:

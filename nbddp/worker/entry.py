@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nbddp import copies, culprit, leftovers, payload, process_state, wire
+from nbddp import copies, culprit, leftovers, payload, process_state, remains, wire
 from nbddp.errors import CAUSE_CHARS, bounded
 from nbddp.known import Known
 from nbddp.tracebacks import drop_our_frames, make_picklable
@@ -269,11 +269,15 @@ def _let_nothing_else_raise() -> None:
 
 def _finished(value: Any, fd: int, known: Known, job: wire.Job) -> wire.Message:
     try:
-        packed = payload.pack(value, fd, known=known, back=True)
+        nbytes = payload.pack(value, fd, known=known, back=True).nbytes
+        return wire.Finished(nbytes, time.monotonic(), group.has_met())
     except Exception as error:  # whatever a user's __reduce__ raises
         what = f"what {job.run_name} returned on rank {job.rank} cannot come back to the notebook"
-        raise culprit.explain({"the result": value}, error, what=what, back=True) from None
-    return wire.Finished(packed.nbytes, time.monotonic(), group.has_met())
+        explained = culprit.explain({"the result": value}, error, what=what, back=True)
+    if not explained.path:
+        raise explained
+    nbytes = payload.pack(remains.parts_of(value, known), fd, known=known, back=True).nbytes
+    return wire.Finished(nbytes, time.monotonic(), group.has_met(), str(explained), explained.path)
 
 
 def _exited(error: SystemExit, fd: int) -> wire.Message:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import nbddp
-from nbddp import payload
+from nbddp import remains
 from nbddp.worker import context, main_module
 
 
@@ -42,17 +42,6 @@ class CellResult:
     outputs: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Remains:
-    """Stands for a last expression's value that cannot leave its rank; shown as the value was."""
-
-    text: str
-    why: str
-
-    def __repr__(self) -> str:
-        return f"{self.text}  (stayed on its rank: {self.why})"
-
-
 def run_cell(cell: Cell, /, **names: Any) -> CellResult:
     """Execute the cell with the notebook's ``names`` as globals of ``__main__``.
 
@@ -69,8 +58,9 @@ def run_cell(cell: Cell, /, **names: Any) -> CellResult:
     asked_for = cell.outputs if context.is_primary() else ()
     outputs = {name: namespace[name] for name in asked_for if name in namespace}
     main_module.known.add_outputs(outputs)
-    outputs = {name: _that_travels(value) for name, value in outputs.items()}
-    return CellResult(_that_travels(value), outputs)
+    # A training is not lost because its last line happens to give a generator, or one of its names holds one.
+    outputs = {name: remains.of(value, main_module.known) for name, value in outputs.items()}
+    return CellResult(remains.parts_of(value, main_module.known), outputs)
 
 
 def _ready_made() -> dict[str, Any]:
@@ -94,16 +84,6 @@ def _execute(tree: ast.Module, filename: str, namespace: dict[str, Any]) -> Any:
     if not isinstance(last, ast.Expr):
         return None
     return eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), namespace)
-
-
-def _that_travels(value: Any) -> Any:
-    """A training is not lost because its last line happens to give a generator, or one of its names holds one."""
-    try:
-        payload.probe(value, known=main_module.known, back=True)
-    except Exception as error:  # whatever a user's __reduce__ raises
-        why = str(error).split("\n")[0] or type(error).__name__
-        return Remains(repr(value)[:1000], why)
-    return value
 
 
 @dataclass(frozen=True)
