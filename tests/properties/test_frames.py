@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pd = pytest.importorskip("pandas")
+pytest.importorskip("pandas")
+
+import pandas as pd  # noqa: TID253 - imported where pandas is
 
 from tests.frames import WAYS, frame, play
 from tests.properties.budget import examples
