@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from multiprocessing import util
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def test_every_rank_imports_anew(cell: Cells) -> None:
     nbddp.preload("mailbox")
     assert forkserver.pid() == first, "nothing new, and the server was replaced"
     assert "mailbox" not in sys.modules, "the kernel has no need of it"
+
+
+def test_it_holds_where_the_servers_program_is_not_its_last_argument(
+    cell: Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.13.12 and 3.14.3 give the server the notebook's own arguments, behind the program."""
+    original = util.spawnv_passfds
+    monkeypatch.setattr(util, "spawnv_passfds", lambda exe, args, fds: original(exe, [*args, "kernel.json", "-f"], fds))
+    nbddp.preload("mailbox")
+    assert run(cell(IS_THERE).is_there, "mailbox").values == [True, True]
 
 
 def test_a_second_call_or_a_killed_server_forgets_the_first(cell: Cells) -> None:

@@ -27,7 +27,6 @@ from nbddp.errors import LaunchError
 from nbddp.kernel.room import room_for
 
 RUN_PREFIX = "r"  # see nbddp.worker.preload
-WANTED_PREFIX = "nbddp.preload:"  # see nbddp.worker.wanted
 _DIED = (EOFError, BrokenPipeError, ConnectionResetError)  # what asking a server raises that dies just then
 _FDS_OF_A_START = 8  # a socket, two pipes, a duplicate
 _MOST_NAME = 107 if sys.platform == "linux" else 103  # bytes of a socket's path (sun_path, less its zero)
@@ -35,6 +34,7 @@ _OF_MULTIPROCESSING = len("/pymp-12345678")  # its folder for sockets
 _OF_A_RUN = len("/rff")  # with up to 256 at once
 _OF_A_SOCKET = len("/listener-12345678")
 PRELOAD = ["nbddp.worker.detach", "nbddp.worker.preload"]
+_ASKED = "nbddp.worker.asked"
 
 
 _paths = threading.Lock()
@@ -55,11 +55,18 @@ class ServerDied(EOFError):
 class _Imports(list[str]):
     """What a server imports. multiprocessing writes it into the server's program, which first imports our own copy.
 
-    The server finds modules by a ``sys.path`` of its own (until Python 3.13), or by the kernel's as it is now.
+    The server finds modules by a ``sys.path`` of its own (until Python 3.13), or by the kernel's as it is now. For an
+    error that is no ImportError it would end: what the user wants is left to ``nbddp.worker.wanted``.
     """
 
+    def __init__(self, wanted: Sequence[str]) -> None:
+        super().__init__(PRELOAD)
+        self._wanted = list(wanted)
+
     def __repr__(self) -> str:
-        return f"exec({copies.import_source()!r}) or {super().__repr__()}"
+        path = [part for part in sys.path if isinstance(part, str)]
+        told = f"__import__({_ASKED!r}, fromlist=[None]).note({self._wanted!r}, {path!r})"
+        return f"exec({copies.import_source()!r}) or {told} or {super().__repr__()}"
 
 
 _servers: weakref.WeakSet[_ForkServer] = weakref.WeakSet()
@@ -74,7 +81,7 @@ class _ForkServer(forkserver.ForkServer):
         self.wanted = wanted
         self.began = 0.0  # when the process was started, monotonic
         self.in_use = threading.Lock()  # held while it is started or spoken to
-        self.set_forkserver_preload(_Imports([*PRELOAD, *(WANTED_PREFIX + name for name in wanted)]))
+        self.set_forkserver_preload(_Imports(wanted))
         weakref.finalize(self, _end, vars(self)).atexit = False  # with this process it ends by itself
         _servers.add(self)
 
