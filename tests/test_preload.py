@@ -201,6 +201,28 @@ def test_a_module_that_cannot_be_imported_ends_the_server(line: str, in_folder: 
     )
 
 
+def test_nothing_is_said_when_the_server_ends(in_folder: Path) -> None:
+    """torch 2.15's bindings list what they find leaked while the interpreter is taken apart."""
+    # As those do, in C, when no Python is left; what this one says is of no interest.
+    source = "import ctypes\nctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).malloc_stats)"
+    assert _with_installed(in_folder, "speaks_last", source).startswith("beside: [True, True]\n")
+
+
+def test_parts_of_a_package_that_loads_them_late_are_named(own_notebook: Notebook) -> None:
+    pytest.importorskip("transformers")
+    own_notebook.ok("""
+        import nbddp
+        def modules_of_a_trainer():
+            import sys
+            before = set(sys.modules)
+            from transformers import Trainer
+            return Trainer.__module__, sorted(set(sys.modules) - before)
+    """)
+    own_notebook.ok("nbddp.preload('transformers.trainer')")
+    shown = own_notebook.ok("print(nbddp.run(modules_of_a_trainer, nprocs=2, device='cpu', show=False).values)").shown
+    assert shown == f"{[('transformers.trainer', [])] * 2}\n"
+
+
 def _with_installed(folder: Path, name: str, source: str) -> str:
     """What a program shows that preloads that module, and looks for it in the ranks of two runs."""
     packages = folder / "site-packages"

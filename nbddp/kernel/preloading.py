@@ -18,18 +18,23 @@ def preload(*modules: str) -> None:
     """Have this kernel's fork server import packages, so that the ranks of later runs begin with them imported.
 
     A rank is a new process, and imports what the function needs in every run anew: pandas takes half a second, others
-    several. After ``nbddp.preload("pandas", "transformers")`` that is done once, in the background, by a new server:
-    the call returns at once; a run that starts meanwhile waits for the import, and so does its Stop. As
+    several. After ``nbddp.preload("pandas", "sklearn.linear_model")`` that is done once, in the background, by a new
+    server: the call returns at once; a run that starts meanwhile waits for the import, and so does its Stop. As
     ``multiprocessing.set_forkserver_preload``, with a look at what could go wrong: a module that ends the server, or
     starts a thread of Python or initialises CUDA through torch when it is imported, which no fork survives. Then the
     run starts anew without all that was preloaded, and says so in its output.
+
+    Some packages import their parts when these are first used, so that the package alone saves nothing. Name the
+    modules of what the function uses: of transformers' ``Trainer`` that is its ``__module__``,
+    ``"transformers.trainer"``.
 
     The modules see the environment variables that are set now, and the functions that they register for the exit are
     not called in the ranks. For ranks on this machine that come from the fork server (``start_method="spawn"`` and
     ranks on other hosts import for themselves), until the kernel ends.
 
     Args:
-        modules: names as ``import`` takes them, of what is installed: ``"pandas"``, ``"torchvision.models"``.
+        modules: names as ``import`` takes them, of what is installed: ``"pandas"``, ``"torchvision.models"``,
+            ``"transformers.trainer"``.
 
     Raises:
         LaunchError: there is no such package; or it is a file of yours, of which ranks would not see the next version;
