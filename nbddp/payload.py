@@ -143,7 +143,7 @@ def prepare(obj: object, *, known: Known | None = None, inheriting: bool = True,
     with contextlib.closing(Packer(stream, known=known, inheriting=inheriting, back=back)) as pickler:
         # The others fill while obj is pickled, and come after it: all their members are memo references.
         pickler.dump((obj, pickler.by_value, pickler.named, pickler.notes))
-        return _lay_out(pickler, stream.getbuffer())
+        return _lay_out(pickler, memoryview(stream.getvalue()))
 
 
 def probe(obj: object, *, known: Known | None = None, inheriting: bool = True, back: bool = False) -> None:

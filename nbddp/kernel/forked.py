@@ -32,7 +32,7 @@ class _Popen(popen_forkserver.Popen):
         except forkserver.ServerDied:  # under our hands: a new one is started
             self._ask_server(data)
 
-    def _ask_server(self, process_data: memoryview) -> None:
+    def _ask_server(self, process_data: bytes) -> None:
         self._server, (self.sentinel, writer) = forkserver.connect(self._fds)
         try:
             with forkserver.telling_of_its_death(self._server):
@@ -42,7 +42,7 @@ class _Popen(popen_forkserver.Popen):
                 self.finalizer()
             raise
 
-    def _hand_over(self, writer: int, process_data: memoryview) -> None:
+    def _hand_over(self, writer: int, process_data: bytes) -> None:
         with open(writer, "wb") as pipe:
             try:
                 kept = os.dup(writer)
@@ -72,7 +72,7 @@ def as_multiprocessings_own(attributes: dict[str, Any]) -> tuple[Any, ...]:
     return object.__new__, (process.BaseProcess,), {**attributes, "_start_method": None}
 
 
-def pickled(process_obj: Any, popen: Any) -> memoryview:
+def pickled(process_obj: Any, popen: Any) -> bytes:
     """What the new process reads first: how to prepare itself, and the process object."""
     buffer = io.BytesIO()
     set_spawning_popen(popen)
@@ -81,7 +81,7 @@ def pickled(process_obj: Any, popen: Any) -> memoryview:
         reduction.dump(process_obj, buffer)
     finally:
         set_spawning_popen(None)
-    return buffer.getbuffer()
+    return buffer.getvalue()
 
 
 def import_path() -> list[str]:
