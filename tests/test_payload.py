@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.resource_sharer
 import os
 import pickle
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -575,10 +576,11 @@ def test_share_memory_tensors_are_one_for_all(cell: Cells) -> None:
 @pytest.fixture
 def passing() -> Iterator[None]:
     """Tensors pass between processes: what multiprocessing starts and fixes for that in this one ends afterwards."""
-    before = multiprocessing.get_start_method(allow_none=True)
+    before, handler = multiprocessing.get_start_method(allow_none=True), signal.getsignal(signal.SIGCHLD)
     yield
     multiprocessing.resource_sharer.stop()
     multiprocessing.set_start_method(before, force=True)
+    signal.signal(signal.SIGCHLD, handler)  # torch's first DataLoader with workers sets one, for good
 
 
 _DIVIDE = """
