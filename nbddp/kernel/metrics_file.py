@@ -95,7 +95,8 @@ def _parts(path: str) -> list[_Part]:
     kinds = np.frombuffer(data, dtype=RECORD_DTYPE, count=whole)["kind"]
     starts = np.flatnonzero(kinds == wire.KIND_BEGIN).tolist()
     return [
-        _part(path, memoryview(data)[start * _SIZE : stop * _SIZE]) for start, stop in itertools.pairwise([*starts, whole])
+        _part(path, memoryview(data)[start * _SIZE : stop * _SIZE])
+        for start, stop in itertools.pairwise([*starts, whole])
     ]
 
 

@@ -133,7 +133,9 @@ def _checked(file: BinaryIO, path: str) -> str:
                 with archive.open(entry) as content:
                     while content.read(_CHUNK_NBYTES):
                         pass
-    except Exception as error:  # zipfile raises what is in its way: struct.error, NotImplementedError, UnicodeDecodeError
+    except (
+        Exception
+    ) as error:  # zipfile raises what is in its way: struct.error, NotImplementedError, UnicodeDecodeError
         raise _torn(path, error) from error
     file.seek(0)
     found = [(entry.filename, entry.CRC, entry.file_size) for entry in entries]
