@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from collections.abc import Callable
 from typing import Any
 
 from nbddp.frames import Garbled, Head
@@ -62,7 +63,7 @@ def _is_reached_at(value: object) -> bool:
     return value == "" or _is(ipaddress.ip_address, value)
 
 
-def _is(kind: Any, text: object) -> bool:
+def _is(kind: Callable[[Any], object], text: object) -> bool:
     if not _is_text(text):
         return False
     try:
@@ -72,7 +73,7 @@ def _is(kind: Any, text: object) -> bool:
     return True
 
 
-_FACTS = {
+_FACTS: dict[str, Callable[[Any], bool]] = {
     "versions": _are_versions,
     "devices": _are_devices,
     "networks": _are_networks,

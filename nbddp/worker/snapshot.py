@@ -80,7 +80,8 @@ def load_snapshot(
 
     Raises:
         NbddpError: another rank has loaded something else; the file is torn or damaged (its checksums are compared
-            before anything is unpickled), is not a snapshot, holds objects of other classes, or belongs to another user (in a folder that is not that user's).
+            before anything is unpickled), is not a snapshot, holds objects of other classes, or belongs to another
+            user (in a folder that is not that user's).
     """
     if not os.path.exists(path):
         _compare_with_other_ranks(path, "found no file there")

@@ -1,4 +1,4 @@
-"""Files as a disk, a network or a stranger may leave them: bytes of a real one, changed; and what loading one may do."""
+"""Files as a disk, a network or a stranger may leave them: real ones with bytes changed; what loading one may do."""
 
 from __future__ import annotations
 

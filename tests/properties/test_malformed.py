@@ -70,11 +70,14 @@ def _looked_at(path: Path) -> nbddp.History:
         warnings.simplefilter("ignore", UserWarning)  # a rank's metrics are missing
         history = nbddp.History.load(path)
     for name in history:
-        history[name], history.by_rank(name), history.spread(name), history.counts(name)
+        assert len(history.counts(name).steps) >= len(history[name].steps) or not len(history.counts(name).steps)
+        assert np.all(np.isin(list(history.by_rank(name)), range(len(history.ranks))))
+        assert len(history.spread(name).low) == len(history.spread(name).high)
     assert len(history.to_pandas().columns) == len(history) == len(history.names)
     assert len(history.notices) <= len(history)
-    history.latest(), history.restarts, repr(history)
-    assert [bar.seconds_left for rank in history.ranks for bar in rank.bars] is not None
+    assert set(history.latest()) <= set(history.names)
+    assert repr(history).startswith("History(")
+    assert all((bar.seconds_left or 0.0) >= 0 for rank in history.ranks for bar in rank.bars)
     return history
 
 
