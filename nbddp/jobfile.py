@@ -1,9 +1,10 @@
 """Both sides. A file that holds one pickled object: a job that waits for its ranks, or what came of one.
 
-    [block, as payload writes it][head, JSON][length of the head][mark]
+    [block, as payload writes it][head, JSON][checksum of block and head][length of the head][mark]
 
 The block comes first, where a reader can map it; the head comes last, and so is missing in a copy that was cut off.
-Reading the head runs nothing; unpacking the block runs whatever its writer put there.
+Reading the head runs nothing; unpacking the block runs whatever its writer put there. So that no damage runs, the
+checksum (CRC-32) is compared before; it is no protection from somebody who changes the file on purpose.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import BinaryIO
@@ -21,8 +23,10 @@ from nbddp.wholefile import WholeFile, open_own
 
 JOB, RESULT = "job", "result"
 _WRITER = {JOB: "nbddp.export()", RESULT: "python -m nbddp ... --result"}
-_MARK = b"nbddp file 1\n"
-_END = struct.Struct(f"<Q{len(_MARK)}s")
+_MARK = b"nbddp file 2\n"  # changes with what is before it
+_MARK_OF_ANY = b"nbddp file "
+_END = struct.Struct(f"<IQ{len(_MARK)}s")
+_CHUNK_NBYTES = 1 << 20
 _MODE = 0o600  # whoever can write the file runs code as its reader, and it holds the notebook's data
 
 
@@ -62,7 +66,8 @@ def write(
         nbytes = fill(file.fileno())
         head = json.dumps(asdict(Head(kind, name, nbytes, versions(), list(folders)))).encode()
         file.seek(nbytes)
-        file.write(head + _END.pack(len(head), _MARK))
+        file.write(head)
+        file.write(_END.pack(_checksum(file, nbytes + len(head)), len(head), _MARK))
 
 
 def open_block(path: str | os.PathLike[str], kind: str) -> tuple[int, Head]:
@@ -83,14 +88,42 @@ def open_block(path: str | os.PathLike[str], kind: str) -> tuple[int, Head]:
 
 
 def _read_head(file: BinaryIO, kind: str) -> Head:
-    size = file.seek(0, os.SEEK_END)
+    checksum, length, block_nbytes = _read_end(file, kind)
+    if checksum != _checksum(file, block_nbytes + length):
+        raise _foreign(file, kind, " or damaged: its checksum is not that of what it holds")
     try:
-        file.seek(-_END.size, os.SEEK_END)
-        length, mark = _END.unpack(file.read())
-        file.seek(-_END.size - length, os.SEEK_END)
-        head = Head(**json.loads(file.read(length))) if mark == _MARK else None
-    except (OSError, ValueError, TypeError, RecursionError):
-        head = None
-    if head is None or head.kind != kind or size != _END.size + length + head.nbytes:
-        raise NbddpError(f"{file.name} was not written by {_WRITER[kind]}, or is cut off")
+        file.seek(block_nbytes)
+        head = Head(**json.loads(file.read(length)))
+    except (ValueError, TypeError, RecursionError):
+        raise _foreign(file, kind) from None
+    if head.kind != kind or head.nbytes != block_nbytes:
+        raise _foreign(file, kind)
     return head
+
+
+def _read_end(file: BinaryIO, kind: str) -> tuple[int, int, int]:
+    """The checksum, and the sizes of head and block, which are the file's."""
+    rest = file.seek(0, os.SEEK_END) - _END.size
+    if rest < 0:
+        raise _foreign(file, kind)
+    file.seek(rest)
+    checksum, length, mark = _END.unpack(file.read(_END.size))
+    if mark != _MARK and mark.startswith(_MARK_OF_ANY):
+        raise NbddpError(f"{file.name} was written by another version of nbddp, in another format: write it again")
+    if mark != _MARK or length > rest:
+        raise _foreign(file, kind)
+    return checksum, length, rest - length
+
+
+def _foreign(file: BinaryIO, kind: str, damage: str = "") -> NbddpError:
+    return NbddpError(f"{file.name} was not written by {_WRITER[kind]}, or is cut off{damage}")
+
+
+def _checksum(file: BinaryIO, nbytes: int) -> int:
+    """Of its first bytes; reads a bounded piece at a time."""
+    checksum, left = 0, nbytes
+    file.seek(0)
+    while left and (piece := file.read(min(left, _CHUNK_NBYTES))):
+        checksum, left = zlib.crc32(piece, checksum), left - len(piece)
+    file.seek(nbytes)
+    return checksum

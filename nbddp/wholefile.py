@@ -41,7 +41,7 @@ def read_own(path: str | os.PathLike[str], most_nbytes: int) -> bytes:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > most_nbytes:
             raise NbddpError(f"{os.fspath(path)} has {nbytes:,} bytes, and at most {most_nbytes:,} are read")
-        return file.read(most_nbytes)
+        return file.read(nbytes)  # not most_nbytes: Python allocates as much as it is asked for
 
 
 def open_own_fd(path: str, flags: int, mode: int = 0o666) -> int:

@@ -13,6 +13,8 @@ import struct
 import subprocess
 import sys
 import threading
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -514,6 +516,59 @@ def test_a_file_of_metrics_in_the_format_of_0_1_is_refused_with_its_reason(tmp_p
         History.load(tmp_path / "m")
 
 
+def _begin(world_size: int = 1, rank: int = 0, at: float = 1000.0) -> bytes:
+    return wire.BEGIN.pack(wire.KIND_BEGIN, wire.BEGIN_MARK, world_size, rank, at)
+
+
+def _name(text: bytes, more: int = 0) -> bytes:
+    return wire.NAME_PIECE.pack(wire.KIND_NAME, more, 0, text)
+
+
+def _value(kind: int = wire.KIND_METRIC, op: int = 0, ident: int = 0, value: float = 1.0) -> bytes:
+    return wire.RECORD.pack(kind, op, ident, False, 1.0, 0, value, 1.0)
+
+
+DAMAGED = {
+    "there were 8,589,934,592 ranks": _begin(2**33),
+    "there were 0 ranks": _begin(0),
+    "it is of rank 4 of 4": _begin(4, 4),
+    "began at nan s": _begin(at=float("nan")),
+    "without the mark": _begin() + b"\4" * 40,
+    "a value of a name that was not given (record 1 of 2": _begin() + _value() + _name(b"late"),
+    "a value of a name that was not given (record 2 of 2": _begin() + _name(b"of three", 1) + _value(),
+    "name 0 is not UTF-8": _begin() + _name(b"\xff"),
+    "name 0 is in it twice": _begin() + _name(b"a") + _name(b"b"),
+    "a record of no kind": _begin() + _name(b"a") + _value(9),
+    "a reduce= that there is not": _begin() + _name(b"a") + _value(op=7),
+    "a count that is not a number": _begin() + _name(b"a") + _value(wire.KIND_PROGRESS, value=float("inf")),
+}
+
+
+@pytest.mark.parametrize("why", DAMAGED)
+@pytest.mark.parametrize("rank", [0, 5])
+def test_damaged_metrics_are_refused_with_file_and_reason(tmp_path: Path, why: str, rank: int) -> None:
+    Writer(tmp_path / "m").begin(1000, 6).log("loss", range(3), 1.0)
+    path = Path(wire.metrics_path(str(tmp_path / "m"), rank))
+    path.write_bytes(DAMAGED[why])
+    tracemalloc.start()
+    try:
+        with pytest.raises(nbddp.NbddpError, match=f"^{re.escape(str(path))} is damaged.*{re.escape(why)}"):
+            History.load(tmp_path / "m")
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_rank_that_was_killed_before_it_began_has_logged_nothing(tmp_path: Path) -> None:
+    Writer(tmp_path / "m").begin(1000, 2).log("loss", range(3), 1.0)
+    (tmp_path / "m.rank1").write_bytes(_begin(2, 1)[:30])
+    with pytest.warns(UserWarning, match="no metrics of rank 1"):
+        assert History.load(tmp_path / "m")["loss"].values.tolist() == [1.0] * 3
+    (tmp_path / "m.rank1").write_bytes(b"something else, which is longer than one record")
+    with pytest.raises(nbddp.NbddpError, match=r"m\.rank1 was not written by"):
+        History.load(tmp_path / "m")
+
+
 def test_a_full_disk_ends_the_curves_and_not_the_training(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import resource, nbddp
@@ -610,7 +665,12 @@ def with_head(data: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
     """The same file with another head."""
     start, end_ = data.rindex(b'{"kind"'), data.rindex(b"}") + 1
     new = json.dumps(change(json.loads(data[start:end_]))).encode()
-    return data[:start] + new + len(new).to_bytes(8, "little") + data[end_ + 8 :]
+    return sealed(data[:start] + new, len(new), data[-13:])
+
+
+def sealed(content: bytes, head: int, mark: bytes) -> bytes:
+    """With the end that fits: checksum, length of the head, mark."""
+    return content + struct.pack("<IQ", zlib.crc32(content), head) + mark
 
 
 def tampered(path: Path, **versions: str) -> None:
@@ -672,7 +732,7 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "no head": lambda whole: with_head(whole, lambda head: None),
     "a head of a later nbddp": lambda whole: with_head(whole, lambda head: {**head, "more": 1}),
     "a head that counts wrongly": lambda whole: with_head(whole, lambda head: {**head, "nbytes": head["nbytes"] - 1}),
-    "a head without an end": lambda whole: b"[" * 100_000 + struct.pack("<Q", 100_000) + whole[-13:],
+    "a head without an end": lambda whole: sealed(b"[" * 100_000, 100_000, whole[-13:]),
     "a size that is a text": lambda whole: with_head(whole, lambda head: {**head, "nbytes": "1"}),
     "versions that are a list": lambda whole: with_head(whole, lambda head: {**head, "versions": [1]}),
 }
@@ -696,6 +756,40 @@ def test_a_broken_file_is_unpickled_or_not_told_of(
     assert not unpickled.exists()
 
 
+class Raising:
+    """Who unpickles it gets an error that is not ours."""
+
+    def __reduce__(self) -> Any:
+        return {}.__getitem__, ("weights",)
+
+
+def test_a_result_that_cannot_be_unpickled_is_one_error_with_file_and_cause(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    jobfile.write(path, jobfile.RESULT, "train", lambda fd: payload.pack(Raising(), fd, back=True).nbytes)
+    with pytest.raises(nbddp.PayloadError, match=f"^{path} cannot be unpacked here: KeyError: 'weights'"):
+        nbddp.load_result(path)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_flipped_bit_is_found_before_anything_is_unpickled(planted: tuple[dict[str, Path], Path], kind: str) -> None:
+    files, unpickled = planted
+    whole = bytearray(files[kind].read_bytes())
+    for at in range(0, len(whole) - 13, 7):  # the mark has an error of its own
+        whole[at] ^= 1
+        files[kind].write_bytes(whole)
+        with pytest.raises(nbddp.NbddpError, match="was not written by"):
+            jobfile.open_block(files[kind], kind)
+        whole[at] ^= 1
+    assert not unpickled.exists()
+
+
+def test_a_file_of_the_format_before_is_refused_with_its_reason(planted: tuple[dict[str, Path], Path]) -> None:
+    path = planted[0][jobfile.RESULT]
+    path.write_bytes(path.read_bytes()[:-13] + b"nbddp file 1\n")
+    with pytest.raises(nbddp.NbddpError, match="was written by another version of nbddp, in another format"):
+        nbddp.load_result(path)
+
+
 def test_the_whole_file_would_have_been_unpickled(planted: tuple[dict[str, Path], Path]) -> None:
     files, unpickled = planted
     nbddp.load_result(files[jobfile.RESULT])
@@ -712,7 +806,8 @@ def test_a_rank_unpickles_a_broken_job(planted: tuple[dict[str, Path], Path], in
     path.write_bytes(BROKEN[broken](path.read_bytes()))
     ended = alone(path)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == f"nbddp: {path} was not written by nbddp.export(), or is cut off\n"
+    assert ended.stderr.startswith(f"nbddp: {path} was not written by nbddp.export(), or is cut off")
+    assert ended.stderr.count("\n") == 1
     assert not unpickled.exists()
 
 

@@ -101,6 +101,27 @@ def test_a_foreign_file_is_taken_for_a_snapshot(in_folder: Path, content: bytes)
         nbddp.load_snapshot("s.pt")
 
 
+def test_a_flipped_bit_of_a_weight_is_found(in_folder: Path) -> None:
+    nbddp.save_snapshot("s.pt", weights=torch.full((1000,), 7.0))
+    whole = Path("s.pt").read_bytes()
+    at = whole.index(torch.full((9,), 7.0).numpy().tobytes()) + 400
+    Path("s.pt").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(nbddp.NbddpError, match=r"s\.pt cannot be read as a snapshot: Bad CRC-32"):
+        nbddp.load_snapshot("s.pt")
+
+
+def test_checksums_are_written_also_where_the_user_has_turned_them_off(in_folder: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        nbddp.save_snapshot("s.pt", weights=torch.ones(10))
+        assert torch.serialization.get_crc32_options() is False
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = nbddp.load_snapshot("s.pt")
+    assert found is not None
+    assert found["weights"].tolist() == [1.0] * 10
+
+
 def test_a_plain_checkpoint_is_taken_for_a_snapshot(in_folder: Path) -> None:
     torch.save({"model": torch.ones(2)}, "c.pt")
     with pytest.raises(nbddp.NbddpError, match=r"was not written by save_snapshot\(\); read it with torch\.load"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import platform
@@ -44,7 +45,9 @@ def networks() -> list[dict[str, str]]:
 def asked_at() -> str:
     """The address at which the kernel's ssh reached us; "" where it was something else."""
     parts = os.environ.get("SSH_CONNECTION", "").split()
-    return parts[2] if len(parts) == 4 else ""
+    with contextlib.suppress(ValueError):  # "UNKNOWN" through a ProxyCommand
+        return str(ipaddress.ip_address(parts[2])) if len(parts) == 4 else ""
+    return ""
 
 
 def identity() -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbddp import culprit, folders, jobfile, payload
+from nbddp.errors import PayloadError
 from nbddp.kernel.plan import check_call
 
 
@@ -59,10 +61,17 @@ def load_result(path: str | os.PathLike[str]) -> Any:
     It is unpickled, which runs whatever code the file's writer put there: load only what you trust.
 
     Raises:
-        NbddpError: the file is none of those, is cut off, or was written with other versions.
+        NbddpError: the file is none of those, is cut off or damaged, or was written with other versions.
+        PayloadError: it cannot be unpacked here: a module that it needs is missing, say.
     """
     fd, head = jobfile.open_block(path, jobfile.RESULT)
     try:
         return payload.unpack(fd, head.nbytes).value
+    except Exception as error:  # whatever a user's __setstate__ raises
+        what = "".join(traceback.format_exception_only(type(error), error)).strip()
+        raise PayloadError(
+            f"{os.fspath(path)} cannot be unpacked here: {what}. What it needs must be importable: in this folder, or "
+            "on PYTHONPATH"
+        ) from error
     finally:
         os.close(fd)

@@ -95,7 +95,8 @@ class History:
         files (one per rank: PATH, PATH.rank1, ...); the steps that it repeated have taken the place of the old ones.
 
         Raises:
-            NbddpError: there is something else in the file, or another version of nbddp wrote it.
+            NbddpError: there is something else in one of the files, it is damaged, or another version of nbddp wrote
+                it; names the file.
         """
         attempts = metrics_file.read(path)
         history = cls(attempts[0].world_size)
@@ -257,8 +258,9 @@ class History:
             if self._marked_by is not None:
                 self._unmarked, self._marked_by = len(self._restarts), None
             self._restarts.append(Restart(None, reason))
+            for rank in self._readers:  # the others are as new
+                self.ranks[rank] = RankProgress()
             self._readers.clear()
-            self.ranks[:] = [RankProgress() for _ in self.ranks]
             for metric in self._metrics.values():
                 metric.restart(self._world_size)
 

@@ -16,6 +16,7 @@ from typing import BinaryIO
 from nbddp import frames
 from nbddp.errors import LaunchError
 from nbddp.frames import Head
+from nbddp.kernel.greeting import check_clock, check_facts
 from nbddp.kernel.login import advice_on
 from nbddp.payload import Packed
 from nbddp.versions import difference
@@ -28,7 +29,6 @@ _LAST_WORDS_S = 0.5
 _LAST_BYTES = 16 << 10
 _FROM_TORCH = re.compile(r"\[[IWEF]\d+ ")  # its warnings, of the agents that look for each other
 _READ_BYTES = 1 << 20
-_FACTS = {"versions", "devices", "networks", "asked_at", "identity", "now"}
 
 
 class Host:
@@ -203,10 +203,10 @@ class Host:
 
     def _take(self, head: Head, body: bytes) -> None:
         if "now" in head:  # the quickest of its frames tells its clock best
+            check_clock(head)
             self.offset_s = min(self.offset_s, time.monotonic() - head["now"])
         if head["kind"] == "hello":
-            if not head.keys() >= _FACTS:
-                raise frames.Garbled("a hello without facts")
+            check_facts(head)
             self.facts = head
             self._greeting_bytes = os.fstat(self._stderr.fileno()).st_size
             self._greeted.open()

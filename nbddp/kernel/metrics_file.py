@@ -15,12 +15,14 @@ import numpy as np
 
 from nbddp import wire
 from nbddp.errors import NbddpError
+from nbddp.kernel.metrics_check import check_begin, check_records
 from nbddp.kernel.records import RECORD_DTYPE
 from nbddp.wholefile import read_own
 
 _SIZE = wire.RECORD.size
 _MOST_NBYTES = 8 << 30  # 250 million records
 _PIECE_BYTES = 8192 * _SIZE
+_FOREIGN = "{} was not written by python -m nbddp ... --metrics"
 
 
 @dataclass
@@ -52,12 +54,12 @@ def read(path: str | os.PathLike[str]) -> list[Attempt]:
     """The job's attempts, in the order of time; at least one.
 
     Raises:
-        NbddpError: there is something else in the file, or it is another version's.
+        NbddpError: there is something else in one of the files, it is damaged, or it is another version's.
     """
     path = os.fspath(path)
     first = _parts(path)
     if not first:
-        raise NbddpError(f"{path} was not written by python -m nbddp ... --metrics")
+        raise NbddpError(_FOREIGN.format(path))
     attempts = [Attempt(part.began, part.world_size, {0: part.records}) for part in first]
     for rank in _other_ranks(path):
         # Each in a process of its own, on perhaps another machine: an attempt's ranks begin within seconds.
@@ -80,27 +82,31 @@ class _Part:
 
 def _parts(path: str) -> list[_Part]:
     data = read_own(path, _MOST_NBYTES)
+    if len(data) < _SIZE:  # a rank that was killed before it began
+        return []
     if not data.startswith(wire.BEGIN_MARK, 1):
         if data.startswith(wire.BEGIN_MARK_OF_ANY, 1):
             raise NbddpError(
                 f"{path} was written by another version of nbddp, with metrics in another format: load it with the "
                 "version that wrote it"
             )
-        return []
+        raise NbddpError(_FOREIGN.format(path))
     whole = len(data) // _SIZE  # the last record of a rank that was killed may be torn
     kinds = np.frombuffer(data, dtype=RECORD_DTYPE, count=whole)["kind"]
     starts = np.flatnonzero(kinds == wire.KIND_BEGIN).tolist()
     return [
-        _part(memoryview(data)[start * _SIZE : stop * _SIZE]) for start, stop in itertools.pairwise([*starts, whole])
+        _part(path, memoryview(data)[start * _SIZE : stop * _SIZE])
+        for start, stop in itertools.pairwise([*starts, whole])
     ]
 
 
-def _part(data: memoryview) -> _Part:
-    _, _, world_size, _, began = wire.BEGIN.unpack_from(data)
+def _part(path: str, data: memoryview) -> _Part:
+    world_size, began = check_begin(path, data[:_SIZE])
     # A machine that went down may leave zeros where its last records had room already.
-    while len(data) > _SIZE and not any(data[-_SIZE:]):
-        data = data[:-_SIZE]
-    return _Part(began, world_size, data[_SIZE:])
+    used = len(bytes(data).rstrip(b"\0"))
+    records = data[_SIZE : -(-used // _SIZE) * _SIZE]
+    check_records(path, records)
+    return _Part(began, world_size, records)
 
 
 def _other_ranks(path: str) -> list[int]:

@@ -81,7 +81,19 @@ class _Pickling:
 
 def write(obj: object, file: BinaryIO) -> None:
     """``torch.save``, so that :func:`read` can read it. Raises whatever pickling raises."""
-    torch.save(obj, file, pickle_module=_Pickling)
+    with _with_checksums():
+        torch.save(obj, file, pickle_module=_Pickling)
+
+
+@contextlib.contextmanager
+def _with_checksums() -> Iterator[None]:
+    """Also where the user has turned them off for files of his own; afterwards it is as it was."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def read(file: str | BinaryIO, **options: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-import pickle
 import socket
 import zipfile
 import zlib
@@ -21,6 +20,7 @@ from nbddp.worker import context, metrics, plain
 from nbddp.worker.agreement import collectives, first_to_say
 
 _MARK = "nbddp snapshot"
+_CHUNK_NBYTES = 1 << 20
 _STEP = "last step"  # that log() counted
 _STEPS = "last steps"  # of each metric
 
@@ -79,16 +79,17 @@ def load_snapshot(
             values. With False the file may run any code.
 
     Raises:
-        NbddpError: another rank has loaded something else; the file is torn, is not a snapshot, holds objects of other
-            classes, or belongs to another user (in a folder that is not that user's).
+        NbddpError: another rank has loaded something else; the file is torn or damaged (its checksums are compared
+            before anything is unpickled), is not a snapshot, holds objects of other classes, or belongs to another
+            user (in a folder that is not that user's).
     """
     if not os.path.exists(path):
         _compare_with_other_ranks(path, "found no file there")
         return None
     with open_own(path) as file:
+        digest = _checked(file, os.fspath(path))
         content = _load(file, os.fspath(path), map_location or context.device(), weights_only)
-        digest = _digest(file)
-    if not isinstance(content, dict) or not {_MARK, "state"} <= content.keys():
+    if not isinstance(content, dict) or _MARK not in content or not isinstance(content.get("state"), dict):
         raise NbddpError(f"{os.fspath(path)} was not written by save_snapshot(); read it with torch.load()")
     step = content.get(_STEP)
     _compare_with_other_ranks(path, f"loaded {'a snapshot' if step is None else f'that of step {step}'} ({digest})")
@@ -120,14 +121,36 @@ def _compare_with_other_ranks(path: str | os.PathLike[str], found: str) -> None:
         )
 
 
-def _digest(file: BinaryIO) -> str:
-    """Of the content, by the checksums that torch.save has put beside it: nothing is read again."""
-    file.seek(0)
+def _checked(file: BinaryIO, path: str) -> str:
+    """A digest of the content, by the checksums that torch.save has put beside it; torch.load does not look at them.
+
+    What is damaged would be other weights, or code of no one's: it is not unpickled.
+    """
     try:
-        entries = [(entry.filename, entry.CRC, entry.file_size) for entry in zipfile.ZipFile(file).infolist()]
-    except zipfile.BadZipFile:  # torch's format before 1.6
-        return "of an old format"
-    return f"{zlib.crc32(repr(entries).encode()):08x}"
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            _check_layout(entries, os.fstat(file.fileno()).st_size)
+            for entry in entries:
+                with archive.open(entry) as content:
+                    while content.read(_CHUNK_NBYTES):
+                        pass
+    except (
+        Exception
+    ) as error:  # zipfile raises what is in its way: struct.error, NotImplementedError, UnicodeDecodeError
+        raise _torn(path, error) from error
+    file.seek(0)
+    found = [(entry.filename, entry.CRC, entry.file_size) for entry in entries]
+    return f"{zlib.crc32(repr(found).encode()):08x}"
+
+
+def _check_layout(entries: list[zipfile.ZipInfo], nbytes: int) -> None:
+    """As torch.save lays it out. Something before it zipfile would leave out, and torch would not."""
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise zipfile.BadZipFile("a part of it is compressed")
+    if min((entry.header_offset for entry in entries), default=-1) != 0:
+        raise zipfile.BadZipFile("it does not begin with its first part")
+    if sum(entry.file_size for entry in entries) > nbytes:
+        raise zipfile.BadZipFile("its parts are larger than the file")
 
 
 def _load(file: BinaryIO, path: str, map_location: Any, weights_only: bool) -> Any:
@@ -135,22 +158,27 @@ def _load(file: BinaryIO, path: str, map_location: Any, weights_only: bool) -> A
         if weights_only:
             return plain.read(file, map_location=map_location)
         return torch.load(file, map_location=map_location, weights_only=False)
-    # An OSError here is a seek beyond the end of a torn file: it is open already.
-    except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, ValueError, OSError) as error:
+    except Exception as error:  # of a pickle of no torch's, anything
         raise _unreadable(file, path, error) from error
 
 
 def _unreadable(file: BinaryIO, path: str, error: Exception) -> NbddpError:
     foreign: list[str] = []
-    with contextlib.suppress(RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError):
+    with contextlib.suppress(Exception):  # torch looks through the pickle that it could not read
         file.seek(0)
         foreign = plain.foreign_names(file, after_ours=True)
     if foreign:
         return NbddpError(
             f"{path} holds {', '.join(foreign[:3])}, which may be any code. If you trust the file: weights_only=False"
         )
+    return _torn(path, error)
+
+
+def _torn(path: str, error: Exception) -> NbddpError:
     why = str(error).split("\n")[0] or type(error).__name__
-    return NbddpError(f"{path} cannot be read as a snapshot: {why}. It is torn, or was not written by save_snapshot()")
+    return NbddpError(
+        f"{path} cannot be read as a snapshot: {why}. It is torn or damaged, or was not written by save_snapshot()"
+    )
 
 
 def _plain(value: Any, seen: dict[int, Any]) -> Any:

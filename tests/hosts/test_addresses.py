@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nbddp
+from nbddp.host.facts import asked_at
 from nbddp.kernel.addresses import meeting_of
 
 DOCKER = ("docker0", "172.17.0.1", "172.17.0.0/16")
@@ -99,3 +100,14 @@ def test_two_hosts_have_one_address(count: int, data: st.DataObject) -> None:
     assert len({address for address, _ in found.values()}) == count
     for name, (address, interface) in found.items():
         assert (interface, address) in [(n["name"], n["address"]) for n in facts[name]["networks"]]
+
+
+@pytest.mark.parametrize(
+    ("connection", "address"),
+    [("192.0.2.1 50000 10.0.0.7 22", "10.0.0.7"), ("UNKNOWN 65535 UNKNOWN 65535", ""), ("", "")],
+)
+def test_the_address_that_ssh_came_by_is_one_or_nothing(
+    monkeypatch: pytest.MonkeyPatch, connection: str, address: str
+) -> None:
+    monkeypatch.setenv("SSH_CONNECTION", connection)
+    assert asked_at() == address
