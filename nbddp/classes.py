@@ -91,10 +91,8 @@ def reduce_parametrized(module: Any) -> Any:
     """How a parametrized module reduces: as one of its class before, whose class torch extends again on arrival."""
     base: Any = type(module).__bases__[0]
     getstate = getattr(base, "__getstate__", None)  # until Python 3.10, object has none
-    if getstate is None or getstate is getattr(object, "__getstate__", None):
-        state = vars(module)
-    else:
-        state = getstate(module)
+    plain = getstate is None or getstate is getattr(object, "__getstate__", None)
+    state = vars(module) if plain else getstate(module)
     return _parametrized, (base, tuple(module.parametrizations)), state
 
 

@@ -28,6 +28,10 @@ from nbddp.kernel.room import room_for
 
 RUN_PREFIX = "r"  # see nbddp.worker.preload
 WANTED_PREFIX = "nbddp.preload:"  # see nbddp.worker.wanted
+SAID_PREFIX = "nbddp.said:"  # see nbddp.worker.detach
+_LAST_LINES = 5
+_MOST_SAID = 1 << 20  # bytes
+_MOST_LINE = 300  # characters
 _DIED = (EOFError, BrokenPipeError, ConnectionResetError)  # what asking a server raises that dies just then
 _FDS_OF_A_START = 8  # a socket, two pipes, a duplicate
 _MOST_NAME = 107 if sys.platform == "linux" else 103  # bytes of a socket's path (sun_path, less its zero)
@@ -47,8 +51,8 @@ class ServerDied(EOFError):
         wanted: the modules of :func:`preload` that it imported first.
     """
 
-    def __init__(self, wanted: tuple[str, ...]) -> None:
-        super().__init__("the fork server ended")
+    def __init__(self, wanted: tuple[str, ...], said: str = "") -> None:
+        super().__init__("the fork server ended" + (f"; the last it said:\n{said}" if said else ""))
         self.wanted = wanted
 
 
@@ -74,7 +78,11 @@ class _ForkServer(forkserver.ForkServer):
         self.wanted = wanted
         self.began = 0.0  # when the process was started, monotonic
         self.in_use = threading.Lock()  # held while it is started or spoken to
-        self.set_forkserver_preload(_Imports([*PRELOAD, *(WANTED_PREFIX + name for name in wanted)]))
+        self.said = _new_memory()  # its stderr while it imports
+        imports = [*PRELOAD, *(WANTED_PREFIX + name for name in wanted)]
+        if self.said is not None:  # multiprocessing hands over no other file: the server opens it through /proc
+            imports.append(f"{SAID_PREFIX}/proc/{self.owner}/fd/{self.said}")
+        self.set_forkserver_preload(_Imports(imports))
         weakref.finalize(self, _end, vars(self)).atexit = False  # with this process it ends by itself
         _servers.add(self)
 
@@ -84,6 +92,18 @@ class _ForkServer(forkserver.ForkServer):
         self._ensure_running()
         if vars(self)["_forkserver_pid"] != before:
             self.began = now
+
+    def last_words(self) -> str:
+        """The last lines of what it said while it imported, if that has ended it; all goes to our own stderr."""
+        if self.said is None:
+            return ""
+        with contextlib.suppress(OSError):
+            said = os.pread(self.said, _MOST_SAID, max(0, os.fstat(self.said).st_size - _MOST_SAID))
+            os.ftruncate(self.said, 0)
+            os.write(2, said)
+            lines = [line[:_MOST_LINE] for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+            return "\n".join(lines[-_LAST_LINES:])
+        return ""
 
     def bury(self) -> None:
         """Forget a process that has died: no zombie of it is left, and no pipe or socket that led to it."""
@@ -111,7 +131,16 @@ class _ForkServer(forkserver.ForkServer):
                 sys.path = path
 
 
+def _new_memory() -> int | None:
+    """The descriptor of a file without a name; None where the system has no such files, or no descriptor is left."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.memfd_create("nbddp-said")
+    return None
+
+
 def _end(server: dict[str, Any]) -> None:
+    if server["said"] is not None:
+        os.close(server["said"])
     if server["owner"] != os.getpid() or server["_forkserver_pid"] is None:
         return
     _unlink_socket(server["_forkserver_address"])  # first: a server at its end removes the folder, if it is empty
@@ -202,7 +231,7 @@ def telling_of_its_death(server: Any) -> Iterator[None]:
     try:
         yield
     except _DIED as error:
-        raise ServerDied(server.wanted) from error
+        raise ServerDied(server.wanted, server.last_words()) from error
 
 
 def reap() -> None:

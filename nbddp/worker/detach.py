@@ -16,6 +16,7 @@ import sys
 
 from nbddp.worker import counted
 
+_SAID = re.compile(r"nbddp\.said:(/proc/\d+/fd/\d+)")  # forkserver.SAID_PREFIX
 _RARELY = 1000  # the young generation is looked at as usual: else the server is 7 MB larger
 
 # What ends the notebook's process group leaves the server, which then cleans up.
@@ -62,6 +63,32 @@ def _start_watch(listener: int, alive: int) -> tuple[int, int]:
         os._exit(0)
 
 
+def _write_into(path: str) -> int | None:
+    """Have this process's stderr go to the kernel's memory. Returns a descriptor of where it went before."""
+    try:
+        memory = os.open(path, os.O_RDWR | os.O_APPEND | os.O_TRUNC)
+    except OSError:  # /proc may be closed to us
+        return None
+    before = os.dup(2)
+    os.dup2(memory, 2)
+    os.close(memory)
+    return before
+
+
+def said_all() -> None:
+    """Have stderr go again where it went before, and what was said meanwhile, too."""
+    if _stderr is None:
+        return
+    sys.stderr.flush()
+    memory = os.dup(2)
+    os.dup2(_stderr, 2)
+    os.close(_stderr)
+    with contextlib.suppress(OSError), open(memory, "r+b", buffering=0) as said:
+        said.seek(0)
+        os.write(2, said.read())
+        said.truncate(0)
+
+
 def all_is_imported() -> None:
     """End the watch: from here on the server itself looks. And collect garbage as usual."""
     gc.set_threshold(*_thresholds)
@@ -72,6 +99,9 @@ def all_is_imported() -> None:
             os.waitpid(pid, 0)
 
 
+_stderr: int | None = None
+if _found := _SAID.search(sys.orig_argv[-1]):
+    _stderr = _write_into(_found[1])
 _watcher: tuple[int, int] | None = None
 # ``main(listener, alive, ...)``, as multiprocessing has started this process.
 if _fds := re.search(r"main\((\d+), (\d+)", " ".join(sys.orig_argv)):
