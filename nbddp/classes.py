@@ -90,9 +90,9 @@ def refuse_parametrized(module: object) -> None:
 def reduce_parametrized(module: Any) -> Any:
     """How a parametrized module reduces: as one of its class before, whose class torch extends again on arrival."""
     base: Any = type(module).__bases__[0]
-    getstate = getattr(base, "__getstate__", None)  # until Python 3.10, object has none
-    plain = getstate is None or getstate is getattr(object, "__getstate__", None)
-    state = vars(module) if plain else getstate(module)
+    getstate: Any = getattr(base, "__getstate__", None)  # until Python 3.10, object has none
+    has_own = getstate is not getattr(object, "__getstate__", None)
+    state = getstate(module) if getstate is not None and has_own else vars(module)
     return _parametrized, (base, tuple(module.parametrizations)), state
 
 
