@@ -307,7 +307,7 @@ def refuse_unshippable(obj: object, *, back: bool = False) -> None:
         )
     if (refusal := _refusal_of(type(obj))) is not None and not (back and refusal.of_one_process):
         raise TypeError(refusal.text(type(obj).__name__))
-    if classes.is_parametrized(type(obj)):
+    if isinstance(obj, torch.nn.Module) and classes.is_parametrized(type(obj)):
         classes.refuse_parametrized(obj)
 
 

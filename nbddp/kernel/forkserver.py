@@ -23,7 +23,7 @@ from multiprocessing import forkserver, process, reduction, util
 from typing import Any
 
 from nbddp import copies
-from nbddp.errors import LaunchError
+from nbddp.errors import LaunchError, plain
 from nbddp.kernel.room import room_for
 
 RUN_PREFIX = "r"  # see nbddp.worker.preload
@@ -97,13 +97,12 @@ class _ForkServer(forkserver.ForkServer):
         """The last lines of what it said while it imported, if that has ended it; all goes to our own stderr."""
         if self.said is None:
             return ""
-        with contextlib.suppress(OSError):
-            said = os.pread(self.said, _MOST_SAID, max(0, os.fstat(self.said).st_size - _MOST_SAID))
-            os.ftruncate(self.said, 0)
+        said = os.pread(self.said, _MOST_SAID, max(0, os.fstat(self.said).st_size - _MOST_SAID))
+        os.ftruncate(self.said, 0)
+        with contextlib.suppress(OSError):  # there may be none
             os.write(2, said)
-            lines = [line[:_MOST_LINE] for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
-            return "\n".join(lines[-_LAST_LINES:])
-        return ""
+        lines = [plain(line[:_MOST_LINE]) for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+        return "\n".join(lines[-_LAST_LINES:])
 
     def bury(self) -> None:
         """Forget a process that has died: no zombie of it is left, and no pipe or socket that led to it."""
