@@ -78,10 +78,12 @@ class _ForkServer(forkserver.ForkServer):
         self.wanted = wanted
         self.began = 0.0  # when the process was started, monotonic
         self.in_use = threading.Lock()  # held while it is started or spoken to
-        self.said = _new_memory()  # its stderr while it imports
+        self.said, mark = None, f"nbddp-said-{os.urandom(8).hex()}"
+        with contextlib.suppress(OSError, AttributeError):  # no descriptor is left, or the system has no such files
+            self.said = os.memfd_create(mark)  # its stderr while it imports
         imports = [*PRELOAD, *(WANTED_PREFIX + name for name in wanted)]
         if self.said is not None:  # multiprocessing hands over no other file: the server opens it through /proc
-            imports.append(f"{SAID_PREFIX}/proc/{self.owner}/fd/{self.said}")
+            imports.append(f"{SAID_PREFIX}/proc/{self.owner}/fd/{self.said}:{mark}")
         self.set_forkserver_preload(_Imports(imports))
         weakref.finalize(self, _end, vars(self)).atexit = False  # with this process it ends by itself
         _servers.add(self)
@@ -128,13 +130,6 @@ class _ForkServer(forkserver.ForkServer):
                 return super().ensure_running()
             finally:
                 sys.path = path
-
-
-def _new_memory() -> int | None:
-    """The descriptor of a file without a name; None where the system has no such files, or no descriptor is left."""
-    with contextlib.suppress(OSError, AttributeError):
-        return os.memfd_create("nbddp-said")
-    return None
 
 
 def _end(server: dict[str, Any]) -> None:

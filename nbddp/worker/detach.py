@@ -16,7 +16,7 @@ import sys
 
 from nbddp.worker import counted
 
-_SAID = re.compile(r"nbddp\.said:(/proc/\d+/fd/\d+)")  # forkserver.SAID_PREFIX
+_SAID = re.compile(r"nbddp\.said:(/proc/\d+/fd/\d+):(nbddp-said-\w+)")  # forkserver.SAID_PREFIX
 _RARELY = 1000  # the young generation is looked at as usual: else the server is 7 MB larger
 
 # What ends the notebook's process group leaves the server, which then cleans up.
@@ -63,12 +63,18 @@ def _start_watch(listener: int, alive: int) -> tuple[int, int]:
         os._exit(0)
 
 
-def _write_into(path: str) -> int | None:
+def _write_into(path: str, mark: str) -> int | None:
     """Have this process's stderr go to the kernel's memory. Returns a descriptor of where it went before."""
     try:
-        memory = os.open(path, os.O_RDWR | os.O_APPEND | os.O_TRUNC)
+        if mark not in os.readlink(path):
+            return None
+        memory = os.open(path, os.O_RDWR | os.O_APPEND)
     except OSError:  # /proc may be closed to us
         return None
+    if mark not in os.readlink(f"/proc/self/fd/{memory}"):  # the kernel wants us no more: by now it is another file
+        os.close(memory)
+        return None
+    os.ftruncate(memory, 0)
     before = os.dup(2)
     os.dup2(memory, 2)
     os.close(memory)
@@ -101,7 +107,7 @@ def all_is_imported() -> None:
 
 _stderr: int | None = None
 if _found := _SAID.search(sys.orig_argv[-1]):
-    _stderr = _write_into(_found[1])
+    _stderr = _write_into(*_found.groups())
 _watcher: tuple[int, int] | None = None
 # ``main(listener, alive, ...)``, as multiprocessing has started this process.
 if _fds := re.search(r"main\((\d+), (\d+)", " ".join(sys.orig_argv)):
