@@ -1,19 +1,22 @@
 """Both sides. How the notebook's classes travel: cloudpickle's way, and what that leaves out.
 
 That is the slots of a class, without which its instances would have a ``__dict__`` in a rank, and a state that the
-notebook's class cannot take; and what the members of an Enum have beside their values.
+notebook's class cannot take; what the members of an Enum have beside their values; ``cached_property``, which holds a
+lock until Python 3.11; and the classes that torch makes for single modules when these are parametrized.
 The functions at the end are what the stream calls when it is read.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import types
 import typing
 from typing import Any
 
 # Private; of cloudpickle 3.1.
 from cloudpickle.cloudpickle import _class_setstate, _lookup_class_or_track, _make_skeleton_class, _make_skeleton_enum
+from torch.nn.utils import parametrize
 
 _OF_SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
@@ -61,7 +64,57 @@ def _with_members(kind: Any, reduced: Any) -> Any:
     return function, arguments, (state, members), *items, _set_enum_state
 
 
+def reduce_cached_property(prop: functools.cached_property[Any]) -> Any:
+    """How a ``functools.cached_property`` reduces: without its lock, which Python 3.10 and 3.11 give it."""
+    if not isinstance(vars(prop).get("lock"), type(threading.RLock())):
+        return NotImplemented
+    return _with_lock, (type(prop),), {name: value for name, value in vars(prop).items() if name != "lock"}
+
+
+def is_parametrized(kind: type) -> bool:
+    """Did torch make this class for one module, because ``register_parametrization`` was called on it?"""
+    return getattr(vars(kind).get("__getstate__"), "__module__", "") == parametrize.__name__
+
+
+def refuse_parametrized(module: object) -> None:
+    """Raise ``TypeError`` if its class pickles in a way of its own, or this torch extends classes in another way."""
+    base: Any = type(module).__bases__[0]
+    own_way = base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__
+    if own_way or not all(hasattr(parametrize, name) for name in _EXTENDING):
+        raise TypeError(
+            f"this {base.__name__} has parametrizations, with which it does not pickle; pass it without them and "
+            "register them inside the function, or pass its state_dict()"
+        )
+
+
+def reduce_parametrized(module: Any) -> Any:
+    """How a parametrized module reduces: as one of its class before, whose class torch extends again on arrival."""
+    base: Any = type(module).__bases__[0]
+    getstate: Any = getattr(base, "__getstate__", None)  # until Python 3.10, object has none
+    has_own = getstate is not getattr(object, "__getstate__", None)
+    state = getstate(module) if getstate is not None and has_own else vars(module)
+    return _parametrized, (base, tuple(module.parametrizations)), state
+
+
+_EXTENDING = ("_inject_new_class", "_inject_property")  # private; of torch 2.6 to 2.13
+
+
 # ---------------------------------------------------------------------------- reading
+
+
+def _with_lock(kind: Any) -> Any:
+    prop = kind.__new__(kind)
+    prop.lock = threading.RLock()
+    return prop
+
+
+def _parametrized(base: Any, names: tuple[str, ...]) -> Any:
+    """Without any state yet."""
+    module = base.__new__(base)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
 
 
 def _make_slotted_class(metaclass: Any, name: str, bases: Any, namespace: Any, tracker: Any, extra: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from nbddp import payload
 from nbddp.errors import PayloadError
+from nbddp.known import attributes_of_dispatching, is_dispatching
 
 _MAX_DEPTH = 60
 
@@ -84,7 +85,10 @@ def _reason(error: Exception) -> str:
 
 
 def _children(obj: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(obj, types.FunctionType):
+    if is_dispatching(obj):
+        yield from ((f"{obj.__name__} of {kind.__name__}", function) for kind, function in obj.registry.items())
+        yield from attributes_of_dispatching(obj).items()
+    elif isinstance(obj, types.FunctionType):
         yield from _function_parts(obj)
     elif isinstance(obj, types.MethodType):
         yield "self", obj.__self__

@@ -195,6 +195,15 @@ def short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def plain(text: str) -> str:
+    """One line that any terminal and any XML can hold."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+# What XML forbids, what steers a terminal, and what turns a line's direction around.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """``; did you mean model?``; "" where nothing is like it."""
     close = difflib.get_close_matches(word, words, n=1)

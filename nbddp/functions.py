@@ -1,19 +1,21 @@
 """Both sides. How functions travel: cloudpickle's way, and what that leaves out.
 
-Left out are variables that several closures share, which it gives to each of them; and a namespace to come back to, in
-place of copies of what the function reads. Both are here; the functions at the end are called by the stream.
+Left out are variables that several closures share, which it gives to each of them; a namespace to come back to, in
+place of copies of what the function reads; and what ``functools.singledispatch`` makes, which holds weak references.
+All are here; the functions at the end are called by the stream.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-from nbddp.known import Known, differs, in_words
+from nbddp.known import Known, attributes_of_dispatching, differs, in_words
 
 
 def with_its_cells(function: types.FunctionType, reduced: Any) -> Any:
@@ -43,6 +45,14 @@ def for_the_notebook(function: types.FunctionType, reduced: Any, known: Known, n
     news = {n: value for n, value in read.items() if not known.has(n, value) and n not in lost}
     state = set_state, attributes, {**slots, "__globals__": news}
     return _function_here, (code, closure), state, None, None, _set_state_here
+
+
+def reduce_dispatching(function: Any) -> Any:
+    """How a function reduces that ``functools.singledispatch`` made: to its implementations, by class."""
+    # They are in the state, and not in the arguments: they may call the function.
+    default = function.registry[object]
+    state = tuple(function.registry.items()), attributes_of_dispatching(function)
+    return _dispatching, (getattr(default, "__name__", function.__name__),), state, None, None, _set_implementations
 
 
 # ---------------------------------------------------------------------------- reading
@@ -76,3 +86,20 @@ def _set_state_here(function: types.FunctionType, state: tuple[Any, dict[str, An
         _notes.get().append(
             f"{function.__name__} reads {in_words(others)}: in the notebook it finds {own} from the rank's"
         )
+
+
+def _dispatching(name: str) -> Any:
+    """Without implementations yet. Its name in errors cannot be changed later."""
+
+    def default(*_: Any) -> None: ...
+
+    default.__name__ = name
+    return functools.singledispatch(default)
+
+
+def _set_implementations(function: Any, state: tuple[tuple[tuple[type, Any], ...], dict[str, Any]]) -> None:
+    implementations, attributes = state
+    for kind, implementation in implementations:
+        function.register(kind, implementation)
+    functools.update_wrapper(function, function.registry[object])
+    vars(function).update(attributes)

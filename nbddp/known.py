@@ -111,6 +111,20 @@ def attributes_of_cached(function: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(function).items() if name not in made}
 
 
+def is_dispatching(function: Any) -> bool:
+    """Did ``functools.singledispatch`` make it?"""
+    return isinstance(function, types.FunctionType) and function.__code__ is _DISPATCHING
+
+
+def attributes_of_dispatching(function: Any) -> dict[str, Any]:
+    """Those that a user set on what ``functools.singledispatch`` gave."""
+    return {name: value for name, value in vars(function).items() if name not in _MADE_BY_DISPATCHING}
+
+
+_DISPATCHING = getattr(functools.singledispatch(len), "__code__", None)
+_MADE_BY_DISPATCHING = ("register", "dispatch", "registry", "_clear_cache", "__wrapped__")
+
+
 def _has_name(obj: Any, namespace: Mapping[str, Any]) -> bool:
     """Would pickle find it by its name?"""
     first, *rest = obj.__qualname__.split(".")
@@ -137,10 +151,19 @@ def _parts(function: Any) -> list[Any] | None:
     """All that a function consists of, if nothing of it can change by itself; None for a closure, say."""
     if isinstance(function, functools._lru_cache_wrapper):
         attributes, parts = attributes_of_cached(function), _parts(function.__wrapped__)
+    elif is_dispatching(function):
+        attributes, parts = attributes_of_dispatching(function), _parts_of_registry(function.registry)
     else:
         attributes, parts = vars(function), _parts_of_plain(function)
     named = [*attributes, *attributes.values()]
     return [*parts, *named] if parts is not None and all(map(_is_constant, named)) else None
+
+
+def _parts_of_registry(registry: Mapping[type, Any]) -> list[Any] | None:
+    parts = [_parts(implementation) for implementation in registry.values()]
+    if any(each is None for each in parts):
+        return None
+    return [*registry, *registry.values(), *(part for each in parts for part in each or ())]
 
 
 def _parts_of_plain(function: Any) -> list[Any] | None:

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from nbddp import classes, functions
-from nbddp.known import Known, attributes_of_cached
+from nbddp.known import Known, attributes_of_cached, is_dispatching
 from nbddp.sharing import SharedHere
 
 
@@ -102,9 +102,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduce(self, obj)
         if obj is sys.stdout or obj is sys.stderr:
             return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
-        if (reduce_values := _reducer_of_values(type(obj))) is not None:
-            return reduce_values(obj)
         refuse_unshippable(obj, back=self._back)
+        if (reduce := _reducer_both_ways(type(obj))) is not None:
+            return reduce(obj)
         reduce_without = None if self._back else _reducer_of(type(obj))
         reduced = NotImplemented if reduce_without is None else reduce_without(obj)
         return self._by_cloudpickle(obj) if reduced is NotImplemented else reduced
@@ -120,6 +120,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = self._by_cloudpickle(obj)
         if reduced is not NotImplemented:
             self._note_travelled(obj)
+            if is_dispatching(obj):
+                return functions.reduce_dispatching(obj)
             if isinstance(obj, types.FunctionType):
                 self.codes.append(obj.__code__)
                 return self._with_surroundings(obj, reduced)
@@ -305,6 +307,8 @@ def refuse_unshippable(obj: object, *, back: bool = False) -> None:
         )
     if (refusal := _refusal_of(type(obj))) is not None and not (back and refusal.of_one_process):
         raise TypeError(refusal.text(type(obj).__name__))
+    if isinstance(obj, torch.nn.Module) and classes.is_parametrized(type(obj)):
+        classes.refuse_parametrized(obj)
 
 
 def refuse_uninherited(obj: object) -> None:
@@ -362,11 +366,15 @@ _PREPARED = f"comes from accelerator.prepare() {_ONE_PROCESS.format('prepare')}"
 _SET_UP = f"comes from fabric.setup() {_ONE_PROCESS.format('setup')}"
 _FABRICS = ("_FabricModule", "_FabricOptimizer", "_FabricDataLoader")
 _STATES = ("PartialState", "AcceleratorState", "GradientState")
+_COMPILED = "is compiled code, which does not pickle: pass the plain"
+_SCRIPT_IT = "and script or trace it inside the function"
 
 _REFUSED = (
     _Refusal("ipywidgets", ("Widget",), "lives in the notebook's front end; log() values and update it outside"),
     _Refusal("IPython.core.interactiveshell", ("InteractiveShell",), "is the notebook itself; ranks have none"),
     _Refusal("torch", ("Stream", "Event"), "belongs to one device of this process; make it inside the function"),
+    _Refusal("torch.jit", ("ScriptFunction",), f"{_COMPILED} function {_SCRIPT_IT}"),
+    _Refusal("torch.jit", ("ScriptModule",), f"{_COMPILED} module {_SCRIPT_IT}, or pass its state_dict()"),
     _Refusal("torch.cuda", ("Stream", "Event"), "belongs to one device of this process; make it inside the function"),
     _Refusal("accelerate.accelerator", ("Accelerator",), f"{_MADE}: accelerator = Accelerator()", True),
     _Refusal("accelerate.state", _STATES, _MADE, True),
@@ -407,6 +415,14 @@ def _reducer_of(kind: type) -> Callable[[Any], Any] | None:
 
 
 @_by_type
+def _reducer_both_ways(kind: type) -> Callable[[Any], Any] | None:
+    if issubclass(kind, functools.cached_property):
+        return classes.reduce_cached_property
+    if classes.is_parametrized(kind):
+        return classes.reduce_parametrized
+    return _reducer_of_values(kind)
+
+
 def _reducer_of_values(kind: type) -> Callable[[Any], Any] | None:
     """Of what holds the values of pandas' frames and series. Private; of pandas 2.2 to 3.1."""
     if _is_one_of(kind, "pandas._libs.internals", ("Block",)):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nbddp.errors import NbddpError
+from nbddp.process_state import umask
 
 _PARTIAL = ".partial"
 _OLD_S = 60.0
@@ -121,7 +122,7 @@ class WholeFile:
                 if kind is None:
                     self._file.flush()
                     os.fsync(self._file.fileno())
-                    os.fchmod(self._file.fileno(), self._mode & ~_umask())  # mkstemp is for secrets
+                    os.fchmod(self._file.fileno(), self._mode & ~umask())  # mkstemp is for secrets
             if kind is None:
                 os.replace(self._partial, self._target)
                 return
@@ -156,9 +157,3 @@ def _lock(fd: int) -> bool:
     except OSError:  # somebody has it, or the file system has no locks
         return False
     return True
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

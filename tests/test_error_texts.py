@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import signal
 import sys
+import tempfile
 import textwrap
 import traceback
 from pathlib import Path
@@ -525,3 +527,50 @@ def test_o_with_a_slip_of_the_pen_says_what_was_meant(notebook: Notebook) -> Non
     reply = notebook.cell("%%ddp -n 2 -o xyz\nmodel = 1")
     assert reply.evalue == "-o xyz: the cell never sets xyz"
     assert notebook.cell("%ddp stauts").shown.endswith("; did you mean status?\n")
+
+
+def test_what_ends_the_fork_server_is_told_with_its_last_lines() -> None:
+    """torch makes a folder of that name in TMPDIR when the server imports it."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:  # not tmp_path, which is too long for sockets
+        in_the_way = Path(folder) / f"torchinductor_{getpass.getuser()}"
+        in_the_way.touch()
+        done = script(
+            """
+            import os, nbddp
+            def train(): return 1
+            try:
+                nbddp.run(train, nprocs=2, device="cpu", show=False)
+            except nbddp.LaunchError as error:
+                print(error)
+            os.unlink(os.environ["IN_THE_WAY"])
+            print(nbddp.run(train, nprocs=2, device="cpu", show=False).values)
+            """,
+            TMPDIR=folder,
+            IN_THE_WAY=str(in_the_way),
+        )
+    first, *last_lines, values = done.stdout.splitlines()
+    assert first == "rank 0 could not be started: the fork server ended; the last it said:"
+    assert len(last_lines) == 5
+    assert last_lines[-1] == f"FileExistsError: [Errno 17] File exists: '{in_the_way}'"
+    assert values == "[1, 1]"
+    assert done.stderr.count(last_lines[-1]) == 2  # all of it is there; a server that dies is started a second time
+
+
+def test_what_a_server_says_while_it_imports_comes_through(tmp_path: Path) -> None:
+    (tmp_path / "chatty.py").write_text(
+        "import sys, os; print('from Python', file=sys.stderr); os.write(2, b'from C\\n')"
+    )
+    done = script(
+        """
+        import nbddp
+        from nbddp.kernel import forkserver
+        forkserver.preload(["chatty"])
+        def train():
+            import sys
+            return "chatty" in sys.modules
+        print(nbddp.run(train, nprocs=1, device="cpu", show=False).value)
+        """,
+        PYTHONPATH=str(tmp_path),
+    )
+    assert done.stdout == "True\n"
+    assert done.stderr.splitlines() == ["from Python", "from C"]

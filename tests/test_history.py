@@ -99,6 +99,20 @@ def test_weights_that_add_up_to_nothing_give_nan() -> None:
     assert math.isnan(history["loss"].values[0])
 
 
+def test_the_first_thousand_names_of_a_run_are_kept_and_the_others_counted_once() -> None:
+    history = History(2)
+    for rank in (0, 1):
+        history.feed(rank, b"".join(_name(i, f"step{i}") + _point(i, i, float(i)) for i in range(5000)))
+        history.feed(rank, _point(3, 7000, 1.5) + _point(4999, 8000, 1.5))
+    assert history.names == [f"step{i}" for i in range(1000)]
+    assert (len(history), "step999" in history, "step1000" in history) == (1000, True, False)
+    assert history["step3"].values.tolist() == [3.0, 1.5]
+    assert history.notices == [
+        "only the first 1,000 metrics are kept; 4,000 more names were logged. Is a name made from a step or a sample?"
+    ]
+    assert history.ranks[0].step == 8000  # a rank's progress counts all the same
+
+
 def test_without_reduce_the_lowest_ranks_values_are_the_metrics() -> None:
     history = History(3)
     history.feed(2, _name(0, "x") + _point(0, 0, 22.0))

@@ -23,10 +23,13 @@ from multiprocessing import forkserver, process, reduction, util
 from typing import Any
 
 from nbddp import copies
-from nbddp.errors import LaunchError
+from nbddp.errors import LaunchError, plain
 from nbddp.kernel.room import room_for
 
 RUN_PREFIX = "r"  # see nbddp.worker.preload
+_LAST_LINES = 5
+_MOST_SAID = 1 << 20  # bytes
+_MOST_LINE = 300  # characters
 _DIED = (EOFError, BrokenPipeError, ConnectionResetError)  # what asking a server raises that dies just then
 _FDS_OF_A_START = 8  # a socket, two pipes, a duplicate
 _MOST_NAME = 107 if sys.platform == "linux" else 103  # bytes of a socket's path (sun_path, less its zero)
@@ -47,8 +50,8 @@ class ServerDied(EOFError):
         wanted: the modules of :func:`preload` that it imported first.
     """
 
-    def __init__(self, wanted: tuple[str, ...]) -> None:
-        super().__init__("the fork server ended")
+    def __init__(self, wanted: tuple[str, ...], said: str = "") -> None:
+        super().__init__("the fork server ended" + (f"; the last it said:\n{said}" if said else ""))
         self.wanted = wanted
 
 
@@ -59,13 +62,13 @@ class _Imports(list[str]):
     error that is no ImportError it would end: what the user wants is left to ``nbddp.worker.wanted``.
     """
 
-    def __init__(self, wanted: Sequence[str]) -> None:
+    def __init__(self, wanted: Sequence[str], memory: str, mark: str) -> None:
         super().__init__(PRELOAD)
-        self._wanted = list(wanted)
+        self._told = list(wanted), memory, mark
 
     def __repr__(self) -> str:
         path = [part for part in sys.path if isinstance(part, str)]
-        told = f"__import__({_ASKED!r}, fromlist=[None]).note({self._wanted!r}, {path!r})"
+        told = f"__import__({_ASKED!r}, fromlist=[None]).note({path!r}, *{self._told!r})"
         return f"exec({copies.import_source()!r}) or {told} or {super().__repr__()}"
 
 
@@ -81,7 +84,12 @@ class _ForkServer(forkserver.ForkServer):
         self.wanted = wanted
         self.began = 0.0  # when the process was started, monotonic
         self.in_use = threading.Lock()  # held while it is started or spoken to
-        self.set_forkserver_preload(_Imports(wanted))
+        self.said, mark = None, f"nbddp-said-{os.urandom(8).hex()}"
+        with contextlib.suppress(OSError, AttributeError):  # no descriptor is left, or the system has no such files
+            self.said = os.memfd_create(mark)  # its stderr while it imports
+        # multiprocessing hands over no other file: the server opens it through /proc.
+        memory = f"/proc/{self.owner}/fd/{self.said}" if self.said is not None else ""
+        self.set_forkserver_preload(_Imports(wanted, memory, mark))
         weakref.finalize(self, _end, vars(self)).atexit = False  # with this process it ends by itself
         _servers.add(self)
 
@@ -91,6 +99,17 @@ class _ForkServer(forkserver.ForkServer):
         self._ensure_running()
         if vars(self)["_forkserver_pid"] != before:
             self.began = now
+
+    def last_words(self) -> str:
+        """The last lines of what it said while it imported, if that has ended it; all goes to our own stderr."""
+        if self.said is None:
+            return ""
+        said = os.pread(self.said, _MOST_SAID, max(0, os.fstat(self.said).st_size - _MOST_SAID))
+        os.ftruncate(self.said, 0)
+        with contextlib.suppress(OSError):  # there may be none
+            os.write(2, said)
+        lines = [plain(line[:_MOST_LINE]) for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+        return "\n".join(lines[-_LAST_LINES:])
 
     def bury(self) -> None:
         """Forget a process that has died: no zombie of it is left, and no pipe or socket that led to it."""
@@ -119,6 +138,8 @@ class _ForkServer(forkserver.ForkServer):
 
 
 def _end(server: dict[str, Any]) -> None:
+    if server["said"] is not None:
+        os.close(server["said"])
     if server["owner"] != os.getpid() or server["_forkserver_pid"] is None:
         return
     _unlink_socket(server["_forkserver_address"])  # first: a server at its end removes the folder, if it is empty
@@ -209,7 +230,7 @@ def telling_of_its_death(server: Any) -> Iterator[None]:
     try:
         yield
     except _DIED as error:
-        raise ServerDied(server.wanted) from error
+        raise ServerDied(server.wanted, server.last_words()) from error
 
 
 def reap() -> None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Bar", "Counts", "History", "RankProgress", "Restart", "Seen", "Series", "Spread"]
 
 
+MOST_NAMES = 1_000  # of metrics that are kept; a page with more stands still
+
+
 @dataclass(frozen=True)
 class Restart:
     """All ranks began again after a failure.
@@ -84,6 +87,7 @@ class History:
         self._restarts: list[Restart] = []
         self._unmarked = 0  # the first of the restarts since which nothing, or what follows, was logged
         self._marked_by: int | None = None  # the rank whose first step those have
+        self._left_out: set[str] = set()  # names beyond those that are kept
         self._numbers: dict[int, int] = {}  # by rank, of the names that it has logged
         self.ranks = [RankProgress() for _ in range(world_size)]
 
@@ -163,7 +167,8 @@ class History:
         that logged it"``
         """
         with self._lock:
-            return [f"{name}: {text}" for name in self._names() for text in self._metric(name).notices()]
+            many = [_left_out_text(len(self._left_out))] if self._left_out else []
+            return many + [f"{name}: {text}" for name in self._names() for text in self._metric(name).notices()]
 
     def latest(self) -> dict[str, float]:
         """The newest value of each metric."""
@@ -290,13 +295,19 @@ class History:
             self._restarts[self._unmarked :] = [Restart(step, r.reason) for r in self._restarts[self._unmarked :]]
 
     def _add(self, rank: int, name: str, records: npt.NDArray[Any]) -> None:
+        if name in self._metrics or len(self._metrics) < MOST_NAMES:
+            self._add_to_metric(rank, name, records)
+        else:
+            self._left_out.add(name)
+        newest = int(records["step"].argmax())
+        self.ranks[rank].saw_step(int(records["step"][newest]), float(records["time"][newest]))
+
+    def _add_to_metric(self, rank: int, name: str, records: npt.NDArray[Any]) -> None:
         metric = self._metrics.setdefault(name, Metric())
         if rank not in metric.numbers:
             metric.numbers[rank] = self._numbers.get(rank, 0)
             self._numbers[rank] = metric.numbers[rank] + 1
         metric.add(rank, records)
-        newest = int(records["step"].argmax())
-        self.ranks[rank].saw_step(int(records["step"][newest]), float(records["time"][newest]))
 
     def _add_progress(self, progress: RankProgress, name: str, record: Any) -> None:
         at = float(record["time"])
@@ -314,3 +325,8 @@ class History:
 
     def _names(self) -> list[str]:
         return sorted(self._metrics, key=lambda name: self._metrics[name].order)
+
+
+def _left_out_text(count: int) -> str:
+    names = "1 more name was" if count == 1 else f"{count:,} more names were"
+    return f"only the first {MOST_NAMES:,} metrics are kept; {names} logged. Is a name made from a step or a sample?"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 from nbddp import frames
-from nbddp.errors import LaunchError
+from nbddp.errors import LaunchError, plain
 from nbddp.frames import Head
 from nbddp.kernel.greeting import check_clock, check_facts
 from nbddp.kernel.login import advice_on
@@ -28,6 +28,7 @@ _GONE_S = 2.0  # for our threads, once the process is gone
 _LAST_WORDS_S = 0.5
 _LAST_BYTES = 16 << 10
 _FROM_TORCH = re.compile(r"\[[IWEF]\d+ ")  # its warnings, of the agents that look for each other
+_STEERS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours, cursor moves and the like, for a terminal
 _READ_BYTES = 1 << 20
 
 
@@ -97,8 +98,8 @@ class Host:
         there, here = difference(self.facts["versions"])
         if there:
             raise LaunchError(
-                f"{self.name} has {there}, this notebook {here}. What is pickled on one side must be read on the "
-                "other: install the same versions on both"
+                f"{self.name} has {plain(there)}, this notebook {here}. What is pickled on one side must be read on "
+                "the other: install the same versions on both"
             )
         self.send({"kind": "welcome", "heartbeat": self._heartbeat_s})
 
@@ -234,7 +235,7 @@ class Host:
 
     def _last_words(self, noise: bytes) -> str:
         self._wait_for_its_end()
-        said = self._said() or noise.decode("utf-8", "replace").strip().splitlines()
+        said = self._said() or _lines(noise)
         code = self._process.returncode
         ended = "its login closed its output" if code is None else f"its login ended with exit code {code}"
         return self._with_advice(ended, said)
@@ -250,6 +251,12 @@ class Host:
         with contextlib.suppress(ValueError, OSError):
             size = os.fstat(self._stderr.fileno()).st_size
             start = max(self._greeting_bytes, size - _LAST_BYTES)
-            text = os.pread(self._stderr.fileno(), _LAST_BYTES, start).decode("utf-8", "replace")
-            return [line for line in text.splitlines() if line.strip()]
+            return _lines(os.pread(self._stderr.fileno(), _LAST_BYTES, start))
         return []
+
+
+def _lines(said: bytes) -> list[str]:
+    """Those with words in them, as any terminal can show them."""
+    text = _STEERS.sub("", said.decode("utf-8", "replace"))
+    lines = [plain(line.replace("\t", " ")).strip() for line in text.splitlines()]
+    return [line for line in lines if line]

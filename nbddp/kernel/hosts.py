@@ -23,7 +23,7 @@ from nbddp import folders
 from nbddp.errors import HostLost, LaunchError
 from nbddp.frames import Head
 from nbddp.kernel.host import HELLO_S, SETTLE_S, Host
-from nbddp.kernel.login import SRUN, SSH, command_for, slurm_nodes
+from nbddp.kernel.login import SRUN, SSH, command_for, is_name, slurm_nodes
 from nbddp.payload import Packed
 from nbddp.waiting import start_thread, uninterrupted
 
@@ -207,12 +207,14 @@ def cluster(
     names = slurm_nodes() if hosts == SLURM else hosts
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(n, str) and n for n in names):
         raise LaunchError(f"hosts is a list of names, e.g. hosts=['gpu1', 'gpu2'], or 'slurm', not {_kind(hosts)}")
+    if strange := [place for place, name in enumerate(names) if not is_name(name)]:
+        raise LaunchError(
+            f"hosts[{strange[0]}] is not the name of a host: that is 'gpu1', 'user@gpu1.example.org' or an IP address, "
+            "without spaces, quotes and the like; a password or an option of ssh belongs in ~/.ssh/config"
+        )
     twice = [name for name in names if list(names).count(name) > 1]
     if twice:
         raise LaunchError(f"{twice[0]} is named twice: name it once, with more ranks")
-    strange = [name for name in names if name.startswith("-")]
-    if strange:
-        raise LaunchError(f"{strange[0]!r} is no host's name")
     if not isinstance(heartbeat, (int, float)) or not heartbeat >= _LEAST_HEARTBEAT_S:
         raise LaunchError(f"heartbeat is a number of seconds, {_LEAST_HEARTBEAT_S:.0f} or more, not {heartbeat!r}")
     template = tuple(launcher) if launcher is not None else (SRUN if hosts == SLURM else SSH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from nbddp.versions import versions
 HERE = "localhost"
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "{host}")
 SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist={host}")
+# What ssh takes, an IPv6 address and a URI included, and containers and pods are called. No shell makes anything of it.
+_NAME = re.compile(r"(ssh://)?(\w[\w.+-]*@)?(\[[\w:.%]+\]|[\w:][\w.:%/-]*)(:\d+)?")
 # Of ssh's and the shell's last words: what to do about them.
 _ADVICE = (
     ("Could not resolve hostname", "no machine of that name is known here; is it spelt as in ~/.ssh/config?"),
@@ -39,6 +42,11 @@ def advice_on(host: str, said: str) -> str:
     """What to do about a login that ended with these words; "" if nothing is known."""
     found = next((advice for sign, advice in _ADVICE if sign in said), "")
     return found.format(host=host, version=versions()["nbddp"])
+
+
+def is_name(host: str) -> bool:
+    """Can it be the name of a host, and nothing else?"""
+    return _NAME.fullmatch(host) is not None
 
 
 def command_for(host: str, template: Sequence[str], python: str | None) -> list[str]:

@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 
 from nbddp.errors import first_line
+from nbddp.errors import plain as plain
 from nbddp.kernel.history import Bar, History, RankProgress
 from nbddp.panel.view import RankStatus, Status
 
@@ -16,8 +17,6 @@ _SLOW = 1.5  # times the median step time
 _BEHIND_S = 1.0  # ranks report a little apart; so many seconds' worth of steps is more than that
 _STAGE = re.compile(r"(train|training|val|valid|validation|test|eval|dev)[_.\-](.+)", re.IGNORECASE)
 _ROUNDS = re.compile(r"epoch|\brounds?\b", re.IGNORECASE)
-# What XML forbids, what steers a terminal, and what turns a line's direction around.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 _WORST_FIRST = ("failed", "stopped", "starting", "running", "finished")
 _NAME_CHARS = 255  # of a host
 _LABEL_CHARS = 120  # of a loop
@@ -25,11 +24,6 @@ _NOTICES = 3
 _LOST = "lost"  # in the place of a host: its ranks were on one that is not there any more
 _STEPS_UNTOLD_S = 0.3  # a loop tells how far it is a few times a second, log() at once
 _TITLES = {"acc": "Accuracy", "lr": "Learning rate", "ppl": "Perplexity"}
-
-
-def plain(text: str) -> str:
-    """One line that any terminal and any XML can hold."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 @dataclass(frozen=True)

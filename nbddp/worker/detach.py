@@ -16,7 +16,7 @@ import socket
 import sys
 from multiprocessing import util
 
-from nbddp.worker import counted
+from nbddp.worker import asked, counted
 
 _RARELY = 1000  # the young generation is looked at as usual: else the server is 7 MB larger
 
@@ -78,6 +78,38 @@ def _start_watch(listener: int, alive: int) -> tuple[int, int]:
         os._exit(0)
 
 
+def _write_into(path: str, mark: str) -> int | None:
+    """Have this process's stderr go to the kernel's memory. Returns a descriptor of where it went before."""
+    try:
+        if mark not in os.readlink(path):
+            return None
+        memory = os.open(path, os.O_RDWR | os.O_APPEND)
+    except OSError:  # /proc may be closed to us
+        return None
+    if mark not in os.readlink(f"/proc/self/fd/{memory}"):  # the kernel wants us no more: by now it is another file
+        os.close(memory)
+        return None
+    os.ftruncate(memory, 0)
+    before = os.dup(2)
+    os.dup2(memory, 2)
+    os.close(memory)
+    return before
+
+
+def said_all() -> None:
+    """Have stderr go again where it went before, and what was said meanwhile, too."""
+    if _stderr is None:
+        return
+    sys.stderr.flush()
+    memory = os.dup(2)
+    os.dup2(_stderr, 2)
+    os.close(_stderr)
+    with contextlib.suppress(OSError), open(memory, "r+b", buffering=0) as said:
+        said.seek(0)
+        os.write(2, said.read())
+        said.truncate(0)
+
+
 def all_is_imported() -> None:
     """End the watch: from here on the server itself looks. And collect garbage as usual."""
     gc.set_threshold(*_thresholds)
@@ -88,6 +120,7 @@ def all_is_imported() -> None:
             os.waitpid(pid, 0)
 
 
+_stderr = _write_into(asked.memory, asked.mark) if asked.memory else None
 _watcher: tuple[int, int] | None = None
 # ``main(listener, alive, ...)``, as multiprocessing has started this process.
 if _fds := re.search(r"main\((\d+), (\d+)", " ".join(sys.orig_argv)):

@@ -330,7 +330,7 @@ def log(
             ``run.history.notices``: the mean, minimum or maximum is then over the others, and a sum leaves them out.
             The first ``reduce`` of a metric counts for the whole run. Default: rank 0's values are the metric's.
         weight: this rank's share in a ``"mean"``, e.g. the size of an uneven last batch; at least 0.
-        **metrics: numbers, or tensors of one element, of any device.
+        **metrics: numbers, or tensors of one element, of any device. The first 1,000 names of a run are kept.
 
     Raises:
         TypeError: metrics without names, a value or a weight that is not a number, a step that is not a whole number,

@@ -185,7 +185,7 @@ def test_this_machine_under_two_names(rig: Rig) -> None:
         ("gpu1", {}, "hosts is a list of names"),
         (["gpu1", ""], {}, "hosts is a list of names"),
         (["gpu1", 2], {}, "hosts is a list of names"),
-        (["-oProxyCommand=touch /tmp/owned"], {}, "no host's name"),
+        (["-oProxyCommand=touch /tmp/owned"], {}, "hosts[0] is not the name of a host"),
         (["gpu1"], {"launcher": ["ssh", "gpu1"]}, "{host}"),
         (["gpu1"], {"launcher": []}, "{host}"),
         (["gpu1"], {"launcher": ["/no/such/launcher", "{host}"]}, "gpu1: /no/such/launcher cannot be started"),

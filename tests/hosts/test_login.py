@@ -90,8 +90,38 @@ def test_an_interrupt_when_a_login_has_just_begun_leaves_it(monkeypatch: pytest.
 
 
 def test_a_word_that_no_system_takes_is_no_error_of_ours() -> None:
-    with pytest.raises(nbddp.LaunchError, match=r"^box\0: ssh cannot be started: embedded null byte"):
-        nbddp.cluster(["box\0"])
+    with pytest.raises(nbddp.LaunchError, match="embedded null byte"):
+        nbddp.cluster(["box"], launcher=["a\0b", "{host}"])
+
+
+@pytest.mark.parametrize("bad", [*" \t\n\r\0\x1b\x7f\u2028\"'`$&|;<>(){}*?!#~\\^,=", "-o", "@", "@-"])
+def test_what_is_not_the_name_of_a_host_is_refused_before_a_process_starts(
+    bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    leading = [] if bad in ("@", "@-") else [f"box{bad}"] * (bad != "-o") + [f"user{bad}@box"] * (bad != "-o")
+    for name in [bad, f"{bad}box", f"user@{bad}box", *leading]:
+        with pytest.raises(nbddp.LaunchError, match=r"^hosts\[1\] is not the name of a host") as raised:
+            nbddp.cluster(["good", name])
+        assert "box" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpu1", "GPU-1.example.org", "user@gpu1", "first.last-x@10.0.0.1", "::1", "fe80::1%eth0", "me@2001:db8::7"]
+    + ["ssh://me@box:2222", "ssh://[::1]:22", "pod_name-0", "namespace/pod-0", "bücher.example", "_x", "a.b."],
+)
+def test_names_and_addresses_that_ssh_takes_are_taken(name: str) -> None:
+    with pytest.raises(nbddp.LaunchError) as raised:
+        nbddp.cluster([name], launcher=["sh", "-c", 'echo "got $0" >&2; exit 3', "{host}"])
+    assert str(raised.value) == f"{name}: its login ended with exit code 3; the last it said: got {name}"
+
+
+def test_what_steers_a_terminal_in_a_hosts_words_does_not_reach_the_notebook() -> None:
+    said = refused(r"printf '\033[31mred\033[0m \033]0;title\007\tend\033[2K\233\n\033[0m\n' >&2; exit 3")
+    assert said == "box1: its login ended with exit code 3; the last it said: red \N{REPLACEMENT CHARACTER}]0;title" + (
+        "\N{REPLACEMENT CHARACTER} end\N{REPLACEMENT CHARACTER}"
+    )
 
 
 def test_a_host_imports_torch_once_for_itself_and_then_for_its_ranks(tmp_path: Path) -> None:
