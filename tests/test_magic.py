@@ -103,17 +103,17 @@ def test_a_trained_model_comes_back_as_another_class(magic: Notebook) -> None:
 
 
 def test_a_function_brought_back_lives_in_the_notebook(magic: Notebook) -> None:
-    magic.ok("theirs = 'mine'\nt = 1")
+    magic.ok("both_have = 'mine'\nt = 1")
     reply = magic.ok(
-        "%%ddp -o f\ntheirs = 'the cell\\'s'\nmade = 'in the cell'\n"
-        "def helper(): return t\ndef f(): return theirs, helper(), made"
+        "%%ddp -o f\nboth_have = 'the cell\\'s'\nthe_cell_makes = 'in the cell'\n"
+        "def reads_t(): return t\ndef f(): return both_have, reads_t(), the_cell_makes"
     )
-    words = "f reads theirs: in the notebook it finds the notebook's own, which differs from the rank's"
+    words = "f reads both_have: in the notebook it finds the notebook's own, which differs from the rank's"
     assert f"\n[rank 0: {words}]\n" in reply.shown
-    assert out(magic.ok("theirs, f()")) == "('mine', ('mine', 1, 'in the cell'))"
+    assert out(magic.ok("both_have, f()")) == "('mine', ('mine', 1, 'in the cell'))"
     magic.ok("t = 2")
     assert out(magic.ok("f()")) == "('mine', 2, 'in the cell')"
-    magic.ok("del made, helper")
+    magic.ok("del the_cell_makes, reads_t")
 
 
 def test_what_is_brought_back_together_belongs_together(magic: Notebook) -> None:
