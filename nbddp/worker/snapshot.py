@@ -124,7 +124,7 @@ def _compare_with_other_ranks(path: str | os.PathLike[str], found: str) -> None:
 def _checked(file: BinaryIO, path: str) -> str:
     """A digest of the content, by the checksums that torch.save has put beside it; torch.load does not look at them.
 
-    What is damaged would be other weights, or code of no one's: it is not unpickled.
+    What is damaged would be other weights, or other code: it is not unpickled.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -134,9 +134,7 @@ def _checked(file: BinaryIO, path: str) -> str:
                 with archive.open(entry) as content:
                     while content.read(_CHUNK_NBYTES):
                         pass
-    except (
-        Exception
-    ) as error:  # zipfile raises what is in its way: struct.error, NotImplementedError, UnicodeDecodeError
+    except Exception as error:  # zipfile raises struct.error, NotImplementedError, UnicodeDecodeError and more
         raise _torn(path, error) from error
     file.seek(0)
     found = [(entry.filename, entry.CRC, entry.file_size) for entry in entries]
