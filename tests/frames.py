@@ -77,8 +77,9 @@ def play(objects: Sequence[Any], writes: Sequence[tuple[int, int, int]]) -> list
         written = objects[number]
         row %= len(written)
         if isinstance(written, pd.DataFrame):
-            column %= written.shape[1]
-            written.iloc[row, column] = written.iloc[-1, column]
+            if written.shape[1]:
+                column %= written.shape[1]
+                written.iloc[row, column] = written.iloc[-1, column]
         else:
             written.iloc[row] = written.iloc[-1]
     return [str(each.iloc[(slice(8),) * each.ndim].to_numpy(dtype=object).tolist()) for each in objects]

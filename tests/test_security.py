@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import secrets
 import signal
 import socket
 import stat
@@ -37,7 +38,7 @@ from tests.support import Cells, listening_ports, marked_pids, run, script, star
 
 PACKAGE = Path(nbddp.__file__).parent
 NOBODY = 65534
-SECRET = "hunter2-e5b7c1"
+SECRET = f"hunter2-{secrets.token_hex(8)}"  # in no file: copies of this one lie in temporary folders
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 
 
