@@ -686,6 +686,32 @@ def test_sixty_lines_do_not_push_their_chart_off_the_screen(notebook: Notebook) 
     assert not notebook.problems
 
 
+NAMES = """
+def names():
+    for step in range(1, 4):
+        nbddp.log({f"sample/{i}": float(i * step) for i in range(20_000)}, step=step)
+nbddp.run(names, nprocs=1, device="cpu");
+"""
+
+
+def test_twenty_thousand_names_leave_the_page_responsive(notebook: Notebook) -> None:
+    notebook.open(NAMES)
+    notebook.page.evaluate("""() => {
+        let last = performance.now();
+        window.longest = 0;
+        setInterval(() => {
+            window.longest = Math.max(window.longest, performance.now() - last);
+            last = performance.now();
+        }, 20);
+    }""")
+    notebook.run_to_end(1)
+    told = "only the first 1,000 metrics are kept; 19,000 more names were logged"
+    expect(notebook.output(1)).to_contain_text(told, timeout=30_000)
+    expect(notebook.output(1)).to_contain_text("and 960 more")
+    assert notebook.page.evaluate("window.longest") < 5_000
+    assert not notebook.problems
+
+
 def test_widths_keyboard_zoom_search(notebook: Notebook) -> None:
     notebook.open("run = nbddp.run(train, (3, 200, 0.001), nprocs=2, device='cpu', show=False)", "run.show()")
     notebook.run_to_end(1)
