@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +42,15 @@ def explain(
             path, reason = found
             return PayloadError(f"{what}: {' → '.join(path)}: {reason}", path)
     return PayloadError(f"{what}: {_reason(error)}")
+
+
+def explain_unpacking(what: str, error: Exception) -> PayloadError:
+    """The error for ``what`` a file holds and did not unpickle."""
+    why = "".join(traceback.format_exception_only(type(error), error)).strip()
+    return PayloadError(
+        f"{what} cannot be unpacked here: {why}. What is needed must be importable: in the folder that this is "
+        "started in, or on PYTHONPATH"
+    )
 
 
 def _search(obj: Any, path: tuple[str, ...], seen: set[int], way: _Way) -> tuple[tuple[str, ...], str] | None:

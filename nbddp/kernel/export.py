@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbddp import culprit, folders, jobfile, payload
-from nbddp.errors import PayloadError
 from nbddp.kernel.plan import check_call
 
 
@@ -68,10 +66,6 @@ def load_result(path: str | os.PathLike[str]) -> Any:
     try:
         return payload.unpack(fd, head.nbytes).value
     except Exception as error:  # whatever a user's __setstate__ raises
-        what = "".join(traceback.format_exception_only(type(error), error)).strip()
-        raise PayloadError(
-            f"{os.fspath(path)} cannot be unpacked here: {what}. What it needs must be importable: in this folder, or "
-            "on PYTHONPATH"
-        ) from error
+        raise culprit.explain_unpacking(os.fspath(path), error) from error
     finally:
         os.close(fd)

@@ -154,11 +154,7 @@ def _unpack(job: wire.Job, fd: int, notebook: Any) -> Callable[[], Any]:
     try:
         call, _ = entry.unpack(job, fd, notebook)
     except Exception as error:  # whatever a user's __setstate__ raises
-        what = "".join(traceback.format_exception_only(type(error), error)).strip()
-        raise PayloadError(
-            f"{job.run_name} and its data cannot be unpacked here: {what}. "
-            "What they need must be importable: in the folder that this is started in, or on PYTHONPATH"
-        ) from None
+        raise culprit.explain_unpacking(f"{job.run_name} and its data", error) from None
     return call
 
 
