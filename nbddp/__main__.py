@@ -1,6 +1,6 @@
-"""Worker side. ``python -m nbddp job.nbddp``: a job file as one rank of torchrun's, srun's or nobody's."""
+"""``python -m nbddp job.nbddp``: runs a job file as one rank of torchrun or srun, or as a single process."""
 
-from nbddp.worker.alone import main
+from nbddp.job.rank import main
 
 if __name__ == "__main__":
     main()

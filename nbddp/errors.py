@@ -1,11 +1,11 @@
-"""Both sides. Everything nbddp raises, and the words it says it with.
+"""Every exception that nbddp raises, with its message.
 
     NbddpError
     ├── LaunchError     bad arguments, no such GPU, a rank ended before it was ready
-    ├── PayloadError    something that does not pickle, by the name the user gave it
+    ├── PayloadError    an object that does not pickle, with the user's name for it
     ├── RankError       the user's code raised on a rank
     ├── RankDied        a rank ended without a result and without a Python exception
-    ├── HostLost        nothing more is heard of one of several hosts
+    ├── HostLost        the connection to one of several hosts was lost
     └── RunTimeout      the run's wall time is over
 
 A kernel interrupt is ``KeyboardInterrupt`` and none of these, so that "Run All" stops.
@@ -13,52 +13,50 @@ A kernel interrupt is ``KeyboardInterrupt`` and none of these, so that "Run All"
 
 from __future__ import annotations
 
-import difflib
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+from nbddp.text import bounded, in_a_line
 from nbddp.tracebacks import hidden_runs, user_frames
 
 MESSAGE_CHARS = 64 << 10  # of an error's text
-CAUSE_CHARS = 10_000  # of the exception that a rank raised
-LINE_CHARS = 300  # of what has a line to itself: in the panel, in a table, in another error
+CAUSE_CHARS = 10_000  # of the text of an exception that a rank raised
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
-_CAUSE = "run.error.cause"  # where the rest of it is
+_CAUSE = "run.error.cause"  # where the rest of a cut text is
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_IPYTHONS_FOLD = re.compile(r"\[\.\.\. skipping hidden \d+ frames?\]")
+_IPYTHON_HIDDEN = re.compile(r"\[\.\.\. skipping hidden \d+ frames?\]")
 
 
 class NbddpError(Exception):
-    """Base of every error that nbddp raises by itself.
+    """Base class of every exception that nbddp raises.
 
     Attributes:
-        restarts: how often all ranks had started again before this failure.
-        first: of a run that has been restarted, its first failure; None otherwise.
+        restarts: how often all ranks had been restarted before this failure.
+        first: the run's first failure if the run has been restarted; None otherwise.
     """
 
     restarts: int = 0
     first: NbddpError | None = None
 
     def after_restarts(self, restarts: int, first: NbddpError) -> None:
-        """Let it tell that the run had been restarted, and what it first failed of."""
+        """Add the number of restarts and the first failure to the message."""
         self.restarts, self.first = restarts, first
 
     def __str__(self) -> str:
-        return "\n".join([bounded(super().__str__(), MESSAGE_CHARS, "error.args"), *self._told_of_restarts()])
+        return "\n".join([bounded(super().__str__(), MESSAGE_CHARS, "error.args"), *self._restarts_text()])
 
-    def _told_of_restarts(self) -> list[str]:
+    def _restarts_text(self) -> list[str]:
         if self.first is None:
             return []
         times = f"{self.restarts} restart{'s' * (self.restarts != 1)}"
         return [f"That was after {times}; the first failure was {in_a_line(self.first)}"]
 
     def _render_traceback_(self) -> list[str]:
-        """IPython's hook: the reader's own frames, then the message, none of ours."""
+        """IPython's hook: the user's own frames, then the message, without the frames of nbddp."""
         return _render(type(self), self, user_frames(self.__traceback__), tb_offset=1)
 
 
@@ -67,12 +65,12 @@ class LaunchError(NbddpError):
 
 
 class PayloadError(NbddpError):
-    """Something cannot travel between the notebook and the ranks.
+    """An object cannot be sent between the notebook and the ranks.
 
     Attributes:
         path: how the object was reached, by the user's own names, e.g. ``("train", "helper", "log_file")``.
-        partial: of a function whose return values cannot all come back, what did, by rank; what stands there for the
-            others is shown as they were. None: nothing was on its way back.
+        partial: if some return values could not be sent back, the return values by rank, with descriptions in place of
+            the missing ones. None: the error is not about return values.
     """
 
     def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:
@@ -88,10 +86,10 @@ class RankError(NbddpError):
         rank: the rank that failed first in time.
         world_size: how many ranks the run had.
         cause: the original exception, also as ``__cause__``; its traceback holds the user's frames.
-        where: of a collective that timed out, where all ranks were, in a line; "" otherwise.
-        host: of a run on several, the rank's; None otherwise.
-        alike: did all ranks fail with the same error?
-        advice: what to do about it, where nbddp knows; "" otherwise.
+        where: if a collective timed out, where all ranks were, on one line; "" otherwise.
+        host: the rank's host if the run is on several; None otherwise.
+        alike: all ranks failed with the same error.
+        advice: what to do about the error, if nbddp knows it; "" otherwise.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class RankError(NbddpError):
     def _render_traceback_(self) -> list[str]:
         shown = _render(type(self.cause), self.cause, self.cause.__traceback__, tb_offset=0)
         shown = [_cut(part) for part in _naming_libraries(shown, self.cause)]
-        return [self._header, *shown, *([self.advice] if self.advice else []), *self._told_of_restarts()]
+        return [self._header, *shown, *([self.advice] if self.advice else []), *self._restarts_text()]
 
 
 class RankDied(NbddpError):
@@ -134,8 +132,8 @@ class RankDied(NbddpError):
         rank: the rank that ended.
         exitcode: as ``multiprocessing.Process.exitcode``: negative for a signal.
         signal_name: ``"SIGKILL"`` and the like, or None.
-        where: of a rank that NCCL aborted when a collective timed out, where all ranks were; "" otherwise.
-        host: of a run on several, the rank's; None otherwise.
+        where: if NCCL aborted the rank when a collective timed out, where all ranks were; "" otherwise.
+        host: the rank's host if the run is on several; None otherwise.
     """
 
     def __init__(
@@ -167,13 +165,13 @@ class RankDied(NbddpError):
 
 
 class HostLost(NbddpError):
-    """Nothing more is heard of a host: its connection ended, or it was silent for the heartbeat's time.
+    """The connection to a host ended, or the host sent no heartbeat for too long.
 
-    Its ranks end by themselves: they are killed there as soon as they have no connection to the notebook.
+    The ranks on the host need no cleanup: they are killed there as soon as the connection to the notebook is gone.
 
     Attributes:
-        host: by the name that the user gave.
-        why: what is known.
+        host: the name that the user gave the host.
+        why: what is known about the cause.
     """
 
     def __init__(self, host: str, why: str) -> None:
@@ -186,50 +184,11 @@ class HostLost(NbddpError):
 
 
 class RunTimeout(NbddpError):
-    """The run was still going when its ``timeout`` (seconds of wall time) was over; its ranks were stopped."""
-
-
-def short(value: object) -> str:
-    """A value as a message quotes it."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def plain(text: str) -> str:
-    """One line that any terminal and any XML can hold."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-# What XML forbids, what steers a terminal, and what turns a line's direction around.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
-
-
-def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """``; did you mean model?``; "" where nothing is like it."""
-    close = difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def bounded(text: str, chars: int, rest: str = "") -> str:
-    """The text, or so many characters of it, how many more there are, and where: ``rest``."""
-    if len(text) <= chars:
-        return text
-    return f"{text[:chars]}\n… {len(text) - chars:,} more characters{f' in {rest}' if rest else ''}"
-
-
-def first_line(text: str) -> str:
-    """The first line, as much of it as a line of the panel can hold."""
-    line = text[: LINE_CHARS + 1].partition("\n")[0]
-    return line if len(line) <= LINE_CHARS else line[: LINE_CHARS - 1] + "…"
-
-
-def in_a_line(error: BaseException) -> str:
-    """Its type and the first line of its text."""
-    return first_line(f"{type(error).__name__}: {error}")
+    """The run took longer than its ``timeout`` (seconds of wall time), and its ranks were stopped."""
 
 
 def interrupt(message: str) -> KeyboardInterrupt:
-    """A plain KeyboardInterrupt, which a cell shows without our frames."""
+    """A plain KeyboardInterrupt, which a cell shows without the frames of nbddp."""
     error = KeyboardInterrupt(message)
     render = lambda: _render(type(error), error, user_frames(error.__traceback__), tb_offset=1)  # noqa: E731
     error._render_traceback_ = render  # type: ignore[attr-defined]
@@ -237,7 +196,7 @@ def interrupt(message: str) -> KeyboardInterrupt:
 
 
 def _render(etype: type[BaseException], error: BaseException, tb: TracebackType | None, tb_offset: int) -> list[str]:
-    # Called by IPython, so it is there; never imported here, because workers load this module too.
+    # Called by IPython, which is thus loaded already. No import here, since the ranks load this module too.
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None or tb is None:
         return "".join(traceback.format_exception(etype, error, tb)).splitlines()
@@ -246,17 +205,17 @@ def _render(etype: type[BaseException], error: BaseException, tb: TracebackType 
 
 
 def _cut(part: str) -> str:
-    """One of a cell's parts of a traceback; of a long one without colours, which would not end, nor count."""
+    """One part of a traceback, bounded. A long part loses its colours, since a cut could leave a colour open."""
     return part if len(part) <= CAUSE_CHARS else bounded(_COLOURS.sub("", part), CAUSE_CHARS, _CAUSE)
 
 
 def _naming_libraries(shown: list[str], error: BaseException) -> list[str]:
-    """IPython's ``[... skipping hidden 4 frame]`` as ``[4 frames in torch]``."""
+    """Replace IPython's ``[... skipping hidden 4 frame]`` by ``[4 frames in torch]``."""
     runs = list(hidden_runs(error))
-    if len(runs) != sum(len(_IPYTHONS_FOLD.findall(part)) for part in shown):
-        return shown  # another mode of IPython's (%xmode), which hides none
-    told = iter(f"[{len(run)} frame{'s' * (len(run) > 1)} in {', '.join(dict.fromkeys(run))}]" for run in runs)
-    return [_IPYTHONS_FOLD.sub(lambda _: next(told), part) for part in shown]
+    if len(runs) != sum(len(_IPYTHON_HIDDEN.findall(part)) for part in shown):
+        return shown  # another traceback mode of IPython (%xmode), which hides no frames
+    named = iter(f"[{len(run)} frame{'s' * (len(run) > 1)} in {', '.join(dict.fromkeys(run))}]" for run in runs)
+    return [_IPYTHON_HIDDEN.sub(lambda _: next(named), part) for part in shown]
 
 
 def _header(rank: int, world_size: int, host: str | None, where: str, alike: bool) -> str:
@@ -294,7 +253,7 @@ def _likely_cause(exitcode: int, signal_name: str | None) -> str:
     if signal_name in CRASHES:
         return f"crashed in native code ({signal_name})"
     if signal_name is not None:
-        return f"was ended by {signal_name}, sent by something outside nbddp"
+        return f"was terminated by {signal_name}, which something outside nbddp sent"
     if exitcode == 0:
-        return "left with exit code 0 before the function returned (os._exit?), so it has no result"
-    return f"left with exit code {exitcode} before the function returned (sys.exit or os._exit?)"
+        return "ended with exit code 0 before the function returned (os._exit?), so it has no result"
+    return f"ended with exit code {exitcode} before the function returned (sys.exit or os._exit?)"

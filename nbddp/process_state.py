@@ -1,7 +1,7 @@
-"""What a process inherits from the one that starts it, beside its environment: read on one side, set on the other.
+"""Reads the state that a process inherits from its parent beside the environment, and sets it in another process.
 
-A rank from the fork server inherits what that had when it began. A plain child of the notebook has what the notebook
-has now, and so shall the rank.
+A rank inherits the state of the fork server, which may be outdated. It must have the notebook's present state, as a
+plain child process of the notebook would.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 _LIMITS = {name: getattr(resource, name) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")}
 _NICE, _CORES = "the nice value", "the CPU affinity"
-_FROM_THE_START = "RLIMIT_STACK"  # it decides where the stack lies, and how large those of threads are
+_FIXED_AT_START = "RLIMIT_STACK"  # read when a program starts: for the stack's address and the size of threads' stacks
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """Of the calling thread: on Linux each has a nice value and an affinity of its own, which its children inherit.
+    """The state of the calling thread: on Linux, child processes inherit a thread's own nice value and CPU affinity.
 
     Attributes:
-        limits: soft and hard resource limits, by their names in the module ``resource``.
-        affinity: numbers of the cores that it may run on; None where the system does not tell.
+        limits: name in the module ``resource``, soft and hard limit.
+        affinity: numbers of the cores that the thread may run on; None where the system does not report them.
     """
 
     umask: int
@@ -36,7 +36,7 @@ class ProcessState:
 
 
 def present() -> ProcessState:
-    """What a child has that this thread starts now."""
+    """The state that a child would have if this thread started it now."""
     return ProcessState(umask(), _nice(), _limits(), _affinity())
 
 
@@ -53,7 +53,7 @@ def _affinity() -> tuple[int, ...] | None:
 
 
 def umask() -> int:
-    """This process's, read without setting it: another thread may be making a file."""
+    """This process's umask, read without setting it: another thread may be creating a file."""
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
         if found := re.search(r"^Umask:\s*([0-7]+)$", status.read(), re.MULTILINE):
             return int(found[1], 8)
@@ -64,20 +64,20 @@ def umask() -> int:
 
 
 def become(state: ProcessState, *, forked: bool) -> list[str]:
-    """Have that state, and the time zone and the folder for temporary files of the environment.
+    """Set this process's state, and reread the time zone and the temporary folder from the environment.
 
     Args:
-        forked: was this process once another one, with another state?
+        forked: this process comes from a fork server, whose state may differ.
 
     Returns:
-        what could not be had: an unprivileged process cannot lower its nice value, nor raise a hard limit.
+        the names of what could not be set: an unprivileged process cannot lower its nice value or raise a hard limit.
     """
     time.tzset()
-    tempfile.tempdir = None  # looked for again when it is needed
+    tempfile.tempdir = None  # determined again when it is needed
     os.umask(state.umask)
     refused = []
     for name, value in _differing(state):
-        if forked and name == _FROM_THE_START:
+        if forked and name == _FIXED_AT_START:
             refused.append(name)
         try:
             _set(name, value)

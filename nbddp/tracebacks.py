@@ -1,4 +1,4 @@
-"""Both sides. Tracebacks that hold the reader's frames alone, and that travel between processes."""
+"""Reduces tracebacks to the user's frames, and makes them picklable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import tblib.pickling_support
 
-_MOST_LINKS = 50  # pickling an exception pickles what led to it within it, until Python's stack ends
+_MAX_LINKS = 50  # of a chain of exceptions: pickle handles it by recursion, which Python limits
 _PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 _HIDDEN = "__tracebackhide__"  # the local that IPython and pytest look for in a frame
@@ -23,7 +23,7 @@ Frame = tuple[str, str, int, int]  # file name, qualified function name, line, t
 
 
 def is_our_file(filename: str) -> bool:
-    """Is this a source file of nbddp?"""
+    """Whether this is a source file of nbddp."""
     return filename.startswith(_PACKAGE_DIR)
 
 
@@ -37,13 +37,13 @@ def user_frames(tb: TracebackType | None) -> TracebackType | None:
 
 
 def drop_our_frames(error: BaseException | None) -> None:
-    """Leave the reader's frames in an exception and in those that led to it."""
+    """Remove the frames of nbddp from an exception, and from its causes and contexts."""
     for current, _ in _linked(error):
         current.__traceback__ = user_frames(current.__traceback__)
 
 
 def _linked(error: BaseException | None) -> list[tuple[BaseException, int]]:
-    """It, what led to it, and what it consists of (an ExceptionGroup), with the links to there."""
+    """The exception, its causes and contexts, and the parts of an ExceptionGroup, each with its distance in links."""
     found: dict[int, tuple[BaseException, int]] = {}
     waiting = collections.deque([(error, 0)])
     while waiting:
@@ -57,26 +57,29 @@ def _linked(error: BaseException | None) -> list[tuple[BaseException, int]]:
 
 
 def library_of(files: Sequence[str]) -> list[str]:
-    """Of a stack's source files, outermost first, the installed package of each: ``torch``; "" for the reader's own.
+    """The installed package of each source file of a stack, e.g. ``torch``; "" for the user's own files.
 
-    What the stack begins in is the reader's, too: a script or a function that is itself installed.
+    The package in which the stack begins counts as the user's, too: a script or a function may itself be installed.
+
+    Args:
+        files: outermost first.
     """
     packages = [found[1].removesuffix(".py") if (found := _INSTALLED.match(file)) else "" for file in files]
     return ["" if package == packages[0] else package for package in packages]
 
 
 def hide_libraries(error: BaseException) -> None:
-    """Have a cell pass over the frames of libraries, in an exception that came from a rank and in those behind it."""
+    """Mark the frames of libraries as hidden for IPython, in a rank's exception and in the chain behind it."""
     begins_in = [entry.tb_frame.f_code.co_filename for entry in _entries(error.__traceback__)[:1]]
     for each in shown_chain(error):
         entries = _entries(each.__traceback__)
         files = begins_in + [entry.tb_frame.f_code.co_filename for entry in entries]
         for entry, library in zip(entries, library_of(files)[len(begins_in) :]):
-            entry.tb_frame.f_locals[_HIDDEN] = library  # a rebuilt frame's are a plain dict
+            entry.tb_frame.f_locals[_HIDDEN] = library  # in a rebuilt frame, a plain dict
 
 
 def hidden_runs(error: BaseException) -> Iterator[list[str]]:
-    """The libraries of each run of frames that a cell passes over, in the order in which it shows them."""
+    """The libraries of each group of consecutive hidden frames, in the order in which a cell shows the groups."""
     for each in reversed(list(shown_chain(error))):
         run: list[str] = []
         for entry in _entries(each.__traceback__):
@@ -89,7 +92,7 @@ def hidden_runs(error: BaseException) -> Iterator[list[str]]:
 
 
 def shown_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception, and those that led to it, as far as a traceback shows them."""
+    """The exception and those in its chain that a traceback shows."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -98,14 +101,14 @@ def shown_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def make_picklable(error: BaseException) -> None:
-    """Let ``error`` travel with its causes, notes and tracebacks (tblib; also odd ``__init__`` signatures).
+    """Make ``error`` picklable with its causes, notes and tracebacks (tblib; also for unusual ``__init__`` methods).
 
-    Of a long chain of causes the newest go along.
+    Of a long chain of causes, only the newest are kept.
     """
     _shorten(error)
-    # Not the instance: tblib follows its causes by recursion.
+    # The types and not the instance: tblib would follow the causes of an instance by recursion.
     tblib.pickling_support.install(*{type(linked) for linked, _ in _linked(error)})
-    # tblib's own frames forget where their function began, and IPython then shows another one's lines.
+    # tblib's own frames lose the first line of their function, and IPython would then show the wrong lines.
     copyreg.pickle(TracebackType, _reduce)
     for cls in _FILLED_BY_INIT:
         reduce = functools.partial(tblib.pickling_support.pickle_exception, builtin_inits=(cls.__init__,))
@@ -115,13 +118,13 @@ def make_picklable(error: BaseException) -> None:
 def _shorten(error: BaseException) -> None:
     linked = _linked(error)
     for current, links in linked:
-        if links == _MOST_LINKS and (current.__cause__ or current.__context__):
+        if links == _MAX_LINKS and (current.__cause__ or current.__context__):
             current.__cause__ = current.__context__ = None
             if hasattr(current, "add_note"):  # from Python 3.11 on
                 current.add_note(f"[older exceptions are left out: the chain has {len(linked):,}]")
 
 
-# Their line numbers and positions are slots of C, which nothing but a call of the class can fill.
+# Their line numbers and positions are C fields, which only a call of the class can fill.
 _FILLED_BY_INIT = (
     SyntaxError,
     IndentationError,
@@ -158,7 +161,7 @@ def _rebuild(frames: list[Frame]) -> TracebackType | None:
 
 
 def _raised_at(filename: str, name: str, line: int, first_line: int) -> TracebackType:
-    """A real traceback entry of code that claims to be that function, and that raises on that line."""
+    """A real traceback entry of generated code, which has that function's name and raises on that line."""
     names = {"co_name": name.rpartition(".")[2]}
     if sys.version_info >= (3, 11):
         names["co_qualname"] = name
@@ -169,5 +172,5 @@ def _raised_at(filename: str, name: str, line: int, first_line: int) -> Tracebac
         exec(code, {"__name__": "__main__"})
     except StopIteration as raised:
         here = raised.__traceback__
-    entry: TracebackType = here.tb_next  # ours called exec, the stub's raised
+    entry: TracebackType = here.tb_next  # here is this function's entry, the next one the generated code's
     return entry

@@ -1,4 +1,4 @@
-"""Every test's aftermath: nothing of a run may be left, and the process is as it was before."""
+"""The check after every test: nothing of a run may be left, and the process is as it was before."""
 
 # ruff: noqa: E402 - the folder for temporary files is chosen before anything can ask for it
 from __future__ import annotations
@@ -17,11 +17,20 @@ _TEMP = tempfile.mkdtemp(prefix="nbt-", dir="/tmp")
 os.environ["TMPDIR"] = tempfile.tempdir = _TEMP
 atexit.register(shutil.rmtree, _TEMP, ignore_errors=True)  # before multiprocessing's own exit handler, to run after it
 
+from tests import lanes
+
+lanes.take_own_shared_memory()
+
+from multiprocessing.util import get_temp_dir
+
+import hypothesis
 import pytest
 import torch
 from jupyter_core.utils import ensure_event_loop
 
-from nbddp.kernel import runner
+from nbddp.forkserver import server as forkserver
+from nbddp.kernel import run as runs
+from nbddp.payload import huge_pages
 from tests import support
 from tests.support import (
     GONE_S,
@@ -42,9 +51,12 @@ os.environ[name] = value
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+hypothesis.settings.register_profile("nbddp", deadline=None)  # how long a case takes depends on the machine's load
+hypothesis.settings.load_profile("nbddp")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The browser's tests last: Playwright leaves an event loop running in this thread."""
-    items.sort(key=lambda item: "browser" in item.path.parts)
+    lanes.arrange(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -54,12 +66,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> None:
-    """What a process opens once and keeps: torch's event loop, Jupyter's, the fork server."""
+    """What a process opens once and keeps: torch's event loop, Jupyter's, the fork server, the tmpfs, a folder."""
     home = tempfile.mkdtemp(prefix="home-", dir=_TEMP)
     for variable in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR"):
         os.environ[variable] = home
     os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
     ensure_event_loop()  # of the blocking client
+    get_temp_dir()  # multiprocessing's own folder
+    huge_pages.begin(wait_s=GONE_S)
     with fresh_main() as cells:
         assert run(cells("def nothing(): return 1").nothing).values == [1, 1]
 
@@ -69,6 +83,7 @@ def _nothing_left_behind(_warm: None, request: pytest.FixtureRequest) -> Iterato
     """Fail a test that leaves a process, port, thread, fd, file, or a changed environment."""
     if "warm" in request.fixturenames:  # hosts that stay logged in
         request.getfixturevalue("warm")
+    forkserver.warm()  # the test before may have killed it
     allowed = marked_pids()
     support.at_start = allowed
     before = Surroundings()
@@ -82,7 +97,7 @@ def _nothing_left_behind(_warm: None, request: pytest.FixtureRequest) -> Iterato
         return
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    for started in list(runner._live):  # a failed test's own: the next one shall not suffer from it
+    for started in list(runs._live):  # a failed test's own: the next one shall not suffer from it
         started.stop(0)
     assert not left, f"processes are left: {left}"
     assert not (changed := before.changed()), f"this process is not as it was: {changed}"

@@ -1,4 +1,4 @@
-"""What a process inherits, as a plain child of a notebook and as its ranks show it; and a notebook to ask for both."""
+"""What a process inherits, as a plain child of a notebook and as its ranks report it; and a notebook that asks both."""
 
 from __future__ import annotations
 

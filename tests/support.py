@@ -1,4 +1,4 @@
-"""What the tests share: cells without a notebook, real notebooks, and a look at what is left behind."""
+"""What the tests share: cells without a notebook, real notebooks, and checks of what is left behind."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _is_watch(process: psutil.Process) -> bool:
 
 
 def is_fork_server(process: psutil.Process) -> bool:
-    return "multiprocessing.forkserver" in " ".join(process.cmdline())
+    return "the fork server of nbddp" in " ".join(process.cmdline())
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -247,7 +247,7 @@ class Surroundings:
 
 
 def _kind(target: str) -> str:
-    return re.sub(r"^(pipe|socket|/memfd:nbddp-said).*", r"\1", target)
+    return re.sub(r"^(pipe|socket|/memfd:nbddp-server-stderr).*", r"\1", target)
 
 
 def _temporary_files() -> set[str]:

@@ -41,7 +41,7 @@ def test_500_mb_come_back_without_deadlock(cell: Cells) -> None:
     assert done.values[1].sum() == 499_999_500_000
 
 
-def test_results_are_the_notebooks_to_write(cell: Cells) -> None:
+def test_results_can_be_written_to(cell: Cells) -> None:
     names = cell("""
         import torch, numpy
         def train(): return torch.zeros(1 << 20), numpy.zeros(1 << 20), torch.zeros(3), numpy.zeros(3)
@@ -143,7 +143,7 @@ def test_a_closure_comes_back_with_what_it_counted(cell: Cells) -> None:
     assert names.step() == 1
 
 
-def test_every_ranks_closure_is_its_own(cell: Cells) -> None:
+def test_each_rank_returns_its_own_closure(cell: Cells) -> None:
     names = cell(f"""{COUNTER}
     step = counter()
     def train():
@@ -320,7 +320,7 @@ def test_every_kind_of_function_comes_back(cell: Cells) -> None:
         assert got["half"].fget(names.Model(3)) == 1.5
 
 
-def test_a_function_lives_in_the_notebooks_namespace_again(cell: Cells) -> None:
+def test_a_returned_function_uses_the_notebooks_globals(cell: Cells) -> None:
     names = cell("""
         t = 1
         def counter():
@@ -345,7 +345,7 @@ def test_a_function_lives_in_the_notebooks_namespace_again(cell: Cells) -> None:
     assert (g(), cell.main.made) == (7, 7)  # the notebook had none
 
 
-def test_what_a_function_reads_of_the_notebook_is_not_sent_back(cell: Cells) -> None:
+def test_notebook_data_that_a_function_reads_is_not_sent_back(cell: Cells) -> None:
     names = cell("""
         import torch
         big = torch.ones(1 << 25)
@@ -368,7 +368,7 @@ def test_the_notebooks_builtins_stay_as_they_are(cell: Cells) -> None:
     assert cell.main.__dict__["__builtins__"] is builtins
 
 
-def test_changes_of_a_class_are_told(cell: Cells) -> None:
+def test_changes_of_a_class_in_a_rank_are_reported(cell: Cells) -> None:
     names = cell("""
         import nbddp, enum
         class Base:
@@ -393,13 +393,13 @@ def test_changes_of_a_class_are_told(cell: Cells) -> None:
     """)
     done = run(names.train)
     assert done.logs(0) == (
-        "[ranks 0, 1: Net.made, Net.new, Net.table and Net.value were changed; the notebook's Net keeps its own]\n"
-        "[rank 1: Base.steps was changed; the notebook's Base keeps its own]\n"
+        "[ranks 0, 1: Net.made, Net.new, Net.table and Net.value were changed; the notebook's Net is unchanged]\n"
+        "[rank 1: Base.steps was changed; the notebook's Base is unchanged]\n"
     )
     assert (names.Net.made, names.Net.table, names.Base.steps, names.Net().value()) == ([], {"a": {}}, 0, 1)
 
 
-def test_a_function_that_reads_something_else_in_the_notebook_says_so(cell: Cells) -> None:
+def test_a_returned_function_whose_global_differs_in_the_notebook_is_reported(cell: Cells) -> None:
     names = cell("""
         rate, same, made = 0.1, 3, None
         def train():
@@ -410,9 +410,7 @@ def test_a_function_that_reads_something_else_in_the_notebook_says_so(cell: Cell
     """)
     done = run(names.train, nprocs=1)
     assert done.value() == (0.1, 3)
-    assert done.logs(0) == (
-        "[rank 0: f reads rate: in the notebook it finds the notebook's own, which differs from the rank's]\n"
-    )
+    assert done.logs(0) == ("[rank 0: f reads rate, whose value in the notebook differs from the rank's]\n")
 
 
 def test_ddp_inside_a_container_comes_back_as_the_model(cell: Cells) -> None:
@@ -428,7 +426,7 @@ def test_ddp_inside_a_container_comes_back_as_the_model(cell: Cells) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_result_that_cannot_travel_fails_the_run_by_name_and_loses_nothing_else(cell: Cells, rank: int) -> None:
+def test_an_unpicklable_result_is_named_and_the_rest_is_in_partial(cell: Cells, rank: int) -> None:
     names = cell("""
         import threading, nbddp
         def train(bad):
@@ -448,7 +446,7 @@ def test_a_result_that_cannot_travel_fails_the_run_by_name_and_loses_nothing_els
     assert nbddp.last_run().state == "failed"
 
 
-def test_of_a_result_all_parts_come_back_that_travel(cell: Cells) -> None:
+def test_every_picklable_part_of_a_result_is_in_partial(cell: Cells) -> None:
     names = cell("""
         import collections, dataclasses, threading, torch
         Point = collections.namedtuple("Point", "x y")
@@ -490,7 +488,7 @@ def test_of_a_result_all_parts_come_back_that_travel(cell: Cells) -> None:
     assert myself[0] == 1
 
 
-def test_ten_thousand_parts_that_do_not_travel_are_given_up_soon(cell: Cells) -> None:
+def test_ten_thousand_unpicklable_parts_are_reported_within_60_s(cell: Cells) -> None:
     names = cell("""
         import threading
         def train(): return ["fine", [threading.Lock() for _ in range(10_000)]]
@@ -504,7 +502,7 @@ def test_ten_thousand_parts_that_do_not_travel_are_given_up_soon(cell: Cells) ->
     assert all("lock" in lock.text for lock in locks)
 
 
-def test_a_result_that_does_not_unpickle_here_says_so(cell: Cells) -> None:
+def test_a_result_that_does_not_unpickle_here_is_a_payload_error(cell: Cells) -> None:
     names = cell("""
         import os, nbddp
         class Trap:
@@ -522,7 +520,7 @@ def test_a_result_that_does_not_unpickle_here_says_so(cell: Cells) -> None:
     assert second == 1
 
 
-def test_generators_of_results_and_none(cell: Cells) -> None:
+def test_none_comes_back_and_a_generator_is_refused(cell: Cells) -> None:
     names = cell("""
         def nothing(): pass
         def bad(): return (i for i in range(3))
@@ -532,7 +530,7 @@ def test_generators_of_results_and_none(cell: Cells) -> None:
         run(names.bad)
 
 
-def test_value_of_a_failed_or_stopped_run_raises(cell: Cells) -> None:
+def test_the_value_of_a_failed_or_stopped_run_raises(cell: Cells) -> None:
     names = cell("import time\ndef bad(): raise KeyError('k')\ndef slow(): time.sleep(100)")
     with pytest.raises(nbddp.RankError):
         run(names.bad)
@@ -548,7 +546,7 @@ def test_value_of_a_failed_or_stopped_run_raises(cell: Cells) -> None:
         _ = going.value
 
 
-def test_results_of_awkward_shapes(cell: Cells) -> None:
+def test_tensors_and_arrays_of_any_layout_come_back(cell: Cells) -> None:
     names = cell("""
         import torch, numpy
         def train():
@@ -573,7 +571,7 @@ def test_results_of_awkward_shapes(cell: Cells) -> None:
     assert value["fortran"].flags.f_contiguous
 
 
-def test_a_run_does_not_pickle_itself_into_a_rank(cell: Cells) -> None:
+def test_a_run_object_cannot_be_sent_to_a_rank(cell: Cells) -> None:
     names = cell("def train(): return 1")
     cell.main.done = run(names.train)
     with pytest.raises(nbddp.PayloadError, match="stays in the notebook"):
@@ -581,7 +579,7 @@ def test_a_run_does_not_pickle_itself_into_a_rank(cell: Cells) -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_results_come_back_on_the_cpu_without_a_context_here(cell: Cells) -> None:
+def test_cuda_results_come_back_on_the_cpu_without_a_cuda_context_in_the_notebook(cell: Cells) -> None:
     names = cell("""
         import torch, nbddp
         def train(): return torch.ones(1 << 20, device=nbddp.device()), os_pid()

@@ -1,4 +1,4 @@
-"""``wait=False``: several runs at once, awaited, stopped, looked into, and found again."""
+"""``wait=False``: several runs at once, awaited, stopped, inspected and found again."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def test_ranks_survive_the_thread_that_started_them(cell: Cells, in_folder: Path
     thread = threading.Thread(target=lambda: box.append(start(names.train, start_method=start_method)))
     thread.start()
     thread.join()
-    pids = box[0]._supervisor.pids()
+    pids = box[0].pids
     time.sleep(0.2)  # a death by signal takes no longer
     assert all(os.path.exists(f"/proc/{pid}") for pid in pids)
     (in_folder / "go").touch()
     assert box[0].wait(20).values == ["alive", "alive"]
 
 
-def test_await(cell: Cells) -> None:
+def test_awaiting_runs_gives_their_values_and_raises_their_errors(cell: Cells) -> None:
     names = cell("import time\ndef train(x): time.sleep(0.05); return x\ndef bad(): raise ValueError('b')")
 
     async def main() -> tuple[list[object], int]:
@@ -108,7 +108,7 @@ def test_await(cell: Cells) -> None:
     assert ticks > 3  # the event loop went on meanwhile
 
 
-def test_a_cancelled_await_does_not_end_the_run(cell: Cells) -> None:
+def test_a_cancelled_await_leaves_the_run_running(cell: Cells) -> None:
     names = cell("import time\ndef train(): time.sleep(1000)")
 
     async def main() -> None:
@@ -173,7 +173,7 @@ def test_stacks_show_where_each_rank_is(cell: Cells, in_folder: Path) -> None:
     assert "no rank is running" in going.stacks()
 
 
-def test_states_in_order(cell: Cells, in_folder: Path) -> None:
+def test_states_are_starting_running_finished_in_order(cell: Cells, in_folder: Path) -> None:
     names = cell("""
         import os, time
         def train():
@@ -192,7 +192,7 @@ def test_states_in_order(cell: Cells, in_folder: Path) -> None:
     assert going.seconds == seconds
 
 
-def test_an_abandoned_run_goes_on_and_ends_with_its_owner(cell: Cells, in_folder: Path) -> None:
+def test_an_abandoned_run_goes_on_to_its_end(cell: Cells, in_folder: Path) -> None:
     """A lost variable loses nothing: the run is not stopped by the garbage collector."""
     import gc
 
@@ -211,7 +211,7 @@ def test_an_abandoned_run_goes_on_and_ends_with_its_owner(cell: Cells, in_folder
     wait_until(lambda: (in_folder / "done").exists())
 
 
-def test_background_in_a_cell_and_run_in_the_next(notebook: Notebook) -> None:
+def test_a_cell_can_run_while_an_earlier_cells_run_is_in_the_background(notebook: Notebook) -> None:
     reply = notebook.ok("""
         import nbddp, time
         going = nbddp.run(lambda: time.sleep(0.5) or nbddp.rank(), nprocs=2, device='cpu', wait=False, show=False)
@@ -223,7 +223,7 @@ def test_background_in_a_cell_and_run_in_the_next(notebook: Notebook) -> None:
 
 
 @pytest.mark.slow
-def test_two_notebooks_at_once(notebook: Notebook, own_notebook: Notebook) -> None:
+def test_two_notebooks_run_at_once_without_collisions(notebook: Notebook, own_notebook: Notebook) -> None:
     source = """
         import nbddp, os
         def train():
@@ -239,13 +239,13 @@ def test_two_notebooks_at_once(notebook: Notebook, own_notebook: Notebook) -> No
     assert len(listening_ports(own_notebook.pid)) == len(listening_ports(notebook.pid))
 
 
-def test_load_ext_warms_the_fork_server(in_folder: Path) -> None:
+def test_load_ext_starts_the_fork_server_for_the_first_run(in_folder: Path) -> None:
     """The first run starts as fast as every later one."""
     with Notebook() as notebook:
         notebook.ok("%load_ext nbddp")
         reply = notebook.ok("""
             import time
-            from nbddp.kernel import forkserver
+            from nbddp.forkserver import server as forkserver
             assert forkserver.pid() is not None
         """)
         assert reply.shown == ""
@@ -277,8 +277,8 @@ def test_importing_in_a_plain_script_starts_nothing() -> None:
     assert ended.stdout == "0 False\n", ended.stderr
 
 
-@pytest.mark.parametrize("refused", ["nbddp.kernel.supervisor.open_output", "nbddp.block.write_at"])
-def test_a_run_that_the_system_refuses_lets_go_of_the_notebooks_arrays(
+@pytest.mark.parametrize("refused", ["nbddp.kernel.supervisor.open_output", "nbddp.payload.block.write_at"])
+def test_a_run_that_the_system_refuses_releases_the_notebooks_arrays(
     cell: Cells, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_args: object) -> None:

@@ -1,4 +1,4 @@
-"""A block is filled by several threads, and is what one thread would have made of it."""
+"""Blocks are filled by several threads, and hold what one thread would have written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nbddp import block
+from nbddp.payload import block
 
 PARTS = [(64, 1000), (2000, 1), (4096, 200_000), (300_001, 77_777), (500_000, 0)]
 NBYTES = 500_000
@@ -21,7 +21,7 @@ NBYTES = 500_000
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Few bytes are enough for several threads; the names of those that have written."""
     monkeypatch.setattr(block, "_CHUNK_NBYTES", 1000)
-    monkeypatch.setattr(block, "_TOGETHER_FROM_NBYTES", 0)
+    monkeypatch.setattr(block, "_PARALLEL_FROM_NBYTES", 0)
     names: set[str] = set()
     for kind in ("_write", "_copy"):
         function = getattr(block, kind)
@@ -49,7 +49,7 @@ def _data() -> tuple[list[tuple[int, memoryview]], bytes]:
     return parts, whole.tobytes()
 
 
-def test_threads_side_by_side_fill_it_bit_for_bit(threads: set[str]) -> None:
+def test_several_threads_fill_a_block_bit_for_bit(threads: set[str]) -> None:
     parts, whole = _data()
     for _ in range(20):
         fd = block.open_block("test")
@@ -68,7 +68,9 @@ def test_a_file_on_a_disk_is_never_mapped_for_writing(threads: set[str]) -> None
     assert threads == {"_write "}
 
 
-def test_no_thread_to_give_is_no_error(threads: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_is_filled_without_threads_when_none_can_start(
+    threads: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(_self: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -82,23 +84,23 @@ def test_no_thread_to_give_is_no_error(threads: set[str], monkeypatch: pytest.Mo
     assert threads == {"_write "}
 
 
-def test_what_is_not_wanted_any_more_is_not_copied(threads: set[str]) -> None:
+def test_copying_stops_when_the_block_is_no_longer_wanted(threads: set[str]) -> None:
     looks: list[None] = []
 
-    def wanted() -> bool:
+    def keep_going() -> bool:
         looks.append(None)
         return len(looks) <= 50
 
     parts, whole = _data()
     fd = block.open_block("test")
-    block.fill(fd, NBYTES, parts, wanted)
+    block.fill(fd, NBYTES, parts, keep_going)
     written = sum(byte != 0 for byte in os.pread(fd, NBYTES, 0))
     assert 40_000 <= written <= 54_000 < sum(byte != 0 for byte in whole)
     os.close(fd)
 
 
 @pytest.mark.parametrize("failing", ["write_at", "copyto"])
-def test_an_error_of_any_thread_is_told_and_ends_all(
+def test_an_error_in_any_thread_is_raised_and_ends_the_others(
     threads: set[str], failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = threading.Event()

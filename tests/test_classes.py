@@ -1,4 +1,4 @@
-"""Instances of the notebook's classes are in a rank, and when they come back, what pickle makes of them."""
+"""Instances of the notebook's classes are, in a rank and when they come back, what pickle makes of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_instance_is_in_a_rank_and_afterwards_what_pickle_makes_of_it(names: 
             assert [type(instance) for instance in instances] == [type(names.known[kind])] * 3
 
 
-def test_slotted_instances_in_containers_stay_one_or_several_as_they_were(names: SimpleNamespace) -> None:
+def test_slotted_instances_in_containers_keep_their_identity(names: SimpleNamespace) -> None:
     one = names.Result(0.5, 10)
     things = [one, {"same": one, "equal": names.Result(0.5, 10)}, (names.Pair(one, names.Node("n")),)]
     expected = describe(pickle.loads(pickle.dumps(things)))
@@ -52,7 +52,7 @@ def test_slotted_instances_in_containers_stay_one_or_several_as_they_were(names:
         assert made["made"][1][0] is made["made"][1][1]
 
 
-def test_what_slotted_classes_do_works_in_a_rank_and_afterwards(names: SimpleNamespace, cell: Cells) -> None:
+def test_slotted_classes_behave_the_same_in_a_rank_and_afterwards(names: SimpleNamespace, cell: Cells) -> None:
     names = cell("""
         def does(things):
             errors = []
@@ -77,7 +77,7 @@ def test_what_slotted_classes_do_works_in_a_rank_and_afterwards(names: SimpleNam
         assert seen == names.does(back) == expected
 
 
-def test_a_class_and_its_slots_are_one_thing_in_a_rank_however_they_were_written(cell: Cells) -> None:
+def test_slots_from_an_iterator_or_replaced_by_a_property_work_in_a_rank(cell: Cells) -> None:
     names = cell("""
         class Iterated:
             __slots__ = iter(["x", "y"])
@@ -135,7 +135,7 @@ def test_a_slotted_exception_that_a_rank_raises_is_the_cause(cell: Cells) -> Non
     assert caught.value.cause.loss == 7.5
 
 
-def test_members_of_an_enum_have_in_a_rank_what_their_init_gave_them(cell: Cells) -> None:
+def test_enum_members_keep_their_attributes_in_a_rank(cell: Cells) -> None:
     names = cell("""
         import enum
         class Planet(enum.Enum):
@@ -161,7 +161,7 @@ def test_members_of_an_enum_have_in_a_rank_what_their_init_gave_them(cell: Cells
         assert back is names.Planet.MARS
 
 
-def test_slotted_variables_of_a_cell_come_back_by_o(notebook: Notebook) -> None:
+def test_slotted_variables_of_a_cell_come_back_with_the_o_option(notebook: Notebook) -> None:
     notebook.ok(
         "%load_ext nbddp\n%ddp --nprocs 2 --device cpu\nimport json, pickle\nfrom tests.slotted import describe"
     )

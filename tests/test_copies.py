@@ -1,4 +1,4 @@
-"""Two copies of nbddp, a checkout and an installed one: the ranks have the notebook's, or the run names both."""
+"""Two copies of nbddp, a checkout and an installed one: the ranks use the notebook's, or the run names both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 
 import nbddp
-from nbddp import copies
+from nbddp import versions
 from tests.support import script
 
 PACKAGE = Path(nbddp.__file__).parent
@@ -53,7 +53,7 @@ def _run(two: tuple[Path, Path], method: str, *, moved: bool) -> CompletedProces
 
 
 @pytest.mark.parametrize(("method", "moved"), [("forkserver", False), ("forkserver", True), ("spawn", False)])
-def test_the_ranks_have_the_notebooks_copy(two: tuple[Path, Path], method: str, moved: bool) -> None:
+def test_ranks_import_the_notebooks_copy(two: tuple[Path, Path], method: str, moved: bool) -> None:
     """``moved``: sys.path now finds another; until Python 3.13 the fork server's own finds the installed one anyway."""
     mine = two[0] / "nbddp"
     expected = [str(mine / "__init__.py"), str(mine / "worker" / "entry.py")]
@@ -66,8 +66,10 @@ def test_a_rank_with_another_copy_is_refused_with_both_paths(two: tuple[Path, Pa
     if version_0_1:  # which neither looks nor says
         entry = other / "nbddp" / "worker" / "entry.py"
         source = entry.read_text()
-        assert source.count("wire.Ready(copies.folder())") == source.count("if job.copy and") == 1
-        source = source.replace("wire.Ready(copies.folder())", "wire.Ready()").replace("if job.copy and", "if 0 and")
+        assert source.count("wire.Ready(versions.package_folder())") == source.count("if job.copy and") == 1
+        source = source.replace("wire.Ready(versions.package_folder())", "wire.Ready()").replace(
+            "if job.copy and", "if 0 and"
+        )
         entry.write_text(source)
     text, logs = _run(two, "spawn", moved=True).stdout.splitlines()
     assert f"the notebook has imported nbddp from {mine}, and this rank from " in text
@@ -78,11 +80,11 @@ def test_a_rank_with_another_copy_is_refused_with_both_paths(two: tuple[Path, Pa
         assert logs == "''"  # the function never began
 
 
-def test_the_copy_is_imported_without_a_look_at_the_path(two: tuple[Path, Path]) -> None:
+def test_the_copy_is_imported_whatever_is_on_the_path(two: tuple[Path, Path]) -> None:
     """By any Python: a new interpreter imports from that folder, and finds everything else as before."""
-    source = copies.import_source().replace(repr(copies.folder()), repr(str(two[0])))
+    source = versions.import_source().replace(repr(versions.package_folder()), repr(str(two[0])))
     program = f"import sys; path = sys.path[:]; exec({source!r}); import nbddp; print(nbddp.__file__, path == sys.path)"
     assert script(program).stdout == f"{two[0] / 'nbddp' / '__init__.py'} True\n"
-    gone = copies.import_source().replace(repr(copies.folder()), repr("/no/such/folder"))
+    gone = versions.import_source().replace(repr(versions.package_folder()), repr("/no/such/folder"))
     assert script(f"exec({gone!r}); import nbddp; print(nbddp.__file__)").stdout == f"{PACKAGE / '__init__.py'}\n"
     assert sys.modules["nbddp"] is nbddp

@@ -1,8 +1,9 @@
-"""The end of every run, however it comes: nothing is left, within the time that was promised."""
+"""However a run ends, it ends in time and leaves nothing behind."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import struct
@@ -10,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import psutil
@@ -19,6 +19,8 @@ import torch
 
 import nbddp
 from nbddp import wire
+from nbddp.kernel.attempt import Attempt
+from nbddp.kernel.site import NotebookCrew
 from tests.support import (
     GONE_S,
     Cells,
@@ -80,7 +82,7 @@ def _wait_for_ranks(folder: Path, body: str, nprocs: int = 2) -> None:
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_stop_ends_whatever_the_ranks_do(cell: Cells, in_folder: Path, body: str) -> None:
+def test_stop_ends_ranks_in_time_whatever_they_do(cell: Cells, in_folder: Path, body: str) -> None:
     going = start(cell(_source(body)).train)
     _wait_for_ranks(in_folder, body)
     began = time.monotonic()
@@ -91,7 +93,7 @@ def test_stop_ends_whatever_the_ranks_do(cell: Cells, in_folder: Path, body: str
 
 
 @pytest.mark.parametrize("body", ["sleep", "subprocess"])
-def test_stop_does_not_wait_for_the_grace_without_need(cell: Cells, in_folder: Path, body: str) -> None:
+def test_stop_returns_before_the_grace_if_the_ranks_end_sooner(cell: Cells, in_folder: Path, body: str) -> None:
     going = start(cell(_source(body)).train)
     _wait_for_ranks(in_folder, body)
     began = time.monotonic()
@@ -120,7 +122,7 @@ def test_stop_runs_finally_blocks_and_keeps_what_was_logged(cell: Cells, in_fold
     assert going.logs() == "[rank 0] cleaned up\n[rank 1] cleaned up\n"
 
 
-def test_stop_twice_and_after_the_end(cell: Cells) -> None:
+def test_stop_can_be_called_twice_and_after_the_end(cell: Cells) -> None:
     names = cell("import time\ndef train(): time.sleep(1000)\ndef quick(): return 1")
     going = run(names.train, wait=False)  # stopped while it starts
     going.stop(0)
@@ -131,7 +133,7 @@ def test_stop_twice_and_after_the_end(cell: Cells) -> None:
     assert (done.state, done.values) == ("finished", [1, 1])
 
 
-def test_stop_from_many_threads_at_once(cell: Cells) -> None:
+def test_stop_can_be_called_from_five_threads_at_once(cell: Cells) -> None:
     names = cell("import time\ndef train(): time.sleep(1000)")
     going = start(names.train)
     threads = [threading.Thread(target=going.stop, args=(i,)) for i in range(5)]
@@ -149,13 +151,13 @@ def test_stop_from_many_threads_at_once(cell: Cells) -> None:
 @pytest.fixture
 def patient(notebook: Notebook) -> Iterator[Notebook]:
     """A notebook that gives its ranks a minute: what ends within seconds has not waited for that."""
-    notebook.ok("from nbddp.kernel import source\ngrace_s, source.STOP_GRACE_S = source.STOP_GRACE_S, 60.0")
+    notebook.ok("from nbddp.kernel import state\ngrace_s, state.STOP_GRACE_S = state.STOP_GRACE_S, 60.0")
     yield notebook
-    notebook.ok("source.STOP_GRACE_S = grace_s")
+    notebook.ok("state.STOP_GRACE_S = grace_s")
 
 
 @pytest.mark.parametrize("how", ["kill", "killpg"])
-def test_one_interrupt(patient: Notebook, in_folder: Path, how: str) -> None:
+def test_one_interrupt_stops_the_run_and_the_next_run_works(patient: Notebook, in_folder: Path, how: str) -> None:
     """VS Code signals the kernel alone, Jupyter its whole process group."""
     notebook = patient
     notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
@@ -173,7 +175,7 @@ def test_one_interrupt(patient: Notebook, in_folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["kill", "killpg"])
 @pytest.mark.parametrize("body", ["swallow everything", "hold the GIL in C"])
-def test_five_interrupts(patient: Notebook, in_folder: Path, how: str, body: str) -> None:
+def test_five_interrupts_end_ranks_that_ignore_them(patient: Notebook, in_folder: Path, how: str, body: str) -> None:
     """The impatient user: every further one may only shorten the grace."""
     notebook = patient
     notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source(body))
@@ -245,7 +247,7 @@ _GARBAGE = {
 
 @pytest.mark.parametrize("goes_on", [True, False])
 @pytest.mark.parametrize("data", _GARBAGE)
-def test_a_stray_write_to_a_ranks_channel_is_its_error(cell: Cells, data: str, goes_on: bool) -> None:
+def test_a_stray_write_to_a_ranks_channel_is_an_error_of_that_rank(cell: Cells, data: str, goes_on: bool) -> None:
     written = _GARBAGE[data]
     began = time.monotonic()
     if data == "a whole message":
@@ -285,7 +287,7 @@ def test_an_interrupt_stops_run_all(notebook: Notebook, in_folder: Path) -> None
     assert notebook.ok("'after_interrupt' in globals()").shown.strip() == "False"
 
 
-def test_an_interrupt_while_the_ranks_start(own_notebook: Notebook) -> None:
+def test_an_interrupt_while_the_ranks_start_leaves_none(own_notebook: Notebook) -> None:
     """The most delicate moment: a process half made must not stay."""
     own_notebook.ok("import nbddp, time\ndef train(): time.sleep(1000)")
     for delay_s in (0.0, 0.01, 0.03, 0.06, 0.1):
@@ -314,7 +316,9 @@ def test_an_interrupt_of_an_idle_kernel_does_not_touch_background_ranks(notebook
 
 
 @pytest.mark.slow
-def test_handlers_environment_and_threads_of_the_kernel_are_as_before(own_notebook: Notebook, in_folder: Path) -> None:
+def test_the_kernels_handlers_environment_and_threads_are_as_before_the_runs(
+    own_notebook: Notebook, in_folder: Path
+) -> None:
     own_notebook.ok(_source("sleep"))
     own_notebook.ok(f"""
         import json, signal, sys, threading
@@ -358,7 +362,7 @@ def test_handlers_environment_and_threads_of_the_kernel_are_as_before(own_notebo
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_kernel_killed(in_folder: Path, body: str) -> None:
+def test_a_killed_kernels_ranks_end_in_time_whatever_they_do(in_folder: Path, body: str) -> None:
     """SIGKILL leaves no code to run: ranks, their children, sockets and folders must go by themselves."""
     before = marked_pids()
     with Notebook() as notebook:
@@ -380,7 +384,7 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_script_killed_ranks_gone(in_folder: Path, start_method: str) -> None:
+def test_a_killed_scripts_ranks_end_in_time(in_folder: Path, start_method: str) -> None:
     import subprocess
     import sys
 
@@ -401,7 +405,9 @@ def test_script_killed_ranks_gone(in_folder: Path, start_method: str) -> None:
 
 
 @pytest.mark.parametrize("body", ["sleep", "swallow everything"])
-def test_kernel_restarted(own_notebook: Notebook, in_folder: Path, body: str) -> None:
+def test_a_restarted_kernel_leaves_no_ranks_and_can_run_again(
+    own_notebook: Notebook, in_folder: Path, body: str
+) -> None:
     own_notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source(body))
     own_notebook.ok("going = nbddp.run(train, nprocs=2, device='cpu', wait=False, show=False)")
     _wait_for_ranks(in_folder, body)
@@ -413,7 +419,7 @@ def test_kernel_restarted(own_notebook: Notebook, in_folder: Path, body: str) ->
     assert reply.shown == "[5, 5]\n"
 
 
-def test_kernel_restarted_while_a_cell_runs(own_notebook: Notebook, in_folder: Path) -> None:
+def test_a_kernel_restarted_while_a_cell_runs_leaves_no_ranks(own_notebook: Notebook, in_folder: Path) -> None:
     own_notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
     own_notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
     _wait_for_ranks(in_folder, "sleep")
@@ -422,7 +428,7 @@ def test_kernel_restarted_while_a_cell_runs(own_notebook: Notebook, in_folder: P
     own_notebook.ok("import nbddp\nnbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values")
 
 
-def test_a_script_that_ends_with_a_run_in_the_background(in_folder: Path) -> None:
+def test_a_script_with_a_background_run_ends_without_waiting_for_it(in_folder: Path) -> None:
     """multiprocessing would join the ranks at exit, for ever."""
     Path("train_script.py").write_text(
         _source("swallow everything")
@@ -434,7 +440,7 @@ def test_a_script_that_ends_with_a_run_in_the_background(in_folder: Path) -> Non
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_sigterm_to_a_script_takes_the_ranks_along(in_folder: Path) -> None:
+def test_sigterm_to_a_script_ends_its_ranks(in_folder: Path) -> None:
     import subprocess
     import sys
 
@@ -450,7 +456,7 @@ def test_sigterm_to_a_script_takes_the_ranks_along(in_folder: Path) -> None:
 # ---------------------------------------------------------------------------- while it runs, and after
 
 
-def test_only_loopback_listens(cell: Cells, in_folder: Path) -> None:
+def test_only_loopback_addresses_listen(cell: Cells, in_folder: Path) -> None:
     """A plain TCPStore listens on all interfaces: anyone on the network could feed it pickles."""
     going = start(cell(_source("collective")).train)
     _wait_for_ranks(in_folder, "collective")
@@ -460,8 +466,8 @@ def test_only_loopback_listens(cell: Cells, in_folder: Path) -> None:
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-def test_nothing_lies_in_shared_memory_or_on_disk_while_it_runs(cell: Cells, in_folder: Path) -> None:
-    """Things without a name cannot be left behind."""
+def test_a_run_names_one_folder_in_tmp_and_nothing_in_shared_memory(cell: Cells, in_folder: Path) -> None:
+    """What has no name cannot be left behind. The fork server removes the folder when the notebook kernel is killed."""
     import tempfile
 
     import torch
@@ -477,9 +483,34 @@ def test_nothing_lies_in_shared_memory_or_on_disk_while_it_runs(cell: Cells, in_
     going = start(names.train, torch.ones(1 << 20))
     _wait_for_ranks(in_folder, "sleep")
     during = set(os.listdir("/dev/shm")), set(os.listdir(tempfile.gettempdir()))
+    (folder,) = (Path(tempfile.gettempdir(), name) for name in during[1] - before[1])
     going.stop(0)
-    assert not during[1] - before[1]
+    assert not folder.exists()
     assert not {name for name in during[0] - before[0] if str(os.getpid()) in name}
+
+
+def test_a_run_that_is_over_keeps_neither_its_crews_nor_the_notebooks_objects(cell: Cells) -> None:
+    names = cell("""
+        import time
+        class Data: pass
+        def finish(data): return 1
+        def fail(data): raise ValueError("boom")
+        def sleep(data): time.sleep(1000)
+    """)
+    ended = [run(names.finish, names.Data())]
+    going = [
+        run(names.fail, names.Data(), wait=False, max_restarts=1),
+        run(names.sleep, names.Data(), wait=False, timeout=2),
+        start(names.sleep, names.Data()),
+    ]
+    going[-1].stop()
+    for each in going:
+        with contextlib.suppress(nbddp.NbddpError):
+            each.wait()
+    assert [each.state for each in [*ended, *going]] == ["finished", "failed", "failed", "stopped"]
+    gc.collect()
+    left = [type(each).__name__ for each in gc.get_objects() if type(each) in (Attempt, NotebookCrew, names.Data)]
+    assert left == []
 
 
 def test_fifty_runs_leave_no_fd_no_thread_and_no_memory(cell: Cells) -> None:
@@ -516,7 +547,7 @@ def test_the_users_own_children_and_handlers_are_left_alone(cell: Cells) -> None
         mine.wait()
 
 
-def test_exit_handlers_of_the_ranks_run(cell: Cells, in_folder: Path) -> None:
+def test_the_ranks_exit_handlers_run(cell: Cells, in_folder: Path) -> None:
     """wandb and friends finish there."""
     names = cell("""
         import atexit, nbddp
@@ -548,7 +579,7 @@ def test_no_gpu_memory_is_left_after_stop_and_kill(cell: Cells, in_folder: Path)
     wait_until(lambda: torch.cuda.mem_get_info()[0] > before - (64 << 20))
 
 
-def test_killed_dataloader_workers_leave_sockets(cell: Cells, own_notebook: Notebook, in_folder: Path) -> None:
+def test_killed_dataloader_workers_leave_no_sockets(cell: Cells, own_notebook: Notebook, in_folder: Path) -> None:
     """Each batch travels by a socket in a folder, which nobody removes after a SIGKILL."""
     source = """
         import torch, time
@@ -558,26 +589,29 @@ def test_killed_dataloader_workers_leave_sockets(cell: Cells, own_notebook: Note
         def train():
             torch.multiprocessing.set_sharing_strategy("file_descriptor")
             for i, batch in enumerate(torch.utils.data.DataLoader(Endless(), 4, num_workers=2)):
-                if i == 5: print("loading", flush=True)
+                if i == 5: print(torch.multiprocessing.current_process()._config["tempdir"], flush=True)
                 time.sleep(0.01)
     """
     going = start(cell(source).train)
-    wait_until(lambda: all("loading" in going.logs(rank) for rank in (0, 1)))
-    folder = get_temp_dir()
-    assert any(os.listdir(path) for path in Path(folder).glob("r[0-9a-f]*")), "this test sees no socket"
+    wait_until(lambda: all(going.logs(rank) for rank in (0, 1)))
+    folder = going.logs(0).strip()
+    assert os.listdir(folder), "this test sees no socket"
     going.stop(0)
-    assert not list(Path(folder).glob("r[0-9a-f]*"))
+    assert not os.path.exists(folder)
 
     own_notebook.ok(source)
     own_notebook.ok("import nbddp, multiprocessing.util\nrun = nbddp.run(train, nprocs=2, device='cpu', wait=False)")
-    own_notebook.ok("import time\nwhile not all('loading' in run.logs(r) for r in (0, 1)): time.sleep(0.01)")
-    theirs = own_notebook.ok("print(multiprocessing.util.get_temp_dir())").shown.strip()
+    own_notebook.ok("import time\nwhile not all(run.logs(r) for r in (0, 1)): time.sleep(0.01)")
+    theirs = own_notebook.ok("print(run.logs(0))").shown.strip()
+    assert os.listdir(theirs)
     own_notebook.kill()
     wait_until(lambda: not os.path.exists(theirs))
 
 
 @pytest.mark.parametrize("threads", [True, False])
-def test_much_data_stays_in_memory(threads: bool, cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_much_data_are_closed_after_the_runs(
+    threads: bool, cell: Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread closes it; where the system has none to give, the run's own does."""
     begin = threading.Thread.start
 

@@ -1,4 +1,4 @@
-"""What an error says: what happened and what to do come first, in the reader's own lines, and in bounded words."""
+"""Error texts: what happened and what to do come first, with the user's own lines, at a bounded length."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ import torch
 
 import nbddp
 from nbddp import tracebacks
-from nbddp.errors import CAUSE_CHARS, LINE_CHARS, MESSAGE_CHARS, HostLost, LaunchError, RankError, bounded, in_a_line
+from nbddp.errors import CAUSE_CHARS, MESSAGE_CHARS, HostLost, LaunchError, RankError
+from nbddp.history.history import History
 from nbddp.kernel import failure, stacks
 from nbddp.kernel.advice import advice
-from nbddp.kernel.history import History
-from nbddp.kernel.stacks import Frame, Where
+from nbddp.kernel.stacks import Frame, Location
 from nbddp.panel import summary
+from nbddp.text import LINE_CHARS, bounded, in_a_line
 from nbddp.wire import Failed, Finished
 from tests.support import Cells, Notebook, run, script
 
@@ -75,7 +76,7 @@ BY_NAME = "log() takes metrics by name, log(loss=0.5) or log({'val/loss': 0.5})"
         ("log(loss=None)", "TypeError: log(loss=...) takes a number or a tensor with one element, not NoneType"),
     ],
 )
-def test_log_says_what_it_takes_and_no_other_exception_is_shown(
+def test_log_says_what_it_accepts_and_shows_no_other_exception(
     cell: Cells, call: str, expected: str, in_a_run: bool
 ) -> None:
     train = cell(f"import nbddp, torch, numpy as np\ndef train(): nbddp.{call}").train
@@ -88,7 +89,7 @@ def test_log_says_what_it_takes_and_no_other_exception_is_shown(
     assert _chain(error) == [expected]
 
 
-def test_what_torch_says_of_a_single_element_is_not_replaced(cell: Cells) -> None:
+def test_torchs_message_about_a_single_element_is_kept(cell: Cells) -> None:
     error = _error(cell("import nbddp, torch\ndef train(): nbddp.log(x=torch.tensor(1j))").train, nprocs=1)
     assert "complex" in str(error.cause)
     assert "takes" not in str(error.cause)
@@ -97,11 +98,11 @@ def test_what_torch_says_of_a_single_element_is_not_replaced(cell: Cells) -> Non
 # ---------------------------------------------------------------------------- what a rank does not have
 
 
-def test_input_says_how_a_rank_gets_its_answer(cell: Cells) -> None:
+def test_input_in_a_rank_says_to_pass_the_answer_as_an_argument(cell: Cells) -> None:
     error = _error(cell("def train(): return input('how many epochs? ')").train, nprocs=1)
     assert type(error.cause) is EOFError  # a program that expects the end of its input goes on
     assert str(error.cause) == (
-        "a rank has no input(); ask in the notebook and pass the answer as an argument, run(fn, args=...)"
+        "input() does not work on a rank; ask in the notebook and pass the answer with run(fn, args=...)"
     )
 
 
@@ -115,7 +116,7 @@ SHOWS = """
             plt.show()
         return figure, plt.get_fignums(), plt.get_backend()
 """
-HINT = "plt.show() on a rank shows nothing: return the figure to see it in the notebook, or save it by fig.savefig()\n"
+HINT = "plt.show() on a rank shows nothing: return the figure to see it in the notebook or save it with fig.savefig()\n"
 
 
 def test_plt_show_says_once_what_to_do_with_a_figure(cell: Cells) -> None:
@@ -124,16 +125,16 @@ def test_plt_show_says_once_what_to_do_with_a_figure(cell: Cells) -> None:
     figure, numbers, backend = finished.value
     assert [len(axes.lines) for axes in figure.axes] == [1]
     assert numbers == []  # closed, as the notebook's plt.show() does
-    assert backend == "module://nbddp.worker.figures"
+    assert backend == "module://nbddp.worker.pyplot_backend"
 
 
-def test_the_backend_that_a_user_has_chosen_stays(cell: Cells) -> None:
+def test_the_matplotlib_backend_that_the_user_chose_is_kept(cell: Cells) -> None:
     finished = run(cell(SHOWS).train, 1, env={"MPLBACKEND": "svg"}, nprocs=1)
     assert finished.value[2].lower() == "svg"
     assert HINT not in finished.logs(0)
 
 
-def test_a_backend_that_was_preloaded_is_replaced() -> None:
+def test_a_preloaded_matplotlib_backend_is_replaced() -> None:
     """The fork server imports matplotlib with the notebook's environment."""
     done = script(
         f"""
@@ -159,20 +160,20 @@ def test_a_backend_that_was_preloaded_is_replaced() -> None:
         ("dist.new_group(backend='nccl')", "backend='gloo'"),
     ],
 )
-def test_cuda_and_nccl_on_the_cpu_say_what_to_write(cell: Cells, line: str, expected: str) -> None:
+def test_cuda_and_nccl_in_a_cpu_run_say_what_to_write_instead(cell: Cells, line: str, expected: str) -> None:
     error = _error(cell(f"import torch, torch.distributed as dist\ndef train(): {line}").train)
     assert error.advice.startswith("This run is on the CPU")
     assert expected in error.advice
     assert str(error).endswith("\n" + error.advice)
 
 
-def test_of_a_run_on_gpus_nothing_is_said_about_the_cpu() -> None:
+def test_a_run_on_gpus_gets_no_advice_about_the_cpu() -> None:
     error = RuntimeError("No CUDA GPUs are available")
     assert advice(error, "cpu")
     assert advice(error, "cuda") == ""
 
 
-def test_unused_parameters_name_the_option_of_wrap(cell: Cells) -> None:
+def test_an_error_about_unused_parameters_names_the_option_of_wrap(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         class Net(torch.nn.Module):
@@ -187,11 +188,11 @@ def test_unused_parameters_name_the_option_of_wrap(cell: Cells) -> None:
                 model(torch.ones(1, 2)).sum().backward()
     """)
     error = _error(names.train)
-    assert error.advice.endswith("say wrap(model, find_unused_parameters=True)")
+    assert error.advice.endswith("use wrap(model, find_unused_parameters=True)")
     nbddp.run(names.train, kwargs={"find_unused_parameters": True}, nprocs=2, device="cpu", show=False)
 
 
-def test_a_deleted_working_directory_is_named_before_a_process_starts(
+def test_a_deleted_working_directory_is_refused_before_a_process_starts(
     cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = cell("def one(): return 1").one
@@ -214,7 +215,7 @@ def test_a_deleted_working_directory_is_named_before_a_process_starts(
 # ---------------------------------------------------------------------------- how a rank left
 
 
-def test_sys_exit_with_an_object_whose_str_fails_shows_none_of_our_frames(cell: Cells) -> None:
+def test_sys_exit_with_an_object_whose_str_fails_shows_no_frame_of_nbddp(cell: Cells) -> None:
     names = cell("""
         import sys
         class Bad:
@@ -230,7 +231,7 @@ def test_sys_exit_with_an_object_whose_str_fails_shows_none_of_our_frames(cell: 
 
 
 @pytest.mark.parametrize("deep", [0, 40])
-def test_a_crash_shows_the_readers_lines_alone(cell: Cells, deep: int) -> None:
+def test_a_crash_shows_only_the_users_lines(cell: Cells, deep: int) -> None:
     names = cell("""
         import ctypes, nbddp
         def crash(deep):
@@ -262,7 +263,7 @@ def test_a_crash_shows_the_readers_lines_alone(cell: Cells, deep: int) -> None:
     assert "in crash" in last.logs(0)
 
 
-def test_a_crash_of_a_ranks_own_child_is_in_its_output(cell: Cells) -> None:
+def test_a_crash_of_a_ranks_child_is_in_the_ranks_output(cell: Cells) -> None:
     names = cell("""
         import ctypes, os
         def train():
@@ -276,7 +277,7 @@ def test_a_crash_of_a_ranks_own_child_is_in_its_output(cell: Cells) -> None:
     assert "Fatal Python error: Segmentation fault" in finished.logs(0)
 
 
-def test_a_crash_of_a_child_is_not_said_to_be_where_a_killed_rank_was(cell: Cells) -> None:
+def test_a_killed_rank_is_not_located_by_the_crash_of_its_child(cell: Cells) -> None:
     names = cell("""
         import ctypes, os, signal
         def train():
@@ -295,7 +296,7 @@ def test_a_crash_of_a_child_is_not_said_to_be_where_a_killed_rank_was(cell: Cell
 
 
 @pytest.mark.parametrize(("ranks", "who"), [(2, "both ranks"), (3, "all 3 ranks")])
-def test_an_error_of_all_ranks_says_so(cell: Cells, ranks: int, who: str) -> None:
+def test_an_error_of_all_ranks_says_that_all_failed(cell: Cells, ranks: int, who: str) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -311,7 +312,7 @@ def test_an_error_of_all_ranks_says_so(cell: Cells, ranks: int, who: str) -> Non
     "other",
     [Failed(0, 0.0, "call", "TypeError: 1"), Failed(0, 0.0, "unpack", "ValueError: 1"), Finished(0, 0.0), None],
 )
-def test_ranks_that_ended_otherwise_are_not_said_to_have_failed_alike(other: Any) -> None:
+def test_ranks_that_ended_differently_did_not_all_fail_alike(other: Any) -> None:
     one = SimpleNamespace(report=Failed(0, 0.0, "call", "ValueError: 1"))
     assert failure.all_alike([one, SimpleNamespace(report=Failed(0, 0.0, "call", "ValueError: 2"))])  # type: ignore[list-item]
     assert not failure.all_alike([one, SimpleNamespace(report=other)])  # type: ignore[list-item]
@@ -339,7 +340,9 @@ def test_a_collective_that_timed_out_says_first_where_the_ranks_were(cell: Cells
 # ---------------------------------------------------------------------------- whose frames
 
 
-def test_the_place_in_an_installed_script_is_the_scripts_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_location_in_an_installed_script_is_the_scripts_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "site-packages"
     monkeypatch.setattr(stacks, "_INSTALLED", (*stacks._INSTALLED, f"{folder}{os.sep}"))
     (folder / "lib").mkdir(parents=True)
@@ -368,11 +371,11 @@ def test_the_place_in_an_installed_script_is_the_scripts_line(tmp_path: Path, mo
         (["/a.py", "/site-packages/x/site-packages/six.py"], ["", "six"]),
     ],
 )
-def test_what_is_installed_is_a_librarys(files: list[str], expected: list[str]) -> None:
+def test_frames_of_installed_files_are_named_by_their_library(files: list[str], expected: list[str]) -> None:
     assert tracebacks.library_of(files) == expected
 
 
-def test_stacks_fold_libraries_but_for_the_last_frame() -> None:
+def test_stacks_fold_library_frames_except_the_last() -> None:
     torch_ = "/x/site-packages/torch/nn/"
     frames = (
         Frame("/home/me/train.py", 3, "main"),
@@ -390,7 +393,7 @@ def test_stacks_fold_libraries_but_for_the_last_frame() -> None:
         "  [2 frames in torch]",
         f'  File "{torch_}linear.py", line 3, in linear',
     ]
-    assert Where(0, "called", frames).place == "forward, net.py, line 9"
+    assert Location(0, "called", frames).place == "forward, net.py, line 9"
 
 
 FOLDED = """
@@ -410,7 +413,7 @@ FOLDED = """
 """
 
 
-def test_a_cell_folds_the_frames_of_libraries(notebook: Notebook) -> None:
+def test_a_cells_traceback_folds_library_frames(notebook: Notebook) -> None:
     notebook.ok(FOLDED)
     shown = notebook.cell("nbddp.run(train, nprocs=1, device='cpu', show=False)").traceback
     lines = re.sub(r"\d+", "N", shown).splitlines()
@@ -427,7 +430,7 @@ def test_a_cell_folds_the_frames_of_libraries(notebook: Notebook) -> None:
 
 
 @pytest.mark.parametrize("mode", ["Plain", "Verbose", "Minimal"])
-def test_every_mode_of_ipythons_shows_the_error(notebook: Notebook, mode: str) -> None:
+def test_every_xmode_of_ipython_shows_the_error(notebook: Notebook, mode: str) -> None:
     notebook.ok(FOLDED + f"\n    %xmode {mode}")
     try:
         shown = notebook.cell("nbddp.run(during, nprocs=1, device='cpu', show=False)").traceback
@@ -465,7 +468,7 @@ def test_a_huge_exception_that_does_not_pickle_keeps_its_text(cell: Cells) -> No
     assert len(str(error)) < CAUSE_CHARS + 200
 
 
-def test_every_error_of_ours_is_bounded() -> None:
+def test_the_text_of_every_nbddp_error_is_bounded() -> None:
     huge = "x" * 1_000_000
     for error in (LaunchError(huge), nbddp.PayloadError(huge), nbddp.RunTimeout(huge)):
         assert len(str(error)) < MESSAGE_CHARS + 200
@@ -480,7 +483,7 @@ def test_every_error_of_ours_is_bounded() -> None:
     assert bounded("abcd", 3) == "abc\n… 1 more characters"
 
 
-def test_what_sys_exit_was_given_is_cut_and_whole_in_the_logs(cell: Cells) -> None:
+def test_a_long_sys_exit_text_is_cut_in_the_error_and_whole_in_the_logs(cell: Cells) -> None:
     with pytest.raises(nbddp.RankDied) as caught:
         run(cell("import sys\ndef train(): sys.exit('x' * 100_000)").train, nprocs=1)
     assert len(str(caught.value)) < 1200
@@ -490,7 +493,7 @@ def test_what_sys_exit_was_given_is_cut_and_whole_in_the_logs(cell: Cells) -> No
     assert last.logs(0) == "x" * 100_000 + "\n"
 
 
-def test_the_reason_of_a_restart_is_a_line(cell: Cells, tmp_path: Path) -> None:
+def test_the_reason_of_a_restart_is_one_bounded_line(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -502,16 +505,16 @@ def test_the_reason_of_a_restart_is_a_line(cell: Cells, tmp_path: Path) -> None:
     assert len(finished.history.restarts[0].reason) == LINE_CHARS
     assert len(finished.name) == LINE_CHARS
     assert finished.history.ranks[0].bars[0].desc == "y" * 120
-    status = finished._source.status()
+    status = finished._viewable.status()
     assert len(repr(finished)) < 2 * LINE_CHARS
     assert len(summary.restart_text(status)) < LINE_CHARS + 50
     assert len(finished.logs(0)) < 2 * LINE_CHARS
 
 
-def test_what_a_file_of_metrics_brings_is_cut_in_the_panel() -> None:
+def test_long_texts_from_a_metrics_file_are_cut_in_the_panel() -> None:
     history = History(1)
     history.restart("x" * 1_000_000)
-    history.ranks[0].saw_bar(0, "y" * 1_000_000, 5, 1, 0.0)
+    history.ranks[0].add_bar(0, "y" * 1_000_000, 5, 1, 0.0)
     history._restarts = [type(r)(3, r.reason) for r in history.restarts]
     assert len(summary.marks(history)[0].text) < LINE_CHARS + 50
     assert len(summary.progress(history).step_label) < 200
@@ -520,7 +523,7 @@ def test_what_a_file_of_metrics_brings_is_cut_in_the_panel() -> None:
 # ---------------------------------------------------------------------------- what was meant
 
 
-def test_o_with_a_slip_of_the_pen_says_what_was_meant(notebook: Notebook) -> None:
+def test_a_misspelt_name_or_command_is_answered_with_a_suggestion(notebook: Notebook) -> None:
     notebook.ok("%load_ext nbddp")
     reply = notebook.cell("%%ddp -n 2 -o modle\nmodel = 1")
     assert reply.evalue == "-o modle: the cell never sets modle; did you mean model?"
@@ -529,7 +532,7 @@ def test_o_with_a_slip_of_the_pen_says_what_was_meant(notebook: Notebook) -> Non
     assert notebook.cell("%ddp stauts").shown.endswith("; did you mean status?\n")
 
 
-def test_what_ends_the_fork_server_is_told_with_its_last_lines() -> None:
+def test_the_error_of_a_fork_server_that_ended_quotes_its_last_lines() -> None:
     """torch makes a folder of that name in TMPDIR when the server imports it."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:  # not tmp_path, which is too long for sockets
         in_the_way = Path(folder) / f"torchinductor_{getpass.getuser()}"
@@ -549,21 +552,21 @@ def test_what_ends_the_fork_server_is_told_with_its_last_lines() -> None:
             IN_THE_WAY=str(in_the_way),
         )
     first, *last_lines, values = done.stdout.splitlines()
-    assert first == "rank 0 could not be started: the fork server ended; the last it said:"
+    assert first == "rank 0 could not be started: the fork server ended; its last output was:"
     assert len(last_lines) == 5
     assert last_lines[-1] == f"FileExistsError: [Errno 17] File exists: '{in_the_way}'"
     assert values == "[1, 1]"
     assert done.stderr.count(last_lines[-1]) == 2  # all of it is there; a server that dies is started a second time
 
 
-def test_what_a_server_says_while_it_imports_comes_through(tmp_path: Path) -> None:
+def test_output_of_the_fork_servers_imports_is_shown(tmp_path: Path) -> None:
     (tmp_path / "chatty.py").write_text(
         "import sys, os; print('from Python', file=sys.stderr); os.write(2, b'from C\\n')"
     )
     done = script(
         """
         import nbddp
-        from nbddp.kernel import forkserver
+        from nbddp.forkserver import server as forkserver
         forkserver.preload(["chatty"])
         def train():
             import sys

@@ -1,4 +1,4 @@
-"""A job without a notebook: what the file holds, who starts it, what it leaves, and what is told when it cannot."""
+"""An exported job without a notebook: what the file holds, its launchers, its output files, and its errors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ import pytest
 import torch
 
 import nbddp
-from nbddp import jobfile, payload, wire
-from nbddp.kernel.history import History
-from nbddp.worker import place
+from nbddp import payload, wire
+from nbddp.history import metrics_file
+from nbddp.history.history import History
+from nbddp.job import job_file, launcher_env
 from tests.support import Cells, run, script, wait_until
 
 LAUNCH_S = 120.0
@@ -141,7 +142,7 @@ def test_a_job_gives_what_the_run_gives_bit_for_bit(
     assert loaded.restarts == []
 
 
-def test_without_a_launcher_it_is_one_rank(cell: Cells, tmp_path: Path) -> None:
+def test_without_a_launcher_a_job_is_one_rank(cell: Cells, tmp_path: Path) -> None:
     names = cell(TRAIN)
     nbddp.export(names.train, tmp_path / "job.nbddp", args=(1,), kwargs={"steps": 3})
     ended = alone(tmp_path / "job.nbddp", "--metrics", tmp_path / "m", "--result", tmp_path / "r")
@@ -177,7 +178,7 @@ def main(ready):
 
 @pytest.mark.parametrize("ready", [True, False])
 @pytest.mark.parametrize("nprocs", [1, 2])
-def test_a_function_that_makes_its_own_groups_gets_them(cell: Cells, tmp_path: Path, nprocs: int, ready: bool) -> None:
+def test_a_job_can_make_its_own_process_groups(cell: Cells, tmp_path: Path, nprocs: int, ready: bool) -> None:
     nbddp.export(cell(OWN_GROUP).main, tmp_path / "job.nbddp", (ready,))
     arguments = (tmp_path / "job.nbddp", "--result", tmp_path / "r")
     ended = torchrun(*arguments) if nprocs == 2 else alone(*arguments)
@@ -200,7 +201,7 @@ def slurm(rank: int, **more: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("nodes", ["2,1", "3"])
-def test_under_srun_ranks_meet_by_slurms_variables(cell: Cells, tmp_path: Path, nodes: str) -> None:
+def test_under_srun_ranks_meet_using_slurms_variables(cell: Cells, tmp_path: Path, nodes: str) -> None:
     """A store that ranks on other hosts are to find listens where they are, whatever its own host is called."""
     nbddp.export(cell(OWN_GROUP).main, tmp_path / "job.nbddp", (True,))
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -215,11 +216,11 @@ def test_under_srun_ranks_meet_by_slurms_variables(cell: Cells, tmp_path: Path, 
     assert set(store) <= ({"127.0.0.1"} if nodes == "3" else {"::", "0.0.0.0"})
 
 
-def test_a_meeting_point_that_nobody_named_is_asked_for(cell: Cells, tmp_path: Path) -> None:
+def test_a_missing_master_addr_under_slurm_is_asked_for(cell: Cells, tmp_path: Path) -> None:
     nbddp.export(cell(OWN_GROUP).main, tmp_path / "job.nbddp", (True,))
     ended = alone(tmp_path / "job.nbddp", **slurm(0))
     assert ended.returncode == 1
-    assert ended.stderr.startswith("nbddp: MASTER_ADDR missing. Slurm names no meeting point")
+    assert ended.stderr.startswith("nbddp: MASTER_ADDR missing: Slurm does not set a rendezvous address")
     assert ended.stderr.count("\n") == 1
 
 
@@ -228,39 +229,42 @@ def test_a_meeting_point_that_nobody_named_is_asked_for(cell: Cells, tmp_path: P
     [
         ({"RANK": "0"}, "WORLD_SIZE and MASTER_ADDR and MASTER_PORT missing, though"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2, but WORLD_SIZE=2"),
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is a whole number, not 'x'"),
+        (
+            {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK must be a whole number, not 'x'",
+        ),
     ],
 )
-def test_half_a_launcher_is_named(environ: dict[str, str], says: str) -> None:
+def test_missing_or_wrong_launcher_variables_are_named(environ: dict[str, str], says: str) -> None:
     with pytest.raises(nbddp.LaunchError, match=re.escape(says)):
-        place.contract(environ)
+        launcher_env.contract(environ)
 
 
-def test_gloos_interface_is_the_one_towards_the_others() -> None:
+def test_gloo_uses_the_interface_that_reaches_the_other_ranks() -> None:
     here = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
     there = {**here, "LOCAL_WORLD_SIZE": "1"}
     addresses = {name: entries[0].address for name, entries in psutil.net_if_addrs().items()}
     loopback = next(name for name, address in addresses.items() if address == "127.0.0.1")
-    assert place.interface({**here, "MASTER_ADDR": "no.such.host.invalid"}) == loopback
+    assert launcher_env.interface({**here, "MASTER_ADDR": "no.such.host.invalid"}) == loopback
     for name, address in addresses.items():
         if psutil.net_if_addrs()[name][0].family == socket.AF_INET and name != loopback:
-            assert place.interface({**there, "MASTER_ADDR": address}) == name
-    assert place.interface({**there, "MASTER_ADDR": "127.0.1.1"}) == "", "Debian's own name: nothing to be known"
-    assert place.interface({**there, "MASTER_ADDR": "no.such.host.invalid"}) == ""
+            assert launcher_env.interface({**there, "MASTER_ADDR": address}) == name
+    assert launcher_env.interface({**there, "MASTER_ADDR": "127.0.1.1"}) == "", "Debian's own name: nothing to be known"
+    assert launcher_env.interface({**there, "MASTER_ADDR": "no.such.host.invalid"}) == ""
 
 
-def test_what_a_launcher_says_less_than_torchrun_is_filled_in() -> None:
+def test_variables_that_torchrun_sets_and_a_launcher_does_not_are_filled_in() -> None:
     pod = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}  # a PyTorchJob's
-    assert place.contract(pod) == {**pod, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert launcher_env.contract(pod) == {**pod, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     tasks = slurm(
         2, MASTER_ADDR="n1", SLURM_STEP_TASKS_PER_NODE="", SLURM_TASKS_PER_NODE="2(x1),1", SLURM_RESTART_COUNT="4"
     )
-    found = place.contract(tasks)
+    found = launcher_env.contract(tasks)
     here = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert found == {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "29500", **here}
-    assert place.contract({**tasks, "MASTER_PORT": "1234"})["MASTER_PORT"] == "1234"
-    assert place.restarts(tasks) == 4
-    assert place.restarts({**tasks, "TORCHELASTIC_RESTART_COUNT": "1"}) == 1
+    assert launcher_env.contract({**tasks, "MASTER_PORT": "1234"})["MASTER_PORT"] == "1234"
+    assert launcher_env.restarts(tasks) == 4
+    assert launcher_env.restarts({**tasks, "TORCHELASTIC_RESTART_COUNT": "1"}) == 1
 
 
 # ---------------------------------------------------------------------------- ends
@@ -287,7 +291,7 @@ def train(how):
 """
 
 
-def test_an_exception_shows_the_users_frames_alone(cell: Cells, tmp_path: Path) -> None:
+def test_an_exception_shows_only_the_users_frames(cell: Cells, tmp_path: Path) -> None:
     nbddp.export(cell(FAILS).train, tmp_path / "job.nbddp", ("raise",))
     ended = alone(tmp_path / "job.nbddp")
     assert ended.returncode == 1
@@ -312,7 +316,9 @@ def test_torchrun_names_the_exception_and_its_lines(cell: Cells, tmp_path: Path)
 @pytest.mark.parametrize(
     ("how", "code", "says"), [("exit", 3, ""), ("leave", 0, ""), ("text", 1, "no data\n"), ("interrupt", -2, None)]
 )
-def test_the_exit_code_is_a_scripts(cell: Cells, tmp_path: Path, how: str, code: int, says: str | None) -> None:
+def test_a_job_exits_with_the_codes_of_a_script(
+    cell: Cells, tmp_path: Path, how: str, code: int, says: str | None
+) -> None:
     nbddp.export(cell(FAILS).train, tmp_path / "job.nbddp", (how,))
     ended = alone(tmp_path / "job.nbddp", "--result", tmp_path / "r")
     assert ended.returncode == code
@@ -323,7 +329,7 @@ def test_the_exit_code_is_a_scripts(cell: Cells, tmp_path: Path, how: str, code:
         assert not (tmp_path / "r").exists()
 
 
-def test_threads_and_exit_handlers_come_to_their_end(cell: Cells, tmp_path: Path) -> None:
+def test_threads_pools_and_exit_handlers_finish_before_the_job_ends(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import atexit, concurrent.futures, sys, threading, time
         def slow():
@@ -341,13 +347,15 @@ def test_threads_and_exit_handlers_come_to_their_end(cell: Cells, tmp_path: Path
     assert ended.stdout.endswith("thread\nhandler\n")
 
 
-def test_of_a_result_that_cannot_be_kept_whole_the_rest_is_kept(cell: Cells, tmp_path: Path) -> None:
+def test_the_picklable_part_of_a_result_is_kept(cell: Cells, tmp_path: Path) -> None:
     names = cell("def train(): return {'log': open('/dev/null'), 'steps': 5}")
     nbddp.export(names.train, tmp_path / "job.nbddp")
     ended = alone(tmp_path / "job.nbddp", "--result", tmp_path / "r")
     assert ended.returncode == 1
-    assert ended.stderr.startswith("nbddp: what train returned cannot be kept: the result → ['log']: an open file")
-    assert ended.stderr.endswith(f"All else is in {tmp_path / 'r'}\n")
+    assert ended.stderr.startswith(
+        "nbddp: the value that train returned cannot be written: the result → ['log']: an open file"
+    )
+    assert ended.stderr.endswith(f"Everything else is in {tmp_path / 'r'}\n")
     kept = nbddp.load_result(tmp_path / "r")
     assert kept["steps"] == 5
     assert "an open file" in kept["log"].why
@@ -355,12 +363,14 @@ def test_of_a_result_that_cannot_be_kept_whole_the_rest_is_kept(cell: Cells, tmp
 
 
 @pytest.mark.parametrize("folder", ["none", "file"])
-def test_a_result_that_has_no_folder_is_told_before_the_training(cell: Cells, tmp_path: Path, folder: str) -> None:
+def test_a_result_path_without_a_folder_is_refused_before_the_training(
+    cell: Cells, tmp_path: Path, folder: str
+) -> None:
     (tmp_path / "file").touch()
     nbddp.export(cell("def train(): print('hours')").train, tmp_path / "job.nbddp")
     ended = alone(tmp_path / "job.nbddp", "--result", tmp_path / folder / "r")
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == f"nbddp: --result: there is no folder {tmp_path}/{folder}; make it first\n"
+    assert ended.stderr == f"nbddp: --result: the folder {tmp_path}/{folder} does not exist; create it first\n"
 
 
 # ---------------------------------------------------------------------------- restarts
@@ -383,7 +393,7 @@ def train(snapshot, steps=20):
 """
 
 
-def test_a_rank_killed_under_torchrun_is_in_one_curve(cell: Cells, tmp_path: Path) -> None:
+def test_a_rank_killed_and_restarted_under_torchrun_gives_one_curve(cell: Cells, tmp_path: Path) -> None:
     nbddp.export(cell(RESUMES).train, tmp_path / "job.nbddp", (str(tmp_path / "snapshot"),))
     ended = torchrun(
         *(tmp_path / "job.nbddp", "--metrics", tmp_path / "m", "--result", tmp_path / "r"),
@@ -400,7 +410,7 @@ def test_a_rank_killed_under_torchrun_is_in_one_curve(cell: Cells, tmp_path: Pat
     assert restart.reason.startswith("started again 20")
 
 
-def test_a_job_started_again_by_hand_goes_on_in_its_files(cell: Cells, tmp_path: Path) -> None:
+def test_a_job_restarted_by_hand_continues_its_metrics_file(cell: Cells, tmp_path: Path) -> None:
     nbddp.export(cell(RESUMES).train, tmp_path / "job.nbddp", (str(tmp_path / "snapshot"), 8))
     assert alone(tmp_path / "job.nbddp", "--metrics", tmp_path / "m").returncode == 0
     with open(tmp_path / "m", "ab") as file:
@@ -440,7 +450,7 @@ class Writer:
     """A rank's file of metrics."""
 
     def __init__(self, path: Path, rank: int = 0) -> None:
-        self._path = wire.metrics_path(str(path), rank)
+        self._path = metrics_file.path_of(str(path), rank)
         self._rank = rank
 
     def begin(self, at: float, world_size: int) -> Writer:
@@ -456,7 +466,7 @@ class Writer:
         return self
 
 
-def test_clocks_that_differ_and_ranks_that_missed_an_attempt_are_sorted_out(tmp_path: Path) -> None:
+def test_attempts_are_matched_across_different_clocks_and_missing_ranks(tmp_path: Path) -> None:
     first, second = Writer(tmp_path / "m"), Writer(tmp_path / "m", 1)
     first.begin(1000, 2).log("loss", range(10), 1.0, wire.REDUCE_SUM)
     second.begin(997, 2).log("loss", range(10), 1.0, wire.REDUCE_SUM)
@@ -468,7 +478,7 @@ def test_clocks_that_differ_and_ranks_that_missed_an_attempt_are_sorted_out(tmp_
     assert [restart.step for restart in history.restarts] == [5, 5]
 
 
-def test_ranks_that_are_not_among_those_that_go_on_are_not_waited_for(tmp_path: Path) -> None:
+def test_metrics_do_not_wait_for_ranks_that_a_restart_left_out(tmp_path: Path) -> None:
     for rank in range(3):
         Writer(tmp_path / "m", rank).begin(1000, 3).log("loss", range(10), 1.0, wire.REDUCE_SUM)
     for at in (1100, 1200):
@@ -481,7 +491,7 @@ def test_ranks_that_are_not_among_those_that_go_on_are_not_waited_for(tmp_path: 
     assert len(history.ranks) == 3
 
 
-def test_a_rank_whose_file_is_missing_is_told_of(tmp_path: Path) -> None:
+def test_missing_metrics_files_of_ranks_are_warned_about(tmp_path: Path) -> None:
     Writer(tmp_path / "m").begin(1000, 4).log("loss", range(3), 1.0, wire.REDUCE_SUM)
     with pytest.warns(
         UserWarning, match=r"no metrics of 3 ranks, the first is 1: .* \(m\.rank1 \.\.\.\) into one folder"
@@ -489,14 +499,14 @@ def test_a_rank_whose_file_is_missing_is_told_of(tmp_path: Path) -> None:
         assert History.load(tmp_path / "m")["loss"].values.tolist() == [1.0] * 3
 
 
-def test_room_that_a_crash_of_the_machine_left_empty_is_no_metric(tmp_path: Path) -> None:
+def test_zeros_left_by_a_machine_crash_are_not_metrics(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "m").begin(1000, 1).log("loss", range(3), 1.0)
     writer._add(b"\0" * 80)
     assert History.load(tmp_path / "m")["loss"].values.tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("content", [b"", b"step,loss\n0,1.5\n", b"\4" * 64])
-def test_another_file_is_no_file_of_metrics_and_stays_as_it_is(cell: Cells, tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_metrics_is_refused_and_left_unchanged(cell: Cells, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m").write_bytes(content)
     with pytest.raises(nbddp.NbddpError, match=r"was not written by python -m nbddp \.\.\. --metrics"):
         History.load(tmp_path / "m")
@@ -505,11 +515,12 @@ def test_another_file_is_no_file_of_metrics_and_stays_as_it_is(cell: Cells, tmp_
     if content:
         nbddp.export(cell("def train(): pass").train, tmp_path / "job.nbddp")
         ended = alone(tmp_path / "job.nbddp", "--metrics", tmp_path / "m")
-        assert ended.stderr == f"nbddp: --metrics: {tmp_path}/m is there and is something else; choose another name\n"
+        refused = f"nbddp: --metrics: {tmp_path}/m exists and is not a file of metrics; choose another name\n"
+        assert ended.stderr == refused
         assert (tmp_path / "m").read_bytes() == content
 
 
-def test_a_file_of_metrics_in_the_format_of_0_1_is_refused_with_its_reason(tmp_path: Path) -> None:
+def test_metrics_in_the_format_of_0_1_are_refused_with_the_reason(tmp_path: Path) -> None:
     begin = struct.pack("<B7sQQd", wire.KIND_BEGIN, b"nbddp-1", 1, 0, 1000.0)
     (tmp_path / "m").write_bytes(begin + struct.pack("<BBHfqdd", 1, 0, 0, 1.0, 0, 1.5, 1000.0))
     with pytest.raises(nbddp.NbddpError, match=r"was written by another version of nbddp.*load it with"):
@@ -529,18 +540,18 @@ def _value(kind: int = wire.KIND_METRIC, op: int = 0, ident: int = 0, value: flo
 
 
 DAMAGED = {
-    "there were 8,589,934,592 ranks": _begin(2**33),
-    "there were 0 ranks": _begin(0),
-    "it is of rank 4 of 4": _begin(4, 4),
-    "began at nan s": _begin(at=float("nan")),
-    "without the mark": _begin() + b"\4" * 40,
-    "a value of a name that was not given (record 1 of 2": _begin() + _value() + _name(b"late"),
-    "a value of a name that was not given (record 2 of 2": _begin() + _name(b"of three", 1) + _value(),
+    "a world size of 8,589,934,592": _begin(2**33),
+    "a world size of 0": _begin(0),
+    "rank 4 with a world size of 4": _begin(4, 4),
+    "nan as the unix time": _begin(at=float("nan")),
+    "lacks the mark": _begin() + b"\4" * 40,
+    "a value comes before its name (record 1 of 2": _begin() + _value() + _name(b"late"),
+    "a value comes before its name (record 2 of 2": _begin() + _name(b"of three", 1) + _value(),
     "name 0 is not UTF-8": _begin() + _name(b"\xff"),
-    "name 0 is in it twice": _begin() + _name(b"a") + _name(b"b"),
-    "a record of no kind": _begin() + _name(b"a") + _value(9),
-    "a reduce= that there is not": _begin() + _name(b"a") + _value(op=7),
-    "a count that is not a number": _begin() + _name(b"a") + _value(wire.KIND_PROGRESS, value=float("inf")),
+    "name 0 is defined twice": _begin() + _name(b"a") + _name(b"b"),
+    "a record is of an unknown kind": _begin() + _name(b"a") + _value(9),
+    "an unknown reduce=": _begin() + _name(b"a") + _value(op=7),
+    "a count is out of range": _begin() + _name(b"a") + _value(wire.KIND_PROGRESS, value=float("inf")),
 }
 
 
@@ -548,7 +559,7 @@ DAMAGED = {
 @pytest.mark.parametrize("rank", [0, 5])
 def test_damaged_metrics_are_refused_with_file_and_reason(tmp_path: Path, why: str, rank: int) -> None:
     Writer(tmp_path / "m").begin(1000, 6).log("loss", range(3), 1.0)
-    path = Path(wire.metrics_path(str(tmp_path / "m"), rank))
+    path = Path(metrics_file.path_of(str(tmp_path / "m"), rank))
     path.write_bytes(DAMAGED[why])
     tracemalloc.start()
     try:
@@ -559,7 +570,7 @@ def test_damaged_metrics_are_refused_with_file_and_reason(tmp_path: Path, why: s
         tracemalloc.stop()
 
 
-def test_a_rank_that_was_killed_before_it_began_has_logged_nothing(tmp_path: Path) -> None:
+def test_a_rank_killed_before_it_began_has_no_metrics(tmp_path: Path) -> None:
     Writer(tmp_path / "m").begin(1000, 2).log("loss", range(3), 1.0)
     (tmp_path / "m.rank1").write_bytes(_begin(2, 1)[:30])
     with pytest.warns(UserWarning, match="no metrics of rank 1"):
@@ -569,7 +580,7 @@ def test_a_rank_that_was_killed_before_it_began_has_logged_nothing(tmp_path: Pat
         History.load(tmp_path / "m")
 
 
-def test_a_full_disk_ends_the_curves_and_not_the_training(cell: Cells, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_metrics_and_not_the_training(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import resource, nbddp
         from nbddp.worker import metrics
@@ -586,7 +597,7 @@ def test_a_full_disk_ends_the_curves_and_not_the_training(cell: Cells, tmp_path:
     nbddp.export(names.train, tmp_path / "job.nbddp")
     ended = alone(tmp_path / "job.nbddp", "--metrics", tmp_path / "m", "--result", tmp_path / "r")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.startswith("nbddp: nothing more goes into the file of metrics: [Errno ")
+    assert ended.stderr.startswith("nbddp: stopped writing metrics to the file: [Errno ")
     assert ended.stderr.count("\n") == 1
     assert nbddp.load_result(tmp_path / "r") == "trained"
     history = History.load(tmp_path / "m")
@@ -597,7 +608,7 @@ def test_a_full_disk_ends_the_curves_and_not_the_training(cell: Cells, tmp_path:
 # ---------------------------------------------------------------------------- what is refused
 
 
-def test_what_only_a_notebooks_ranks_can_be_given_is_named(tmp_path: Path) -> None:
+def test_objects_that_only_a_notebooks_ranks_can_share_are_refused_by_name(tmp_path: Path) -> None:
     """In a process of its own: semaphores and shared tensors live as long as somebody knows them."""
     ended = script(
         """
@@ -630,7 +641,7 @@ def test_what_only_a_notebooks_ranks_can_be_given_is_named(tmp_path: Path) -> No
     assert not os.listdir(tmp_path)
 
 
-def test_what_cannot_be_called_is_refused_at_once(cell: Cells, tmp_path: Path) -> None:
+def test_a_function_that_cannot_be_called_as_given_is_refused_at_once(cell: Cells, tmp_path: Path) -> None:
     train = cell("def train(epochs): pass").train
     for bad in (lambda: nbddp.export(train, tmp_path / "job"), lambda: nbddp.export(None, tmp_path / "job")):
         with pytest.raises(nbddp.LaunchError):
@@ -649,7 +660,7 @@ def test_a_failed_export_leaves_the_old_file(cell: Cells, tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["job.nbddp"]
 
 
-def test_a_job_is_its_owners_alone(cell: Cells, tmp_path: Path) -> None:
+def test_a_job_file_is_readable_only_by_its_owner(cell: Cells, tmp_path: Path) -> None:
     """Whoever can write it runs code as the one who starts it, and the notebook's data are in it."""
     before = os.umask(0)
     try:
@@ -678,7 +689,7 @@ def tampered(path: Path, **versions: str) -> None:
     path.write_bytes(with_head(path.read_bytes(), lambda head: {**head, "versions": head["versions"] | versions}))
 
 
-def test_another_version_is_refused_in_one_line(cell: Cells, tmp_path: Path) -> None:
+def test_a_job_of_other_versions_is_refused_in_one_line(cell: Cells, tmp_path: Path) -> None:
     path = tmp_path / "job.nbddp"
     nbddp.export(cell("def train(): return 1").train, path)
     tampered(path)
@@ -688,8 +699,8 @@ def test_another_version_is_refused_in_one_line(cell: Cells, tmp_path: Path) -> 
     assert ended.returncode == 1
     here = f"Python {sys.version_info[0]}.{sys.version_info[1]}, torch {torch.__version__.partition('+')[0]}"
     assert ended.stderr == (
-        f"nbddp: {path} was written with Python 2.7, torch 1.0, and here is {here}: what one pickles, another may not "
-        "read. Install the same versions here, or write it anew\n"
+        f"nbddp: {path} was written with Python 2.7, torch 1.0, but {here} is installed here, which may not be "
+        "able to read it. Install the same versions here, or write the file again\n"
     )
 
 
@@ -706,10 +717,12 @@ class Planted:
 @pytest.fixture
 def planted(cell: Cells, tmp_path: Path) -> tuple[dict[str, Path], Path]:
     """A job and a result, and the folder that unpickling either makes."""
-    files = {jobfile.JOB: tmp_path / "job.nbddp", jobfile.RESULT: tmp_path / "result.nbddp"}
+    files = {job_file.JOB: tmp_path / "job.nbddp", job_file.RESULT: tmp_path / "result.nbddp"}
     thing = Planted(tmp_path / "unpickled")
-    nbddp.export(cell("def train(x): pass").train, files[jobfile.JOB], (thing,))
-    jobfile.write(files[jobfile.RESULT], jobfile.RESULT, "train", lambda fd: payload.pack(thing, fd, back=True).nbytes)
+    nbddp.export(cell("def train(x): pass").train, files[job_file.JOB], (thing,))
+    job_file.write(
+        files[job_file.RESULT], job_file.RESULT, "train", lambda fd: payload.pack(thing, fd, back=True).nbytes
+    )
     return files, tmp_path / "unpickled"
 
 
@@ -736,21 +749,21 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "a size that is a text": lambda whole: with_head(whole, lambda head: {**head, "nbytes": "1"}),
     "versions that are a list": lambda whole: with_head(whole, lambda head: {**head, "versions": [1]}),
 }
-WRITERS = {jobfile.JOB: "nbddp.export()", jobfile.RESULT: "python -m nbddp ... --result"}
+WRITERS = {job_file.JOB: "nbddp.export()", job_file.RESULT: "python -m nbddp ... --result"}
 
 
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("kind", WRITERS)
-def test_a_broken_file_is_unpickled_or_not_told_of(
+def test_a_broken_file_is_refused_and_not_unpickled(
     planted: tuple[dict[str, Path], Path], in_folder: Path, kind: str, how: str
 ) -> None:
     files, unpickled = planted
     path = files[kind]
     path.write_bytes(BROKEN[how](path.read_bytes()))
-    told = re.escape(f"{path} was not written by {WRITERS[kind]}, or is cut off")
+    told = re.escape(f"{path} was not written by {WRITERS[kind]}, or is truncated")
     with pytest.raises(nbddp.NbddpError, match=told):
-        jobfile.open_block(path, kind)
-    if kind == jobfile.RESULT:
+        job_file.open_block(path, kind)
+    if kind == job_file.RESULT:
         with pytest.raises(nbddp.NbddpError, match=told):
             nbddp.load_result(path)
     assert not unpickled.exists()
@@ -765,61 +778,65 @@ class Raising:
 
 def test_a_result_that_cannot_be_unpickled_is_one_error_with_file_and_cause(tmp_path: Path) -> None:
     path = tmp_path / "r"
-    jobfile.write(path, jobfile.RESULT, "train", lambda fd: payload.pack(Raising(), fd, back=True).nbytes)
+    job_file.write(path, job_file.RESULT, "train", lambda fd: payload.pack(Raising(), fd, back=True).nbytes)
     with pytest.raises(nbddp.PayloadError, match=f"^{path} cannot be unpacked here: KeyError: 'weights'"):
         nbddp.load_result(path)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_a_flipped_bit_is_found_before_anything_is_unpickled(planted: tuple[dict[str, Path], Path], kind: str) -> None:
+def test_a_flipped_bit_is_refused_before_anything_is_unpickled(
+    planted: tuple[dict[str, Path], Path], kind: str
+) -> None:
     files, unpickled = planted
     whole = bytearray(files[kind].read_bytes())
     for at in range(0, len(whole) - 13, 7):  # the mark has an error of its own
         whole[at] ^= 1
         files[kind].write_bytes(whole)
         with pytest.raises(nbddp.NbddpError, match="was not written by"):
-            jobfile.open_block(files[kind], kind)
+            job_file.open_block(files[kind], kind)
         whole[at] ^= 1
     assert not unpickled.exists()
 
 
-def test_a_file_of_the_format_before_is_refused_with_its_reason(planted: tuple[dict[str, Path], Path]) -> None:
-    path = planted[0][jobfile.RESULT]
+def test_a_result_of_an_older_format_is_refused_with_the_reason(planted: tuple[dict[str, Path], Path]) -> None:
+    path = planted[0][job_file.RESULT]
     path.write_bytes(path.read_bytes()[:-13] + b"nbddp file 1\n")
-    with pytest.raises(nbddp.NbddpError, match="was written by another version of nbddp, in another format"):
+    with pytest.raises(nbddp.NbddpError, match="was written by a version of nbddp with another format"):
         nbddp.load_result(path)
 
 
-def test_the_whole_file_would_have_been_unpickled(planted: tuple[dict[str, Path], Path]) -> None:
+def test_an_unbroken_file_is_unpickled(planted: tuple[dict[str, Path], Path]) -> None:
     files, unpickled = planted
-    nbddp.load_result(files[jobfile.RESULT])
+    nbddp.load_result(files[job_file.RESULT])
     assert unpickled.exists()
     unpickled.rmdir()
-    assert alone(files[jobfile.JOB]).returncode == 0
+    assert alone(files[job_file.JOB]).returncode == 0
     assert unpickled.exists()
 
 
 @pytest.mark.parametrize("broken", ["a pickle", "without its first byte", "its first half", "a pickle at its end"])
-def test_a_rank_unpickles_a_broken_job(planted: tuple[dict[str, Path], Path], in_folder: Path, broken: str) -> None:
+def test_a_broken_job_is_refused_and_not_unpickled_by_a_rank(
+    planted: tuple[dict[str, Path], Path], in_folder: Path, broken: str
+) -> None:
     files, unpickled = planted
-    path = files[jobfile.JOB]
+    path = files[job_file.JOB]
     path.write_bytes(BROKEN[broken](path.read_bytes()))
     ended = alone(path)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.startswith(f"nbddp: {path} was not written by nbddp.export(), or is cut off")
+    assert ended.stderr.startswith(f"nbddp: {path} was not written by nbddp.export(), or is truncated")
     assert ended.stderr.count("\n") == 1
     assert not unpickled.exists()
 
 
-def test_a_job_is_taken_for_a_result_or_a_result_for_a_job(planted: tuple[dict[str, Path], Path]) -> None:
+def test_a_job_is_refused_as_a_result_and_a_result_as_a_job(planted: tuple[dict[str, Path], Path]) -> None:
     files, unpickled = planted
     with pytest.raises(nbddp.NbddpError, match="was not written by python -m nbddp"):
-        nbddp.load_result(files[jobfile.JOB])
-    assert "was not written by nbddp.export()" in alone(files[jobfile.RESULT]).stderr
+        nbddp.load_result(files[job_file.JOB])
+    assert "was not written by nbddp.export()" in alone(files[job_file.RESULT]).stderr
     assert not unpickled.exists()
 
 
-def test_a_job_that_is_not_there_is_told_of_by_a_traceback(tmp_path: Path) -> None:
+def test_a_missing_job_file_is_reported_in_one_line(tmp_path: Path) -> None:
     ended = alone(tmp_path / "none")
     assert ended.returncode == 1
     assert ended.stderr == f"nbddp: [Errno 2] No such file or directory: '{tmp_path}/none'\n"
@@ -844,7 +861,7 @@ def test_a_module_beside_the_notebook_is_found_and_a_missing_one_is_named(
     del sys.modules["datautils_of_job"]
 
 
-def test_a_module_beside_the_notebook_hides_an_installed_one(
+def test_a_module_beside_the_notebook_takes_precedence_over_an_installed_one(
     cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hydra.py").write_text("where = 'beside the notebook'\n")
@@ -856,7 +873,7 @@ def test_a_module_beside_the_notebook_hides_an_installed_one(
     assert nbddp.load_result(tmp_path / "r") == "beside the notebook"
 
 
-def test_large_data_arrives_and_is_not_written_to(cell: Cells, tmp_path: Path) -> None:
+def test_large_data_arrives_and_the_job_file_is_not_changed(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import numpy as np
         big = np.arange(1_000_000)
@@ -873,7 +890,7 @@ def test_large_data_arrives_and_is_not_written_to(cell: Cells, tmp_path: Path) -
     assert names.big[-1] == 999_999
 
 
-def test_workers_of_a_dataloader_get_the_notebooks_classes(cell: Cells, tmp_path: Path) -> None:
+def test_dataloader_workers_find_the_notebooks_classes(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import torch
         class Squares(torch.utils.data.Dataset):

@@ -1,4 +1,4 @@
-"""A run stands still, and nobody can say why."""
+"""A stalled run says which rank is where, and a working run is not reported as stalled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nbddp
-from nbddp.kernel.history import History
+from nbddp.history.history import History
 from tests.support import Cells, Notebook, run, start, wait_until
 
 UNEVEN = """
@@ -26,7 +26,7 @@ UNEVEN = """
 """
 
 
-def test_uneven_batches_are_named(cell: Cells) -> None:
+def test_uneven_batches_are_named_as_the_likely_cause(cell: Cells) -> None:
     going = start(cell(UNEVEN).train, [3, 5, 5], nprocs=3)
     expected = re.compile(
         r"rank 0 has finished after step 2; ranks 1 and 2 are in (backward|DDP's forward) after step [23] "
@@ -37,7 +37,7 @@ def test_uneven_batches_are_named(cell: Cells) -> None:
     going.stop(0)
 
 
-def test_ranks_that_train_well_are_accused(cell: Cells, in_folder: Path) -> None:
+def test_ranks_that_make_progress_are_not_called_stalled(cell: Cells, in_folder: Path) -> None:
     names = cell("""
         import nbddp, os, torch
         def train():
@@ -70,7 +70,7 @@ def test_ranks_that_train_well_are_accused(cell: Cells, in_folder: Path) -> None
     going.stop(0)
 
 
-def test_a_model_that_some_ranks_alone_wrap(cell: Cells) -> None:
+def test_a_model_that_only_some_ranks_wrap_is_located_in_ddps_constructor(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch, time
         def train():
@@ -82,7 +82,7 @@ def test_a_model_that_some_ranks_alone_wrap(cell: Cells) -> None:
     going.stop(0)
 
 
-def test_a_timeout_of_the_users_own_is_taken_for_a_collectives(cell: Cells) -> None:
+def test_a_users_timeouterror_is_not_reported_as_a_collectives(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -94,7 +94,9 @@ def test_a_timeout_of_the_users_own_is_taken_for_a_collectives(cell: Cells) -> N
     assert raised.value.where == ""
 
 
-def test_an_interrupt_of_a_look_loses_metrics(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_runs_own_thread_feeds_metrics_while_stacks_are_read(
+    cell: Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the run's own thread takes metrics in; the notebook's may be interrupted anywhere."""
     fed_by = set()
     feed = History.feed
@@ -127,7 +129,7 @@ def test_ranks_in_different_collectives_are_named(cell: Cells) -> None:
     going.stop(0)
 
 
-def test_one_that_is_late_is_not_called_uneven(cell: Cells) -> None:
+def test_a_late_rank_is_not_called_uneven(cell: Cells) -> None:
     names = cell("""
         import nbddp, time
         def load(): time.sleep(1000)
@@ -143,7 +145,7 @@ def test_one_that_is_late_is_not_called_uneven(cell: Cells) -> None:
     going.stop(0)
 
 
-def test_a_hang_shows_by_itself_and_goes_when_it_is_over(cell: Cells, in_folder: Path) -> None:
+def test_a_stall_is_reported_unasked_and_withdrawn_when_it_is_over(cell: Cells, in_folder: Path) -> None:
     names = cell("""
         import nbddp, os, time
         def train():
@@ -155,7 +157,7 @@ def test_a_hang_shows_by_itself_and_goes_when_it_is_over(cell: Cells, in_folder:
     """)
     began = time.monotonic()
     going = start(names.train, stall_after=1)
-    told = wait_until(lambda: going._source.status().hang, 30)
+    told = wait_until(lambda: going._viewable.status().hang, 30)
     assert time.monotonic() - began >= 1
     expected = (
         "Nothing has been logged or printed for 1 s: rank 0 waits in barrier (train, line 6); rank 1 is in train, "
@@ -164,15 +166,15 @@ def test_a_hang_shows_by_itself_and_goes_when_it_is_over(cell: Cells, in_folder:
     assert "    nbddp.barrier()" in told
     assert going.state == "running"  # telling changes nothing
     Path("go_on").touch()
-    wait_until(lambda: not going._source.status().hang)
-    again = wait_until(lambda: going._source.status().hang)
+    wait_until(lambda: not going._viewable.status().hang)
+    again = wait_until(lambda: going._viewable.status().hang)
     assert "both ranks are in train, line 8\n\nranks 0 and 1 are here (most recent call last)" in again
     Path("leave").touch()
     assert going.wait().state == "finished"
-    assert not going._source.status().hang
+    assert not going._viewable.status().hang
 
 
-def test_a_rank_that_logs_is_no_hang(cell: Cells) -> None:
+def test_a_run_in_which_one_rank_logs_is_not_a_stall(cell: Cells) -> None:
     names = cell("""
         import nbddp, time
         def train():
@@ -183,26 +185,26 @@ def test_a_rank_that_logs_is_no_hang(cell: Cells) -> None:
     going = start(names.train, stall_after=3)
     told = []
     while going.state == "running":
-        told.append(going._source.status().hang)
+        told.append(going._viewable.status().hang)
         time.sleep(0.05)
     assert going.state == "finished"
     assert not any(told)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, "60", True])
-def test_an_odd_stall_after_is_refused(seconds: object) -> None:
+def test_an_invalid_stall_after_is_refused(seconds: object) -> None:
     with pytest.raises(nbddp.LaunchError, match="stall_after"):
         nbddp.run(print, stall_after=seconds, device="cpu")  # type: ignore[arg-type]
 
 
-def test_no_stall_after_never_tells(cell: Cells) -> None:
+def test_with_stall_after_none_no_stall_is_reported(cell: Cells) -> None:
     names = cell("import time\ndef train(): time.sleep(1.5)")
     going = start(names.train, stall_after=None)
     going.wait()
-    assert not going._source.status().hang
+    assert not going._viewable.status().hang
 
 
-def test_a_collective_that_times_out_tells_who_was_missing(cell: Cells) -> None:
+def test_a_collective_that_times_out_names_the_missing_rank(cell: Cells) -> None:
     names = cell("""
         import nbddp, time, torch, torch.distributed as dist
         def nap(): time.sleep(1000)
@@ -220,7 +222,7 @@ def test_a_collective_that_times_out_tells_who_was_missing(cell: Cells) -> None:
     assert raised.value.where in "\n".join(raised.value._render_traceback_())
 
 
-def test_an_ordinary_failure_says_nothing_of_the_others(cell: Cells) -> None:
+def test_an_ordinary_failure_does_not_mention_the_other_ranks(cell: Cells) -> None:
     names = cell("import nbddp\ndef train():\n    if nbddp.rank() == 1: raise ValueError('boom')\n    nbddp.barrier()")
     with pytest.raises(nbddp.RankError, match="boom") as raised:
         run(names.train)
@@ -228,24 +230,24 @@ def test_an_ordinary_failure_says_nothing_of_the_others(cell: Cells) -> None:
     assert str(raised.value) == "rank 1 of 2 failed: ValueError: boom"
 
 
-def test_a_timeout_tells_where_the_ranks_were(cell: Cells) -> None:
+def test_a_timeout_says_where_the_ranks_were(cell: Cells) -> None:
     names = cell("import nbddp, time\ndef train():\n    if nbddp.rank(): time.sleep(99)\n    nbddp.barrier()")
     expected = r"It was here: rank 0 waits in barrier \(train, line 4\); rank 1 is in train, line 3\n"
     with pytest.raises(nbddp.RunTimeout, match=expected):
         run(names.train, timeout=4.5)
 
 
-def test_a_stopped_process_gives_no_answer(cell: Cells) -> None:
+def test_a_suspended_rank_is_reported_as_giving_no_answer(cell: Cells) -> None:
     names = cell("import nbddp\ndef train():\n    if nbddp.rank(): nbddp.barrier()\n    while True: pass")
     going = start(names.train)
-    os.kill(going._supervisor.pids()[1], signal.SIGSTOP)
+    os.kill(going.pids[1], signal.SIGSTOP)
     wait_until(lambda: going.stacks().split("\n")[0] == "rank 0 is in train, line 4; rank 1 gives no answer")
     began = time.monotonic()
     going.stop(0.5)  # and does not keep the stop waiting
     assert time.monotonic() - began < 10
 
 
-def test_an_interrupt_says_where_it_was(notebook: Notebook) -> None:
+def test_an_interrupt_says_where_each_rank_was(notebook: Notebook) -> None:
     running = notebook.begin("""
         import nbddp, time
         def train():

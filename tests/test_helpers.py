@@ -1,4 +1,4 @@
-"""``rank log progress wrap loader reduce ...``: right on every rank, and in the notebook as rank 0 of 1."""
+"""``rank log progress wrap loader reduce ...``: on every rank, and in the notebook as rank 0 of 1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support import Cells, run, script
 # ---------------------------------------------------------------------------- where am I
 
 
-def test_names_on_every_rank(cell: Cells) -> None:
+def test_rank_world_size_and_device_are_right_on_every_rank(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -33,7 +33,7 @@ def test_names_on_every_rank(cell: Cells) -> None:
     assert [done.logs(i) for i in range(3)] == ["only rank 0 says 0\n", "", ""]
 
 
-def test_the_function_is_an_ordinary_function_in_the_notebook(cell: Cells, capsys: Any, in_folder: Path) -> None:
+def test_a_function_runs_in_the_notebook_as_rank_0_of_1(cell: Cells, capsys: Any, in_folder: Path) -> None:
     """Rank 0 of 1: called directly, a debugger steps through it."""
     names = cell("""
         import nbddp, torch
@@ -56,7 +56,7 @@ def test_the_function_is_an_ordinary_function_in_the_notebook(cell: Cells, capsy
     assert nbddp.load_snapshot("missing.pt") is None
 
 
-def test_reduce_gather_barrier(cell: Cells) -> None:
+def test_reduce_gather_and_barrier_give_the_right_values(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train():
@@ -89,35 +89,42 @@ SUMS = {
     "ints beyond 64 bits": ("2**62 + 1", "2**70", 2**70 + 2**62 + 1),
     "numpy's ints": ("np.int64(2**53 + 1)", "np.int64(0)", 2**53 + 1),
     "fractions": ("Fraction(1, 3)", "1", Fraction(4, 3)),
-    "an int too large for a float": ("10**400", "0.5", "OverflowError: reduce(): rank 0 has int of 1329 bits, rank 1 "
+    "an int too large for a float": ("10**400", "0.5",
+        "OverflowError: all_reduce(): rank 0 has int of 1329 bits, rank 1 "
         "has float 0.5: int too large to convert to float"),
-    "a number beside a tensor": ("0", "torch.ones(3)", "TypeError: reduce(): rank 0 has int 0, rank 1 has float32 "
-        "tensor of shape (3,); every rank has to bring a number, or a tensor of the same dtype"),
-    "int32 beside float32": ("torch.ones(2).int()", "torch.ones(2)", "TypeError: reduce(): rank 0 has int32 tensor of "
-        "shape (2,), rank 1 has float32 tensor of shape (2,); every rank has to bring a number, or a tensor of the "
+    "a number beside a tensor": ("0", "torch.ones(3)", "TypeError: all_reduce(): rank 0 has int 0, rank 1 has float32 "
+        "tensor of shape (3,); all ranks must pass numbers, or tensors of the same dtype"),
+    "int32 beside float32": ("torch.ones(2).int()", "torch.ones(2)",
+        "TypeError: all_reduce(): rank 0 has int32 tensor of "
+        "shape (2,), rank 1 has float32 tensor of shape (2,); all ranks must pass numbers, or tensors of the "
         "same dtype"),
-    "float32 beside float64": ("torch.ones(2)", "torch.ones(2).double()", "TypeError: reduce(): rank 0 has float32 "
-        "tensor of shape (2,), rank 1 has float64 tensor of shape (2,); every rank has to bring a number, or a tensor "
+    "float32 beside float64": ("torch.ones(2)", "torch.ones(2).double()", "TypeError: all_reduce(): rank 0 has float32 "
+        "tensor of shape (2,), rank 1 has float64 tensor of shape (2,); all ranks must pass numbers, or tensors "
         "of the same dtype"),
-    "shapes of equal size": ("torch.ones(2, 3)", "torch.ones(3, 2)", "ValueError: reduce(): rank 0 has float32 tensor "
-        "of shape (2, 3), rank 1 has float32 tensor of shape (3, 2); every rank has to bring a tensor of the same "
+    "shapes of equal size": ("torch.ones(2, 3)", "torch.ones(3, 2)",
+        "ValueError: all_reduce(): rank 0 has float32 tensor "
+        "of shape (2, 3), rank 1 has float32 tensor of shape (3, 2); all ranks must pass tensors of the same "
         "shape"),
     "a transposed matrix": ("torch.arange(6.).reshape(2, 3)", "torch.arange(6.).reshape(3, 2).t()",
         [[0.0, 3.0, 6.0], [4.0, 7.0, 10.0]]),
     "int8 in range": ("torch.tensor([100], dtype=torch.int8)", "torch.tensor([-100], dtype=torch.int8)", [0]),
     "int8 out of range": ("torch.tensor([100], dtype=torch.int8)", "torch.tensor([100], dtype=torch.int8)",
-        "OverflowError: reduce(): the sum over 2 ranks is too large for torch.int8; pass x.long()"),
-    "bools": ("torch.tensor([True])", "torch.tensor([True])", "ValueError: the sum of torch.bool is not of that type; "
+        "OverflowError: all_reduce(): the sum over 2 ranks is too large for torch.int8; pass x.long()"),
+    "bools": ("torch.tensor([True])", "torch.tensor([True])",
+        "ValueError: the sum of torch.bool tensors does not have that "
+        "dtype; "
         "pass x.long(), or op='max' for any()"),
-    "sparse on one rank": ("torch.eye(2).to_sparse()", "torch.eye(2)", "TypeError: reduce() on rank 0: reduce() takes "
+    "sparse on one rank": ("torch.eye(2).to_sparse()", "torch.eye(2)",
+        "TypeError: all_reduce() on rank 0: all_reduce() takes "
         "dense tensors, not a sparse_coo one; pass x.to_dense(), x.dequantize() or the like"),
-    "meta": ("torch.eye(2, device='meta')", "torch.eye(2, device='meta')", "TypeError: reduce() takes dense tensors, "
+    "meta": ("torch.eye(2, device='meta')", "torch.eye(2, device='meta')",
+        "TypeError: all_reduce() takes dense tensors, "
         "not a meta one; pass x.to_dense(), x.dequantize() or the like"),
-    "text": ("'2.5'", "2.5", "TypeError: reduce() on rank 0: reduce() takes a number or a tensor, not str"),
+    "text": ("'2.5'", "2.5", "TypeError: all_reduce() on rank 0: all_reduce() takes a number or a tensor, not str"),
 }  # fmt: skip
 
 
-def test_a_sum_is_that_of_one_process_or_the_same_error_on_every_rank(cell: Cells) -> None:
+def test_a_sum_is_what_one_process_computes_or_the_same_error_on_every_rank(cell: Cells) -> None:
     names = cell("""
         import nbddp, numpy as np, torch
         from fractions import Fraction
@@ -137,7 +144,7 @@ def test_a_sum_is_that_of_one_process_or_the_same_error_on_every_rank(cell: Cell
         assert [type(result) for result in value] == [type(result) for result in expected.values()]
 
 
-def test_a_result_has_the_memory_order_of_ones_own_tensor(cell: Cells) -> None:
+def test_a_reduced_tensor_has_the_memory_format_of_the_ranks_own(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train():
@@ -152,7 +159,7 @@ def test_a_result_has_the_memory_order_of_ones_own_tensor(cell: Cells) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 1000])  # with the description, and after it
-def test_a_mean_overflows_only_where_it_does_not_fit(cell: Cells, size: int) -> None:
+def test_a_mean_that_fits_its_dtype_does_not_overflow(cell: Cells, size: int) -> None:
     names = cell("""
         import nbddp, torch
         def train(size):
@@ -185,7 +192,7 @@ def test_nan_on_any_rank_is_nan_in_min_and_max_on_all(cell: Cells, size: int) ->
         assert plain == [-1.0, 1.0]
 
 
-def test_ranks_that_make_different_calls_are_told_which(cell: Cells) -> None:
+def test_different_calls_on_different_ranks_raise_an_error_that_names_them(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train(calls):
@@ -198,12 +205,12 @@ def test_ranks_that_make_different_calls_are_told_which(cell: Cells) -> None:
         (
             "nbddp.reduce(1, 'sum')",
             "nbddp.reduce(1, 'max')",
-        ): "rank 0 calls reduce(x, 'sum'), rank 1 calls reduce(x, 'max')",
-        ("nbddp.gather(1)", "nbddp.reduce(1)"): "rank 0 calls gather(x), rank 1 calls reduce(x, 'mean')",
+        ): "rank 0 calls all_reduce(x, 'sum'), rank 1 calls all_reduce(x, 'max')",
+        ("nbddp.gather(1)", "nbddp.reduce(1)"): "rank 0 calls all_gather(x), rank 1 calls all_reduce(x, 'mean')",
         (
             "nbddp.reduce(1, 'median')",
             "nbddp.reduce(1)",
-        ): "rank 0 calls reduce(x, 'median'), rank 1 calls reduce(x, 'mean')",
+        ): "rank 0 calls all_reduce(x, 'median'), rank 1 calls all_reduce(x, 'mean')",
     }.items():
         first, second = run(names.train, calls).values
         assert first == second
@@ -238,7 +245,7 @@ def test_helpers_without_a_group_say_what_to_do(cell: Cells) -> None:
         run(names.odd)
 
 
-def test_wrap_keeps_gradients_in_step(cell: Cells) -> None:
+def test_wrap_keeps_the_weights_of_all_ranks_equal(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train():
@@ -262,7 +269,7 @@ def test_wrap_keeps_gradients_in_step(cell: Cells) -> None:
 
 @pytest.mark.parametrize("size", [24, 25])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_loader_shards_without_gap_and_reshuffles_every_epoch(cell: Cells, size: int, shuffle: bool) -> None:
+def test_loader_shards_cover_the_data_and_reshuffle_every_epoch(cell: Cells, size: int, shuffle: bool) -> None:
     names = cell("""
         import nbddp, torch
         def train(size, shuffle):
@@ -280,7 +287,7 @@ def test_loader_shards_without_gap_and_reshuffles_every_epoch(cell: Cells, size:
     assert {value[1:] for value in values} == {(math.ceil(share / 4), 4)}
 
 
-def test_split_batch_is_the_global_batch(cell: Cells) -> None:
+def test_split_batch_divides_the_batch_among_the_ranks(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train(batch): return nbddp.loader(torch.arange(12), batch_size=batch, split_batch=True).batch_size
@@ -290,13 +297,13 @@ def test_split_batch_is_the_global_batch(cell: Cells) -> None:
             nbddp.loader(Stream())
     """)
     assert run(names.train, 8).values == [4, 4]
-    with pytest.raises(nbddp.RankError, match="does not divide by 2"):
+    with pytest.raises(nbddp.RankError, match="is not divisible by 2"):
         run(names.train, 9)
     with pytest.raises(nbddp.RankError, match="IterableDataset"):
         run(names.stream)
 
 
-def test_loader_with_workers_and_set_epoch(cell: Cells) -> None:
+def test_a_loader_gives_the_same_epochs_with_workers_and_set_epoch(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train():
@@ -337,7 +344,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize(("look", "workers"), [*((look, 0) for look in LOOKS), ("one batch", 1)])
-def test_a_rank_may_look_at_a_batch_alone(cell: Cells, look: str, workers: int) -> None:
+def test_one_rank_can_look_at_a_batch_without_changing_the_epoch(cell: Cells, look: str, workers: int) -> None:
     """What follows is the same epoch on every rank."""
     names = cell("""
         import nbddp, torch, warnings
@@ -372,7 +379,7 @@ def share(size: int, ranks: int, rank: int, epoch: int, seed: int) -> list[int]:
     return list(sampler)
 
 
-def test_passes_that_are_left_early_go_through_all_data_and_then_reshuffle(cell: Cells) -> None:
+def test_passes_that_end_early_go_through_all_data_and_then_reshuffle(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train(batches):
@@ -407,7 +414,7 @@ def test_without_shuffle_every_pass_begins_at_the_start(cell: Cells) -> None:
     ]
 
 
-def test_set_epoch_begins_that_epoch_whatever_a_rank_has_looked_at(cell: Cells) -> None:
+def test_set_epoch_starts_that_epoch_whatever_a_rank_has_iterated(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train():
@@ -420,7 +427,7 @@ def test_set_epoch_begins_that_epoch_whatever_a_rank_has_looked_at(cell: Cells) 
 
 
 @pytest.mark.parametrize("group", ["ready-made", "the function's own"])
-def test_ranks_in_different_epochs_are_told(cell: Cells, group: str) -> None:
+def test_ranks_in_different_epochs_are_warned_once(cell: Cells, group: str) -> None:
     names = cell("""
         import nbddp, torch
         def train(make):
@@ -435,12 +442,12 @@ def test_ranks_in_different_epochs_are_told(cell: Cells, group: str) -> None:
     done = run(names.train, group != "ready-made", init=group == "ready-made", timeout=60)
     said = done.logs(0) + done.logs(1)
     assert said.count("UserWarning") == 1
-    one, other = "rank 0 is in epoch 1 and rank 1 in epoch 0", "rank 1 is in epoch 0 and rank 0 in epoch 1"
+    one, other = "rank 0 is in epoch 1, but rank 1 is in epoch 0", "rank 1 is in epoch 0, but rank 0 is in epoch 1"
     assert one in said or other in said
     assert "loader.sampler.set_epoch(epoch) on every rank" in said
 
 
-def test_a_loader_that_one_rank_goes_through_alone_waits_for_nobody_and_is_no_difference(cell: Cells) -> None:
+def test_one_rank_can_iterate_a_loader_alone_without_waiting_or_warning(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train():
@@ -458,7 +465,7 @@ def test_a_loader_that_one_rank_goes_through_alone_waits_for_nobody_and_is_no_di
 # ---------------------------------------------------------------------------- log
 
 
-def test_log_is_in_history_in_order(cell: Cells) -> None:
+def test_the_history_has_logged_values_in_order(cell: Cells) -> None:
     names = cell("""
         import nbddp, numpy, torch
         def train():
@@ -478,7 +485,7 @@ def test_log_is_in_history_in_order(cell: Cells) -> None:
     assert [history[name].values.tolist() for name in ("numpy", "tensor", "flag")] == [[1.5], [2.5], [1.0]]
 
 
-def test_explicit_steps(cell: Cells) -> None:
+def test_log_uses_explicit_steps(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -491,7 +498,7 @@ def test_explicit_steps(cell: Cells) -> None:
     assert history["after"].steps.tolist() == [30]
 
 
-def test_reduce_over_ranks_is_weighted_and_needs_no_collective(cell: Cells) -> None:
+def test_log_with_reduce_is_weighted_and_needs_no_collective(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch.distributed as dist
         def train():
@@ -516,7 +523,7 @@ def test_reduce_over_ranks_is_weighted_and_needs_no_collective(cell: Cells) -> N
     }
 
 
-def test_250_000_points_are_all_there(cell: Cells) -> None:
+def test_all_250_000_points_arrive(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -556,7 +563,7 @@ def test_nothing_logged_is_lost_when_a_rank_dies(cell: Cells, how: str) -> None:
     assert last.history["loss"].values.tolist() == [float(i) for i in range(5000)]
 
 
-def test_log_refuses_what_is_no_number_the_same_in_a_rank_and_here(cell: Cells) -> None:
+def test_log_refuses_non_numbers_alike_in_a_rank_and_in_the_notebook(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train():
@@ -587,7 +594,7 @@ def test_log_refuses_what_is_no_number_the_same_in_a_rank_and_here(cell: Cells) 
     assert done.history.names == []
 
 
-def test_nan_and_infinity_travel(cell: Cells) -> None:
+def test_nan_and_infinity_arrive_in_the_history(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -598,7 +605,7 @@ def test_nan_and_infinity_travel(cell: Cells) -> None:
     np.testing.assert_array_equal(values, [1.0, np.nan, np.inf, -np.inf])
 
 
-def test_log_in_a_dataloader_worker_and_a_thread(cell: Cells) -> None:
+def test_log_works_in_a_thread_and_is_ignored_in_a_dataloader_worker(cell: Cells) -> None:
     """A forked worker has a copy of the pipe: its records must not tear the rank's."""
     names = cell("""
         import nbddp, threading, torch
@@ -624,7 +631,7 @@ def test_log_in_a_dataloader_worker_and_a_thread(cell: Cells) -> None:
     assert "inside" not in history
 
 
-def test_long_and_many_names(cell: Cells) -> None:
+def test_three_hundred_long_names_arrive(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -653,7 +660,7 @@ def test_progress_reaches_the_notebook(cell: Cells) -> None:
     assert (bar.desc, bar.total, bar.done) == ("", 3, 3)
 
 
-def test_progress_that_breaks_off_or_raises(cell: Cells) -> None:
+def test_a_progress_bar_that_breaks_off_or_raises_is_removed(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -672,7 +679,7 @@ def test_progress_that_breaks_off_or_raises(cell: Cells) -> None:
     assert [(bar.desc, bar.done) for bar in bars] == [("c", 2)]
 
 
-def test_samples_are_counted(cell: Cells) -> None:
+def test_samples_of_a_loader_are_counted(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train():
@@ -682,7 +689,7 @@ def test_samples_are_counted(cell: Cells) -> None:
     assert [rank.samples for rank in run(names.train).history.ranks] == [22, 22]
 
 
-def test_log_never_waits_for_a_notebook_that_does_not_read(tmp_path: Path) -> None:
+def test_log_does_not_wait_for_a_suspended_notebook(tmp_path: Path) -> None:
     """The kernel is stopped (SIGSTOP) while a rank logs more than any pipe holds."""
     import subprocess
     import sys
@@ -744,7 +751,7 @@ def test_log_costs_at_most_half_of_tqdm(cell: Cells) -> None:
     raise AssertionError(f"log {ours / 5000 * 1e6:.1f} µs, tqdm {theirs / 5000 * 1e6:.1f} µs a step")
 
 
-def test_seed_of_the_loader_is_the_runs(cell: Cells) -> None:
+def test_the_loaders_seed_is_the_runs(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train(): return torch.cat(list(nbddp.loader(torch.arange(20), 5, shuffle=True))).tolist()
@@ -753,7 +760,7 @@ def test_seed_of_the_loader_is_the_runs(cell: Cells) -> None:
     assert run(names.train, seed=1).values != run(names.train, seed=2).values
 
 
-def test_helpers_find_a_group_of_torchruns(tmp_path: Path) -> None:
+def test_helpers_use_the_group_that_a_torchrun_script_made(tmp_path: Path) -> None:
     """The same script under torchrun: rank and world size are the group's."""
     (tmp_path / "t.py").write_text(
         "import torch.distributed as dist, nbddp\n"
@@ -801,3 +808,67 @@ def test_times_of_the_history_are_unix_seconds(cell: Cells) -> None:
     progress = run(names.train).history.ranks[0]
     assert before - 1 < progress.advanced_at < time.time() + 1
     assert progress.step == 0
+
+
+def test_broadcast_gives_every_rank_the_source_ranks_value(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            r = nbddp.rank()
+            large = torch.arange(1000.0).reshape(50, 20).t() * r
+            cases = [nbddp.broadcast(r), nbddp.broadcast(r * 10, src=2)]
+            cases.append(nbddp.broadcast(torch.full((2,), float(r)), src=1))
+            cases.append(nbddp.broadcast(large if r == 1 else None, src=1))
+            own = torch.ones(3)
+            cases.append(nbddp.broadcast(own).data_ptr() != own.data_ptr())
+            try:
+                nbddp.broadcast(1, src=3)
+            except ValueError as error:
+                return cases, str(error)
+    """)
+    for (zero, twenty, ones, large, copied), refused in run(names.train, nprocs=3).values:
+        assert (zero, twenty, ones.tolist(), copied) == (0, 20, [1.0, 1.0], True)
+        assert torch.equal(large, torch.arange(1000.0).reshape(50, 20).t())
+        assert refused == "src must be a rank, 0 to 2, not 3"
+
+
+def test_ranks_that_name_different_sources_all_learn_it(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            try:
+                nbddp.broadcast(1, src=nbddp.rank())
+            except ValueError as error:
+                return str(error)
+    """)
+    for value in run(names.train).values:
+        assert value.startswith("broadcast(): rank 0 calls broadcast(x, src=0), rank 1 calls broadcast(x, src=1)")
+
+
+def test_all_reduce_and_all_gather_are_reduce_and_gather(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            r = nbddp.rank()
+            return nbddp.all_reduce(r, "sum"), nbddp.reduce(r, "sum"), nbddp.all_gather(r), nbddp.gather(r)
+    """)
+    assert run(names.train, nprocs=3).values == [(3, 3, [0, 1, 2], [0, 1, 2])] * 3
+
+
+def test_main_first_lets_local_rank_0_finish_before_the_others_begin(cell: Cells, tmp_path: Path) -> None:
+    names = cell("""
+        import nbddp, os, time
+        def train(folder):
+            with nbddp.main_first():
+                existed = os.path.exists(f"{folder}/data")
+                if not existed:
+                    time.sleep(0.3)
+                    open(f"{folder}/data", "x").close()
+            return existed
+    """)
+    assert run(names.train, str(tmp_path), nprocs=3).values == [False, True, True]
+
+
+def test_the_collectives_work_in_the_notebook_itself() -> None:
+    with nbddp.main_first():
+        assert (nbddp.broadcast(5), nbddp.all_reduce(5, "sum"), nbddp.all_gather(5)) == (5, 5, [5])

@@ -1,10 +1,10 @@
-"""Metrics as columns, from bytes that are cut anywhere; no process needed."""
+"""Metrics as columns, decoded from bytes that are cut anywhere; no process is needed."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbddp import wire
-from nbddp.kernel.history import History, Restart, Seen
-from nbddp.kernel.records import RECORD_DTYPE
+from nbddp.history.history import Cursor, History, Restart
+from nbddp.history.records import RECORD_DTYPE
+from nbddp.text import fold
 
 
 def _name(ident: int, name: str) -> bytes:
@@ -51,7 +52,7 @@ def test_bytes_cut_anywhere_give_the_same_columns(values: list[float], cuts: lis
 
 
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=120))
-def test_every_name_arrives(name: str) -> None:
+def test_any_name_is_decoded(name: str) -> None:
     history = History(1)
     history.feed(0, _name(7, name) + _point(7, 0, 1.0))
     assert history.names == [name]
@@ -61,7 +62,7 @@ def test_every_name_arrives(name: str) -> None:
     st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.125, 100, width=32)), min_size=2, max_size=5),
     st.randoms(use_true_random=False),
 )
-def test_ranks_combine_in_any_order(points: list[tuple[float, float]], random: object) -> None:
+def test_values_of_ranks_combine_alike_in_any_order(points: list[tuple[float, float]], random: object) -> None:
     order = list(range(len(points)))
     random.shuffle(order)  # type: ignore[attr-defined]
     history = History(len(points))
@@ -92,7 +93,7 @@ def test_a_step_that_one_rank_never_reached_is_combined_at_the_end() -> None:
     assert history["loss"].values.tolist() == [2.0, 3.0]
 
 
-def test_weights_that_add_up_to_nothing_give_nan() -> None:
+def test_weights_that_add_up_to_zero_give_nan() -> None:
     history = History(2)
     for rank in range(2):
         history.feed(rank, _name(0, "loss") + _point(0, 0, 1.0, op=1, weight=0.0))
@@ -108,7 +109,7 @@ def test_the_first_thousand_names_of_a_run_are_kept_and_the_others_counted_once(
     assert (len(history), "step999" in history, "step1000" in history) == (1000, True, False)
     assert history["step3"].values.tolist() == [3.0, 1.5]
     assert history.notices == [
-        "only the first 1,000 metrics are kept; 4,000 more names were logged. Is a name made from a step or a sample?"
+        "only the first 1,000 metrics are kept; 4,000 more names were logged. Is a step or a sample part of a name?"
     ]
     assert history.ranks[0].step == 8000  # a rank's progress counts all the same
 
@@ -147,7 +148,7 @@ def test_csv_and_pandas_have_a_row_per_step(tmp_path: Path) -> None:
     pandas.testing.assert_frame_equal(frame, pandas.read_csv(tmp_path / "h.csv", index_col="step"))
 
 
-def test_an_empty_history(tmp_path: Path) -> None:
+def test_an_empty_history_has_no_names_and_writes_an_empty_csv(tmp_path: Path) -> None:
     history = History(2)
     assert (history.names, len(history), history.latest()) == ([], 0, {})
     assert "nothing logged" in repr(history)
@@ -157,7 +158,7 @@ def test_an_empty_history(tmp_path: Path) -> None:
     assert (tmp_path / "h.csv").read_text().strip() == "step"
 
 
-def test_what_is_handed_out_does_not_change_later() -> None:
+def test_returned_columns_are_copies() -> None:
     history = History(1)
     history.feed(0, _name(0, "loss") + _point(0, 0, 1.0))
     steps, values = history["loss"]
@@ -167,7 +168,7 @@ def test_what_is_handed_out_does_not_change_later() -> None:
     assert history["loss"].values.tolist() == [1.0, 2.0]
 
 
-def test_progress_bars_and_time_left() -> None:
+def test_a_progress_bar_gives_its_rate_and_time_left() -> None:
     history = History(1)
     data = _name(0, "epoch")
     for done in range(6):
@@ -184,8 +185,8 @@ def test_progress_bars_and_time_left() -> None:
     ("text", "expected"),
     [("a\rb", "b"), ("1%\r2%\nnext", "2%\nnext"), ("a\r\nb\r\n", "a\nb\n"), ("plain", "plain"), ("x\r", "x"), ("", "")],
 )
-def test_carriage_returns_fold_as_a_terminal_would(text: str, expected: str) -> None:
-    assert wire.fold(text) == expected
+def test_carriage_returns_are_folded_as_in_a_terminal(text: str, expected: str) -> None:
+    assert fold(text) == expected
 
 
 # ---------------------------------------------------------------------------- restarts
@@ -221,7 +222,7 @@ def test_steps_that_are_repeated_after_a_restart_replace_the_old_ones(op: int, t
     assert history.latest() == {"loss": 6.5}
 
 
-def test_after_a_restart_only_the_present_epochs_steps_are_looked_at() -> None:
+def test_a_restart_replaces_only_steps_of_the_current_epoch() -> None:
     history = History(1)
     _log(history, 0, "loss", [0, 1, 2, 3, 0, 1, 1, 2])
     history.restart()
@@ -234,7 +235,7 @@ def test_after_a_restart_only_the_present_epochs_steps_are_looked_at() -> None:
     assert history["loss"].values.tolist() == [0, 1, 2, 3, 4, 5, 0, 1.5]
 
 
-def test_each_metric_and_each_rank_is_cut_by_its_own_first_step() -> None:
+def test_a_restart_cuts_each_metric_and_rank_at_its_first_new_step() -> None:
     history = History(2)
     for rank in range(2):
         _log(history, rank, "loss", range(100))
@@ -249,7 +250,7 @@ def test_each_metric_and_each_rank_is_cut_by_its_own_first_step() -> None:
     assert history["val"].values.tolist() == [0, 50, 90.5]
 
 
-def test_restarts_on_end_before_anything_is_logged_share_the_next_step() -> None:
+def test_restarts_without_metrics_between_them_share_the_next_step() -> None:
     history = History(1)
     _log(history, 0, "loss", range(5))
     history.restart("first")
@@ -260,7 +261,7 @@ def test_restarts_on_end_before_anything_is_logged_share_the_next_step() -> None
     assert history["loss"].steps.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_after_a_restart_progress_begins_anew() -> None:
+def test_a_restart_resets_progress() -> None:
     history = History(1)
     _log(history, 0, "loss", range(50))
     history.feed(0, _name(1, "epoch") + wire.RECORD.pack(wire.KIND_PROGRESS, 0, 1, False, 0.0, 10, 7, 160.0))
@@ -270,7 +271,7 @@ def test_after_a_restart_progress_begins_anew() -> None:
     assert history.ranks[0].step == 20
 
 
-def test_combined_steps_that_wait_at_a_restart_are_not_combined_with_later_ones() -> None:
+def test_incomplete_steps_at_a_restart_are_not_combined_with_later_ones() -> None:
     history = History(2)
     _log(history, 0, "loss", [0, 1, 2], op=wire.REDUCE_SUM)
     _log(history, 1, "loss", [0, 1], op=wire.REDUCE_SUM)
@@ -285,7 +286,7 @@ def test_combined_steps_that_wait_at_a_restart_are_not_combined_with_later_ones(
 # ---------------------------------------------------------------------------- the band
 
 
-def test_ranks_that_went_with_their_host_are_not_waited_for() -> None:
+def test_combining_does_not_wait_for_ranks_of_a_lost_host() -> None:
     history = History(3)
     for rank in range(3):
         history.feed(rank, _name(0, "loss") + _name(1, "mine"))
@@ -318,7 +319,7 @@ def test_a_step_that_one_rank_skips_does_not_end_the_band() -> None:
     assert (spread.high - spread.low).tolist() == [2.0 if s % 7 else 1.0 for s in range(100)]
 
 
-def test_the_band_waits_for_the_rank_that_is_behind_and_at_the_end_for_none() -> None:
+def test_the_band_waits_for_the_slowest_rank_until_the_end() -> None:
     history = History(3)
     for rank, count in enumerate((10, 6, 10)):
         _log(history, rank, "loss", range(count), offset=float(rank))
@@ -339,7 +340,7 @@ def test_steps_that_begin_again_with_every_epoch_keep_their_band() -> None:
     assert spread.low.tolist() == [s + 10 * epoch for epoch in range(3) for s in (2, 3, 4)]
 
 
-def test_a_rank_that_begins_to_log_later_joins_at_its_own_steps() -> None:
+def test_the_band_starts_where_a_later_rank_begins_to_log() -> None:
     history = History(2)
     for step in range(12):
         history.feed(0, _name(0, "x") + _point(0, step, 10.0 * step))
@@ -353,36 +354,36 @@ def test_a_rank_that_begins_to_log_later_joins_at_its_own_steps() -> None:
 # ---------------------------------------------------------------------------- a view, which has seen a part
 
 
-def test_a_view_is_told_when_what_it_has_seen_was_replaced() -> None:
+def test_a_view_gets_all_points_again_when_old_ones_were_replaced() -> None:
     history = History(2)
     _log(history, 1, "loss", range(4))
-    series, _, seen = history.new_points("loss", Seen())
+    series, _, seen = history.new_points("loss", Cursor())
     assert len(series.steps) == 4
     _log(history, 1, "loss", range(4, 6))
     series, _, again = history.new_points("loss", seen)
     assert (series.steps.tolist(), again.version) == ([4, 5], seen.version)
 
-    def is_told_anew(count: int) -> bool:
+    def is_sent_again(count: int) -> bool:
         nonlocal again
         before = again
         series, _, again = history.new_points("loss", again)
         return again.version != before.version and len(series.steps) == count
 
     _log(history, 0, "loss", range(3))
-    assert is_told_anew(3), "a lower rank's values count from now on"
+    assert is_sent_again(3), "a lower rank's values count from now on"
     assert history.changes()["loss"] == 3
     history.restart()
     _log(history, 0, "loss", [1])
-    assert is_told_anew(2), "a step was repeated"
+    assert is_sent_again(2), "a step was repeated"
     _log(history, 1, "loss", [1])
-    assert is_told_anew(2), "the band was cut"
+    assert is_sent_again(2), "the band was cut"
     assert history.new_points("loss", again)[0].steps.tolist() == []
     history = History(1)
     _log(history, 0, "loss", range(4))
-    _, _, again = history.new_points("loss", Seen())
+    _, _, again = history.new_points("loss", Cursor())
     history.restart()
     _log(history, 0, "loss", [2])
-    assert is_told_anew(3), "without a band too"
+    assert is_sent_again(3), "without a band too"
 
 
 @given(
@@ -421,3 +422,25 @@ def test_any_order_of_steps_and_restarts_leaves_each_rank_what_it_logged_last(ch
         assert series.steps.tolist() == [step for step, _ in points]
         np.testing.assert_array_equal(series.values, [value for _, value in points])
         history.spread(name)
+
+
+def test_a_history_is_a_mapping_from_names_to_series() -> None:
+    history = History()
+    assert (len(history), list(history), dict(history), history.get("loss")) == (0, [], {}, None)
+    history = two_metrics()
+    assert isinstance(history, Mapping)
+    assert list(history) == list(history.keys()) == list(dict(history)) == history.names == ["loss", "acc"]
+    assert [(name, series.values.tolist()) for name, series in history.items()] == [("loss", [0.5]), ("acc", [1.0])]
+    assert [series.steps.tolist() for series in history.values()] == [[0], [0]]
+    assert ("loss" in history, "los" in history) == (True, False)
+    assert history == history
+    assert history != two_metrics()
+    assert len({history, two_metrics()}) == 2
+
+
+def two_metrics() -> History:
+    history = History()
+    for i, (name, value) in enumerate({"loss": 0.5, "acc": 1.0}.items()):
+        history.feed(0, wire.NAME_PIECE.pack(wire.KIND_NAME, 0, i, name.encode()))
+        history.feed(0, wire.RECORD.pack(wire.KIND_METRIC, 0, i, False, 1.0, 0, value, 1.0))
+    return history

@@ -7,6 +7,7 @@ import re
 import resource
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import psutil
 import pytest
 import torch
 
-from nbddp import block, hugefiles, payload
-from tests.support import Cells, open_fds, run, script, wait_until
+from nbddp import payload
+from nbddp.payload import block, huge_pages
+from tests.support import Cells, Notebook, open_fds, run, script, wait_until
 
-NBYTES = 64 << 20
+NBYTES = huge_pages.FROM_NBYTES
 HUGE = Path("/sys/kernel/mm/transparent_hugepage")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such files, and memfds")
@@ -31,8 +33,8 @@ needs_huge_pages = pytest.mark.skipif(
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has just begun."""
-    monkeypatch.setattr(hugefiles, "_begun", threading.Event())
-    monkeypatch.setattr(hugefiles, "_directories", directories := [])
+    monkeypatch.setattr(huge_pages, "_begun", threading.Event())
+    monkeypatch.setattr(huge_pages, "_directories", directories := [])
     yield
     wait_until(lambda: not makers(), what="it is made")
     for fd in directories:
@@ -45,9 +47,9 @@ def makers() -> list[threading.Thread]:
 
 def made() -> bool:
     """Make the file system, and wait for it."""
-    hugefiles.begin()
+    huge_pages.begin()
     wait_until(lambda: not makers(), what="it is made")
-    return bool(hugefiles._directories)
+    return bool(huge_pages._directories)
 
 
 @pytest.fixture
@@ -134,7 +136,7 @@ def test_gaps_in_a_block_take_no_memory(huge: None) -> None:
 def test_no_other_program_gets_it(anew: None) -> None:
     """By os.system, say, or from a library that starts one."""
     if made():
-        assert [os.get_inheritable(fd) for fd in hugefiles._directories] == [False]
+        assert [os.get_inheritable(fd) for fd in huge_pages._directories] == [False]
 
 
 def test_it_is_mounted_nowhere_and_has_no_name(huge: None) -> None:
@@ -146,7 +148,7 @@ def test_it_is_mounted_nowhere_and_has_no_name(huge: None) -> None:
     device = os.fstat(fd).st_dev
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     assert f"{os.major(device)}:{os.minor(device)}" not in [line.split()[2] for line in mounts]
-    for directory in hugefiles._directories:
+    for directory in huge_pages._directories:
         assert os.listdir(f"/proc/self/fd/{directory}") == []
     os.close(fd)
 
@@ -156,7 +158,7 @@ def test_many_threads_open_files_of_one_name(huge: None) -> None:
 
     def open_some() -> None:
         for _ in range(50):
-            fd = hugefiles.open_file("test")
+            fd = huge_pages.open_file("test", 5)
             assert fd is not None
             opened.append(fd)
 
@@ -188,7 +190,7 @@ def test_a_fork_of_the_process_has_files_of_its_own(huge: None) -> None:
 
 
 def name_of_a_new_file() -> str:
-    fd = hugefiles.open_file("test")
+    fd = huge_pages.open_file("test", 5)
     assert fd is not None
     name = os.readlink(f"/proc/self/fd/{fd}")
     os.close(fd)
@@ -221,13 +223,61 @@ def takes_the_channel_for_words(folder: Path) -> str:
     return str(path)
 
 
-def test_nobody_waits_for_it(anew: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hugefiles, "_PATIENCE_S", 2.0)
-    monkeypatch.setattr(hugefiles, "get_executable", lambda: never_ends(tmp_path))
-    fd = block.open_block("test")
+def test_a_large_block_does_not_wait_long_for_it(anew: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(huge_pages, "get_executable", lambda: never_ends(tmp_path))
+    began = time.monotonic()
+    fds = [block.open_block("test", NBYTES) for _ in range(10)]
+    assert 0.5 <= time.monotonic() - began < 2.0  # only the first of them waits
     assert makers()
-    assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:nbddp-test")
-    os.close(fd)
+    for fd in fds:
+        assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:nbddp-test")
+        os.close(fd)
+
+
+def test_the_first_large_block_lies_in_it_and_small_ones_do_not_make_it(anew: None) -> None:
+    fds = [block.open_block("test", nbytes) for nbytes in (0, 1, NBYTES - 1)]
+    assert not makers()
+    assert not huge_pages._begun.is_set()
+    fds.append(block.open_block("test", NBYTES))
+    kinds = [os.readlink(f"/proc/self/fd/{fd}").partition("nbddp-test")[0] for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    assert kinds[:3] == ["/memfd:"] * 3
+    assert kinds[3] == ("/" if huge_pages._directories else "/memfd:")
+
+
+def test_after_a_large_result_the_next_ones_lie_in_it(anew: None, cell: Cells) -> None:
+    """Its own block was opened before anybody knew how large it would be."""
+    names = cell(f"""
+        import torch
+        def large(): return torch.ones({NBYTES}, dtype=torch.uint8)
+        def small(): return 1
+    """)
+    assert run(names.small).value == 1
+    assert not huge_pages._begun.is_set()
+    assert run(names.large, nprocs=1).value.sum() == NBYTES
+    assert huge_pages._begun.is_set()
+
+
+@pytest.mark.parametrize("forbidden", [False, True], ids=["allowed", "forbidden"])
+def test_the_first_large_payload_starts_the_program_unless_the_environment_forbids_it(
+    huge: None, forbidden: bool
+) -> None:
+    count = "print(sum('tmpfs.py' in program for program in programs))"
+    with Notebook(environ={"NBDDP_HUGE_PAGES": "0"} if forbidden else {}) as notebook:
+        notebook.ok("""
+            import sys
+            programs = []
+            sys.addaudithook(lambda event, args: event == "subprocess.Popen" and programs.append(str(args[1])))
+        """)
+        notebook.ok("import nbddp, torch")
+        total = "nbddp.run(lambda x: int(x.sum()), (torch.ones({}, dtype=torch.uint8),), nprocs=2, show=False).values"
+        assert notebook.ok(f"print({total.format(NBYTES >> 1)})").shown == f"{[NBYTES >> 1] * 2}\n"
+        assert notebook.ok(count).shown == "0\n"
+        for _ in range(2):
+            assert notebook.ok(f"print({total.format(NBYTES)})").shown == f"{[NBYTES] * 2}\n"
+            assert notebook.ok(count).shown == ("0\n" if forbidden else "1\n")
 
 
 @pytest.mark.parametrize(
@@ -239,9 +289,9 @@ def test_without_it_blocks_are_memfds(
     anew: None, program: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Cells
 ) -> None:
     fds, children = open_fds(), psutil.Process().children()
-    monkeypatch.setattr(hugefiles, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(huge_pages, "_TIMEOUT_S", 0.3)
     with monkeypatch.context() as patched:
-        patched.setattr(hugefiles, "get_executable", lambda: program(tmp_path))
+        patched.setattr(huge_pages, "get_executable", lambda: program(tmp_path))
         assert not made()
     assert open_fds() == fds
     assert psutil.Process().children() == children
@@ -258,7 +308,7 @@ def test_no_thread_to_make_it_with(anew: None, monkeypatch: pytest.MonkeyPatch) 
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        os.close(block.open_block("test"))
+        os.close(block.open_block("test", NBYTES))
     assert not made()
 
 
@@ -279,17 +329,14 @@ def test_a_process_that_became_another_user_takes_memfds(huge: None) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
     done = script("""
-        import os, time
-        from nbddp import block, hugefiles
-        hugefiles.begin()
-        deadline = time.monotonic() + 20
-        while not hugefiles._directories and time.monotonic() < deadline:
-            time.sleep(0.01)
+        import os
+        from nbddp.payload import block, huge_pages
+        huge_pages.begin(wait_s=20)
         os.setegid(65534)
         os.seteuid(65534)
         fd = block.open_block("test")
         block.fill(fd, 5, [(0, memoryview(b"hello"))], lambda: True)
-        print(len(hugefiles._directories), hugefiles.open_file("test"), os.pread(fd, 5, 0))
+        print(len(huge_pages._directories), huge_pages.open_file("test", 5), os.pread(fd, 5, 0))
     """)
     assert done.stdout == "1 None b'hello'\n", done.stderr
 
@@ -299,12 +346,9 @@ def test_a_rank_that_became_another_user_returns_much(huge: None) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
     done = script("""
-        import os, time
-        from nbddp import block, hugefiles
-        hugefiles.begin()
-        deadline = time.monotonic() + 20
-        while not hugefiles._directories and time.monotonic() < deadline:
-            time.sleep(0.01)
+        import os
+        from nbddp.payload import block, huge_pages
+        huge_pages.begin(wait_s=20)
         fd = block.open_block("test")
         os.setuid(65534)
         data = os.urandom(50 << 20)
@@ -318,13 +362,10 @@ def test_a_killed_process_gives_its_blocks_back(huge: None) -> None:
     """A tmpfs that is mounted nowhere could still keep its files."""
     before = shared_memory()
     done = script(f"""
-        import os, signal, time
-        from nbddp import block, hugefiles
+        import os, signal
+        from nbddp.payload import block, huge_pages
         from tests.test_hugefiles import shared_memory
-        hugefiles.begin()
-        deadline = time.monotonic() + 20
-        while not hugefiles._directories and time.monotonic() < deadline:
-            time.sleep(0.01)
+        huge_pages.begin(wait_s=20)
         fd = block.open_block("test")
         block.fill(fd, {16 * NBYTES}, [(0, memoryview(bytes({16 * NBYTES})))], lambda: True)
         print(os.readlink(f"/proc/self/fd/{{fd}}"), shared_memory(), flush=True)

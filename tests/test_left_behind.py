@@ -1,9 +1,10 @@
-"""What a rank makes goes with the run, however either ends: processes that it detached, segments, semaphores."""
+"""Whatever a rank leaves is removed when it or the run ends: detached processes, shared memory, semaphores."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 import nbddp
-from nbddp.kernel import forkserver
+from nbddp.forkserver import server as forkserver
 from tests.support import Cells, Notebook, gone, marked_pids, run, script, start, wait_until
 
 SHM = Path("/dev/shm")
@@ -65,7 +66,7 @@ def _ready(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("end", ["finish", "raise", "kill", "leave", "stop"])
-def test_processes_that_a_rank_detached_end_with_it(cell: Cells, in_folder: Path, end: str) -> None:
+def test_processes_detached_by_a_rank_end_with_it(cell: Cells, in_folder: Path, end: str) -> None:
     names = cell(_DETACH)
     going = start(names.end_by, end, names.detach_all)
     if end == "stop":
@@ -80,7 +81,7 @@ def test_processes_that_a_rank_detached_end_with_it(cell: Cells, in_folder: Path
 
 
 @pytest.mark.parametrize("end", ["finish", "kill"])
-def test_processes_that_a_spawned_rank_detached_end_with_it(cell: Cells, in_folder: Path, end: str) -> None:
+def test_processes_detached_by_a_spawned_rank_end_with_it(cell: Cells, in_folder: Path, end: str) -> None:
     names = cell(_DETACH)
     with contextlib.suppress(nbddp.RankDied):
         run(names.end_by, end, names.detach, start_method="spawn")
@@ -88,7 +89,7 @@ def test_processes_that_a_spawned_rank_detached_end_with_it(cell: Cells, in_fold
     assert _in_folder(in_folder) == []
 
 
-def test_processes_that_a_rank_detached_end_with_it_when_the_fork_server_is_gone(cell: Cells, in_folder: Path) -> None:
+def test_processes_detached_by_a_rank_end_with_it_without_the_fork_server(cell: Cells, in_folder: Path) -> None:
     names = cell(_DETACH)
     going = start(names.end_by, "stop", names.detach)
     wait_until(lambda: _ready(in_folder))
@@ -101,7 +102,7 @@ def test_processes_that_a_rank_detached_end_with_it_when_the_fork_server_is_gone
     assert run(names.time.time).state == "finished"  # a new server, for the tests that follow
 
 
-def test_processes_that_a_rank_detached_end_with_a_killed_kernel(in_folder: Path) -> None:
+def test_processes_detached_by_a_rank_end_with_a_killed_kernel(in_folder: Path) -> None:
     before = marked_pids()
     with Notebook() as notebook:
         notebook.ok(f"import os; os.chdir({str(in_folder)!r})\n{_DETACH}")
@@ -112,7 +113,35 @@ def test_processes_that_a_rank_detached_end_with_a_killed_kernel(in_folder: Path
     wait_until(lambda: marked_pids() <= before)
 
 
-def test_a_living_ranks_detached_processes_are_left_alone(cell: Cells, in_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "step",
+    [
+        "nbddp.launch.crew.LocalCrew.start",  # the run has its folder's name, and no process was asked for
+        "nbddp.forkserver.server_process.ForkServer.start_process",
+        "nbddp.forkserver.process.read_signed",  # the server is starting a rank
+        "nbddp.launch.rank.LocalRank.send",
+        "nbddp.launch.rank.LocalRank.update",
+    ],
+)
+def test_a_kernel_killed_at_any_step_of_a_start_leaves_no_folder(step: str, tmp_path: Path) -> None:
+    done = script(
+        """
+        import os, signal, sys
+        from unittest import mock
+        import nbddp
+        if __name__ == "__main__":
+            nbddp.run(int, nprocs=1, device="cpu", show=False)  # the server has imported everything
+            with mock.patch(sys.argv[1], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)):
+                nbddp.run(int, nprocs=1, device="cpu", show=False)
+        """,
+        step,
+        TMPDIR=str(tmp_path),
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    wait_until(lambda: not list(tmp_path.glob("nb-*")), 5)
+
+
+def test_detached_processes_of_a_living_rank_are_left_alone(cell: Cells, in_folder: Path) -> None:
     """Also when another rank, or a child of its own, ends meanwhile."""
     names = cell(
         _DETACH
@@ -149,7 +178,7 @@ def test_keep_children_lets_a_detached_process_go_on(cell: Cells) -> None:
     wait_until(lambda: gone(own))
 
 
-def test_keep_children_goes_to_scripts_and_cells(notebook: Notebook, in_folder: Path) -> None:
+def test_keep_children_works_for_scripts_and_cells(notebook: Notebook, in_folder: Path) -> None:
     (in_folder / "detaches.py").write_text(
         "import subprocess\n"
         "open('pid', 'w').write(str(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid))"
@@ -207,7 +236,7 @@ def name() -> str:
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_shared_memory_and_semaphores_of_a_stopped_run_go_with_it(
+def test_shared_memory_and_semaphores_of_a_stopped_run_are_removed(
     cell: Cells, in_folder: Path, name: str, start_method: str
 ) -> None:
     before = set(os.listdir(SHM))
@@ -222,7 +251,7 @@ def test_shared_memory_and_semaphores_of_a_stopped_run_go_with_it(
     assert set(os.listdir(SHM)) - before == set()
 
 
-def test_the_notebook_reads_shared_memory_of_a_run_that_finished(cell: Cells) -> None:
+def test_shared_memory_of_a_finished_run_can_be_read_in_the_notebook(cell: Cells) -> None:
     name = run(cell(_MAKES).name_of_one, nprocs=1).value
     segment = SharedMemory(name)
     assert segment.buf[0] == 5
@@ -231,7 +260,7 @@ def test_the_notebook_reads_shared_memory_of_a_run_that_finished(cell: Cells) ->
     assert not [entry for entry in os.listdir(SHM) if entry.startswith("sem.mp-")]
 
 
-def test_shared_memory_of_others_is_left_alone(cell: Cells, in_folder: Path, name: str) -> None:
+def test_shared_memory_of_other_processes_is_left_alone(cell: Cells, in_folder: Path, name: str) -> None:
     """The notebook's own, which the ranks use; and what has the name of something that a rank has removed."""
     names = cell(
         _MAKES
@@ -278,7 +307,7 @@ def test_a_killed_kernel_leaves_nothing_in_shared_memory(in_folder: Path, name: 
     wait_until(lambda: marked_pids() <= others)
 
 
-def test_the_resource_tracker_says_nothing_of_what_was_removed(in_folder: Path, name: str) -> None:
+def test_the_resource_tracker_does_not_complain_of_removed_segments(in_folder: Path, name: str) -> None:
     """At its end it would list what is registered, and complain of each that is not there."""
     ended = script(
         f"""

@@ -1,4 +1,4 @@
-"""``log`` on real ranks: which values belong together, what is refused, and what the notebook is told."""
+"""``log`` on real ranks: which values are combined, what is refused, and which notices the notebook gets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 import nbddp
-from nbddp.kernel.history import History
-from nbddp.worker import metrics
+from nbddp.history.history import History
+from nbddp.worker import metrics, metrics_pipe
+from nbddp.worker.metrics_pipe import MetricsPipe
 from tests.support import Cells, run
 
 # ---------------------------------------------------------------------------- which values belong together
 
 
-def test_validation_on_rank_0_alone_leaves_the_pairs_of_the_loss_as_they_are(cell: Cells) -> None:
+def test_validation_on_rank_0_alone_does_not_shift_the_loss_of_other_ranks(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -38,7 +39,7 @@ def test_validation_on_rank_0_alone_leaves_the_pairs_of_the_loss_as_they_are(cel
     assert history.notices == []
 
 
-def test_a_step_that_rank_0_logs_twice_moves_no_other(cell: Cells) -> None:
+def test_a_step_that_rank_0_logs_twice_does_not_shift_the_others(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -53,7 +54,7 @@ def test_a_step_that_rank_0_logs_twice_moves_no_other(cell: Cells) -> None:
     assert history.counts("loss").ranks.tolist() == [2, 2, 1, 2, 2, 2]
 
 
-def test_steps_in_another_order_on_each_rank_belong_together(cell: Cells) -> None:
+def test_steps_logged_in_different_orders_are_combined_by_number(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -65,7 +66,7 @@ def test_steps_in_another_order_on_each_rank_belong_together(cell: Cells) -> Non
     assert history["total"].values.tolist() == [0.0, 111.0, 222.0, 333.0]
 
 
-def test_steps_that_begin_again_with_every_epoch_pair_by_epoch(cell: Cells) -> None:
+def test_steps_that_restart_every_epoch_are_combined_by_epoch(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -78,7 +79,7 @@ def test_steps_that_begin_again_with_every_epoch_pair_by_epoch(cell: Cells) -> N
     assert history["loss"].values.tolist() == [100.0 * epoch + batch + 1 for epoch in range(3) for batch in range(4)]
 
 
-def test_a_step_that_ranks_skip_is_no_smaller_sum(cell: Cells) -> None:
+def test_a_step_that_some_ranks_skip_is_left_out_of_the_sums(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -102,7 +103,7 @@ def test_a_step_that_ranks_skip_is_no_smaller_sum(cell: Cells) -> None:
     )
 
 
-def test_a_metric_that_one_rank_alone_logs_with_reduce_is_its_values_and_that_is_said(cell: Cells) -> None:
+def test_a_metric_that_only_one_rank_reduces_is_its_values_with_a_notice(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -116,7 +117,7 @@ def test_a_metric_that_one_rank_alone_logs_with_reduce_is_its_values_and_that_is
     assert history.notices == ["val: only 1 of 3 ranks logged it; the sum is over that rank"]
 
 
-def test_ranks_that_log_unequally_often_pair_by_number(cell: Cells) -> None:
+def test_ranks_that_log_different_counts_are_combined_by_number(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -129,7 +130,7 @@ def test_ranks_that_log_unequally_often_pair_by_number(cell: Cells) -> None:
     assert history["mean"].values.tolist() == [0.5, 10.5, 20.0]
 
 
-def test_a_run_that_breaks_off_ends_its_curves_where_all_ranks_were(cell: Cells) -> None:
+def test_a_failed_runs_combined_curves_end_at_the_last_common_step(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -146,7 +147,7 @@ def test_a_run_that_breaks_off_ends_its_curves_where_all_ranks_were(cell: Cells)
     assert last.history.notices == []
 
 
-def test_a_resumed_run_goes_on_in_the_same_curve_although_ranks_count_differently(cell: Cells, in_folder: str) -> None:
+def test_a_resumed_run_continues_the_curve_although_ranks_log_different_counts(cell: Cells, in_folder: str) -> None:
     names = cell("""
         import nbddp, os, signal
         def train():
@@ -169,10 +170,26 @@ def test_a_resumed_run_goes_on_in_the_same_curve_although_ranks_count_differentl
     assert steps.tolist() == [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14]
 
 
+def test_what_a_rank_logged_before_a_snapshot_survives_its_sigkill(cell: Cells, in_folder: str) -> None:
+    names = cell("""
+        import nbddp, os, signal
+        def train():
+            for batch in range(5): nbddp.log(loss=float(batch), reduce="mean")
+            nbddp.save_snapshot("snapshot", epoch=1)
+            if nbddp.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)
+            nbddp.barrier()
+    """)
+    with pytest.raises(nbddp.RankDied):
+        run(names.train)
+    last = nbddp.last_run()
+    assert last is not None
+    assert last.history["loss"].values.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
 # ---------------------------------------------------------------------------- one reduce, one order
 
 
-def test_the_first_reduce_of_the_lowest_rank_counts_and_a_change_is_said_once(cell: Cells) -> None:
+def test_the_lowest_ranks_first_reduce_holds_and_a_change_is_noticed_once(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -193,7 +210,7 @@ def test_the_first_reduce_of_the_lowest_rank_counts_and_a_change_is_said_once(ce
     ]
 
 
-def test_nan_is_in_the_lowest_and_the_highest_as_in_numpy(cell: Cells) -> None:
+def test_nan_on_any_rank_makes_min_and_max_nan_as_in_numpy(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train(order):
@@ -209,7 +226,7 @@ def test_nan_is_in_the_lowest_and_the_highest_as_in_numpy(cell: Cells) -> None:
         assert math.isnan(history["high"].values[0])
 
 
-def test_sums_are_added_in_the_order_of_the_ranks(cell: Cells) -> None:
+def test_sums_are_added_in_rank_order_whatever_arrives_first(cell: Cells) -> None:
     names = cell("""
         import nbddp, time
         def train(order):
@@ -224,7 +241,7 @@ def test_sums_are_added_in_the_order_of_the_ranks(cell: Cells) -> None:
     assert bits == {np.float64((1e15 * 1.0 + 0.1 * 0.1 + -1e15 * 0.3) / (1.0 + 0.1 + 0.3)).tobytes()}
 
 
-def test_the_metrics_are_named_in_the_order_of_rank_0_whoever_comes_first(cell: Cells) -> None:
+def test_metrics_are_in_the_order_of_rank_0_whatever_arrives_first(cell: Cells) -> None:
     names = cell("""
         import nbddp, time
         def train():
@@ -254,23 +271,23 @@ REFUSED = """
 """
 
 
-def test_steps_and_weights_that_cannot_be_kept_are_refused_the_same_in_a_rank_and_here(cell: Cells) -> None:
+def test_invalid_steps_and_weights_are_refused_alike_in_a_rank_and_in_the_notebook(cell: Cells) -> None:
     names = cell(REFUSED)
     here = names.train()
     done = run(names.train)
     assert done.values == [here, here]
     steps, values = done.history["loss"]
     assert steps.tolist() == values.tolist() == [4, 5, 6, 7, 8, 9, 10]
-    assert here[0].startswith("TypeError: log(step=0.5): a step is a whole number")
+    assert here[0].startswith("TypeError: log(step=0.5): a step must be an integer")
     assert [text.split(":")[0] for text in here] == ["TypeError"] * 5 + ["ValueError"] * 5 + ["TypeError"] * 2 + [
         "ValueError"
     ]
-    assert here[5] == "ValueError: log(step=9223372036854775808): a step is a whole number that 64 bits can hold"
-    assert here[7] == "ValueError: log(weight=-1): a weight is at least 0 and finite, e.g. the number of samples"
-    assert here[10] == "TypeError: log(weight='3'): a weight is a number, e.g. the number of samples"
+    assert here[5] == "ValueError: log(step=9223372036854775808): a step must fit into 64 bits"
+    assert here[7] == "ValueError: log(weight=-1): a weight must be finite and at least 0, e.g. the number of samples"
+    assert here[10] == "TypeError: log(weight='3'): a weight must be a number, e.g. the number of samples"
 
 
-def test_a_weight_keeps_all_of_its_digits(cell: Cells) -> None:
+def test_weights_are_kept_in_double_precision(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -279,7 +296,7 @@ def test_a_weight_keeps_all_of_its_digits(cell: Cells) -> None:
     assert run(names.train).history["mean"].values.tolist() == [(2**24 + 1) / (1 / 3 + 2**24 + 1)]
 
 
-def test_what_is_refused_leaves_the_steps_after_it_alone(cell: Cells) -> None:
+def test_a_refused_call_does_not_shift_later_steps(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -297,7 +314,7 @@ def test_what_is_refused_leaves_the_steps_after_it_alone(cell: Cells) -> None:
     assert history.names == ["loss", "acc"]
 
 
-def test_after_the_last_step_there_is_no_other(cell: Cells) -> None:
+def test_steps_stay_at_the_largest_int64(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -361,19 +378,19 @@ class OnDevice:
 
 
 @pytest.fixture
-def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[metrics.MetricsPipe, History]]:
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MetricsPipe, History]]:
     """A rank's end, and the history that its records go to."""
     history, fd = History(1), os.open(os.devnull, os.O_WRONLY)
-    made = metrics.MetricsPipe(fd)
+    made = MetricsPipe(fd)
     monkeypatch.setattr(made, "_put", lambda records: history.feed(0, records))
     monkeypatch.setattr(made, "_help", lambda: None)
-    monkeypatch.setattr(metrics, "_fetch", lambda tensor: (tensor, tensor))
+    monkeypatch.setattr(metrics_pipe, "_fetch", lambda tensor: (tensor, tensor))
     monkeypatch.setattr(metrics, "_pipe", made)
     yield made, history
     os.close(fd)
 
 
-def test_what_is_logged_after_a_tensor_on_a_device_stays_after_it(pipe: tuple[metrics.MetricsPipe, History]) -> None:
+def test_values_logged_after_a_device_tensor_stay_after_it(pipe: tuple[MetricsPipe, History]) -> None:
     made, history = pipe
     first, third = OnDevice(0.0), OnDevice(2.0)
     for value in (first, 1.0, third, 3.0):
@@ -390,7 +407,7 @@ def test_what_is_logged_after_a_tensor_on_a_device_stays_after_it(pipe: tuple[me
     assert history["loss"].values.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_signal_handler_may_log_while_its_thread_is_at_it(pipe: tuple[metrics.MetricsPipe, History]) -> None:
+def test_a_signal_handler_can_log_while_its_thread_logs(pipe: tuple[MetricsPipe, History]) -> None:
     made, history = pipe
     packed = made._records
 
@@ -407,7 +424,7 @@ def test_a_signal_handler_may_log_while_its_thread_is_at_it(pipe: tuple[metrics.
     assert history["inside"].values.tolist() == [1, 1, 1]
 
 
-def test_two_threads_that_name_the_same_metric_at_once_name_one(pipe: tuple[metrics.MetricsPipe, History]) -> None:
+def test_two_threads_that_define_a_metric_at_once_define_it_once(pipe: tuple[MetricsPipe, History]) -> None:
     made, history = pipe
     made._define("loss")
     made._ids.clear()  # the other thread has looked before
@@ -419,17 +436,17 @@ def test_two_threads_that_name_the_same_metric_at_once_name_one(pipe: tuple[metr
     assert len(set(made._ids.values())) == 2
 
 
-def test_a_full_pipe_loses_and_repeats_nothing() -> None:
+def test_a_full_pipe_loses_no_value_and_repeats_none() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     os.set_blocking(reader, False)
-    made, history = metrics.MetricsPipe(writer), History(1)
+    made, history = MetricsPipe(writer), History(1)
     made._help = lambda: None  # type: ignore[method-assign]
     for value in range(20_000):
         made.log({"loss": float(value)}, None, 0, 1.0)
         if value % 5000 == 4999:
             history.feed(0, os.read(reader, 50_001))
-    while made._waits():
+    while made._has_unsent():
         made._move(0.0)
         history.feed(0, os.read(reader, 1 << 16))
     assert history["loss"].values.tolist() == list(range(20_000))

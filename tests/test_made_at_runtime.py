@@ -1,4 +1,4 @@
-"""What functools and torch make at runtime, and pickle refuses, travels both ways, or an error says what to do."""
+"""What functools and torch make at runtime and pickle refuses can be sent both ways, or the error says what to do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ USE = """
 """
 
 
-def test_singledispatch_functions_do_in_a_rank_and_afterwards_what_they_did(cell: Cells) -> None:
+def test_singledispatch_functions_work_in_a_rank_and_when_they_come_back(cell: Cells) -> None:
     cell(DISPATCH)
     names = cell(
         USE
@@ -76,7 +76,7 @@ def test_singledispatch_functions_do_in_a_rank_and_afterwards_what_they_did(cell
         assert local("x") == "x"
 
 
-def test_a_singledispatch_function_that_is_unchanged_comes_back_as_the_notebooks_own(cell: Cells) -> None:
+def test_an_unchanged_singledispatch_function_comes_back_as_the_notebooks_own(cell: Cells) -> None:
     names = cell("""
         import functools
         @functools.singledispatch
@@ -94,7 +94,7 @@ def test_a_singledispatch_function_that_is_unchanged_comes_back_as_the_notebooks
     assert names.describe("x") == "something"
 
 
-def test_what_an_implementation_reads_and_cannot_travel_is_named(cell: Cells) -> None:
+def test_an_unpicklable_global_of_an_implementation_is_named(cell: Cells) -> None:
     names = cell("""
         import functools
         @functools.singledispatch
@@ -109,7 +109,7 @@ def test_what_an_implementation_reads_and_cannot_travel_is_named(cell: Cells) ->
     assert "train → describe → describe of int → log_file: an open file" in str(error.value)
 
 
-def test_cached_properties_travel_with_their_class_and_are_computed_once_for_each_instance(cell: Cells) -> None:
+def test_cached_properties_are_sent_with_their_class_and_computed_once_per_instance(cell: Cells) -> None:
     names = cell("""
         import functools
         class Noted(functools.cached_property):
@@ -190,7 +190,7 @@ PARAMETRIZED = """
 """
 
 
-def test_parametrized_modules_train_in_a_rank_and_afterwards_as_in_the_notebook(cell: Cells) -> None:
+def test_parametrized_modules_train_in_a_rank_as_in_the_notebook(cell: Cells) -> None:
     cell(PARAMETRIZED)
     names = cell("""
         def train(argument, leaf):
@@ -217,7 +217,7 @@ def test_parametrized_modules_train_in_a_rank_and_afterwards_as_in_the_notebook(
     assert torch.equal(names.net.normal.weight, before.normal.weight)
 
 
-def test_a_parametrized_module_with_a_pickling_of_its_own_is_refused_with_what_to_do(cell: Cells) -> None:
+def test_a_parametrized_module_with_its_own_reduce_is_refused_with_a_remedy(cell: Cells) -> None:
     names = cell("""
         import torch
         class Own(torch.nn.Linear):
@@ -254,7 +254,7 @@ def scripted(cell: Cells) -> SimpleNamespace:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_torchscript_is_refused_with_what_to_do(scripted: SimpleNamespace) -> None:
+def test_torchscript_is_refused_with_a_remedy(scripted: SimpleNamespace) -> None:
     of_function = "is compiled code, which does not pickle: pass the plain function and script or trace it inside"
     of_module = "is compiled code, which does not pickle: pass the plain module and script or trace it inside"
     for fn, *args, path, text in [

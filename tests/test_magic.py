@@ -1,4 +1,4 @@
-"""``%%ddp`` and ``%ddp`` in a real notebook: what a cell takes, leaves, returns and says when it cannot run."""
+"""``%%ddp`` and ``%ddp`` in a real notebook: what a cell reads, keeps, returns, and says when it cannot run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbddp.errors import LaunchError
-from nbddp.kernel import cell as cells
+from nbddp.magic import analysis
 from tests.support import GONE_S, Notebook, Reply, wait_until
 
 
@@ -31,20 +31,20 @@ def out(reply: Reply) -> str:
 # ---------------------------------------------------------------------------- names and values
 
 
-def test_names_of_the_notebook_do_not_reach_the_cell_or_the_cells_names_leak_back(magic: Notebook) -> None:
+def test_the_cell_reads_the_notebooks_names_and_sets_none_of_them(magic: Notebook) -> None:
     magic.ok("scale = 10\nx = 'mine'\ndef scaled(v): return v * scale")
     reply = magic.cell("%%ddp\nx = scaled(rank + 1)\nextra = x\nnbddp.gather(x)")
     assert out(reply) == "[10, 20]"
     assert out(magic.ok("x, 'extra' in globals()")) == "('mine', False)"
 
 
-def test_an_edited_variable_is_the_old_one_in_the_next_cell(magic: Notebook) -> None:
+def test_an_edited_variable_is_the_new_one_in_the_next_cell(magic: Notebook) -> None:
     for value in (1, 2):
         magic.ok(f"edited = {value}")
         assert out(magic.cell("%%ddp\nedited * 100")) == str(value * 100)
 
 
-def test_everything_must_be_imported_again_in_the_cell(magic: Notebook) -> None:
+def test_rank_device_torch_and_dist_are_ready_in_the_cell(magic: Notebook) -> None:
     reply = magic.cell(
         "%%ddp -n 3\nt = torch.tensor([float(rank)], device=device)\ndist.all_reduce(t)\n"
         "(t.item(), rank, world_size, str(device), nbddp.world_size(), __name__)"
@@ -52,14 +52,14 @@ def test_everything_must_be_imported_again_in_the_cell(magic: Notebook) -> None:
     assert out(reply) == "(3.0, 0, 3, 'cpu', 3, '__main__')"
 
 
-def test_the_notebooks_own_rank_is_shadowed_by_the_ready_made_one(magic: Notebook) -> None:
+def test_the_notebooks_own_world_size_takes_precedence(magic: Notebook) -> None:
     magic.ok("world_size = 'as I said'")
     assert out(magic.cell("%%ddp\nworld_size")) == "'as I said'"
     magic.ok("del world_size")
     assert out(magic.cell("%%ddp\nworld_size")) == "2"
 
 
-def test_functions_and_classes_of_the_cell_do_not_find_each_other_or_pickle(magic: Notebook) -> None:
+def test_functions_and_classes_of_the_cell_find_each_other_and_pickle(magic: Notebook) -> None:
     reply = magic.cell(
         """\
         %%ddp
@@ -80,13 +80,13 @@ def test_functions_and_classes_of_the_cell_do_not_find_each_other_or_pickle(magi
     assert out(reply) == "(True, Point(x=3), [[0, 10], [20, 30]])"
 
 
-def test_asked_for_names_come_from_the_wrong_rank_or_not_at_all(magic: Notebook) -> None:
+def test_names_asked_for_with_o_come_from_rank_0(magic: Notebook) -> None:
     magic.ok("kept = [1]")
     magic.ok("%%ddp -o best,weights,kept\nbest = f'rank {rank}'\nweights = torch.ones(2) * rank\nkept.append(2)")
     assert out(magic.ok("best, weights.tolist(), kept")) == "('rank 0', [0.0, 0.0], [1, 2])"
 
 
-def test_a_trained_model_comes_back_as_another_class(magic: Notebook) -> None:
+def test_a_trained_model_comes_back_with_the_notebooks_class(magic: Notebook) -> None:
     magic.ok("import torch\nclass Net(torch.nn.Linear): pass\nbefore = Net(2, 1)")
     magic.ok(
         """\
@@ -102,13 +102,13 @@ def test_a_trained_model_comes_back_as_another_class(magic: Notebook) -> None:
     assert out(magic.ok("type(model) is Net, (first - model.weight).tolist()")) == "(True, [[1.0, 1.0]])"
 
 
-def test_a_function_brought_back_lives_in_the_notebook(magic: Notebook) -> None:
+def test_a_function_brought_back_uses_the_notebooks_globals(magic: Notebook) -> None:
     magic.ok("both_have = 'mine'\nt = 1")
     reply = magic.ok(
         "%%ddp -o f\nboth_have = 'the cell\\'s'\nthe_cell_makes = 'in the cell'\n"
         "def reads_t(): return t\ndef f(): return both_have, reads_t(), the_cell_makes"
     )
-    words = "f reads both_have: in the notebook it finds the notebook's own, which differs from the rank's"
+    words = "f reads both_have, whose value in the notebook differs from the rank's"
     assert f"\n[rank 0: {words}]\n" in reply.shown
     assert out(magic.ok("both_have, f()")) == "('mine', ('mine', 1, 'in the cell'))"
     magic.ok("t = 2")
@@ -116,14 +116,14 @@ def test_a_function_brought_back_lives_in_the_notebook(magic: Notebook) -> None:
     magic.ok("del the_cell_makes, reads_t")
 
 
-def test_what_is_brought_back_together_belongs_together(magic: Notebook) -> None:
+def test_names_brought_back_together_refer_to_each_other(magic: Notebook) -> None:
     magic.ok("rate = 0.1")
     reply = magic.ok("%%ddp -o f,rate,step\nrate = 0.5\ndef step(x): return x * rate\ndef f(): return step(2), f")
     assert "reads" not in reply.shown
     assert out(magic.ok("f()[0], f()[1] is f, rate")) == "(1.0, True, 0.5)"
 
 
-def test_names_that_only_ranks_have_do_not_come_along(magic: Notebook) -> None:
+def test_names_that_only_ranks_have_do_not_come_back(magic: Notebook) -> None:
     reply = magic.ok("%%ddp -o f\ndef f(): return rank, dist.is_available()")
     assert "[rank 0: f reads rank, which only a %%ddp cell has]" in reply.shown
     assert magic.cell("f()").ename == "NameError"
@@ -132,7 +132,7 @@ def test_names_that_only_ranks_have_do_not_come_along(magic: Notebook) -> None:
     magic.ok("del dist")
 
 
-def test_a_last_line_that_does_not_pickle_loses_the_training(magic: Notebook) -> None:
+def test_an_unpicklable_last_line_does_not_lose_the_outputs(magic: Notebook) -> None:
     reply = magic.cell("%%ddp -o loss\nloss = 0.25\n(i for i in range(3))")
     assert reply.status == "ok"
     assert "<generator object" in reply.shown
@@ -140,12 +140,12 @@ def test_a_last_line_that_does_not_pickle_loses_the_training(magic: Notebook) ->
     assert out(magic.ok("loss")) == "0.25"
 
 
-def test_a_semicolon_shows_the_value_all_the_same(magic: Notebook) -> None:
+def test_a_semicolon_hides_the_value(magic: Notebook) -> None:
     assert "12345" not in magic.ok("%%ddp\n12345;").shown
     assert "12345" in magic.ok("%%ddp\n12345").shown
 
 
-def test_ranks_import_ipython_by_the_names_it_puts_into_a_notebook(magic: Notebook) -> None:
+def test_ranks_of_a_cell_do_not_import_ipython(magic: Notebook) -> None:
     reply = magic.cell(
         "%%ddp\nimport sys\nopen('/dev/null').close()\n[m for m in ('IPython', 'ipywidgets') if m in sys.modules]"
     )
@@ -155,7 +155,7 @@ def test_ranks_import_ipython_by_the_names_it_puts_into_a_notebook(magic: Notebo
 # ---------------------------------------------------------------------------- what cannot run
 
 
-def test_an_error_points_at_a_line_of_our_own(magic: Notebook) -> None:
+def test_an_error_points_at_the_cells_lines(magic: Notebook) -> None:
     reply = magic.cell("\n%%ddp\n\ndef half(x):\n    return x / (rank * 0)\n\nhalf(1)  # here")
     assert (reply.status, reply.ename) == ("error", "RankError")
     assert "both ranks failed, rank " in reply.traceback
@@ -165,14 +165,14 @@ def test_an_error_points_at_a_line_of_our_own(magic: Notebook) -> None:
     assert "nbddp/" not in reply.traceback
 
 
-def test_a_function_of_another_cell_fails_without_its_lines(magic: Notebook) -> None:
+def test_an_error_in_a_function_of_another_cell_shows_its_lines(magic: Notebook) -> None:
     magic.ok("def broken(x):\n    raise KeyError('no such digit')")
     reply = magic.cell("%%ddp\nbroken(1)")
     assert "raise KeyError('no such digit')" in reply.traceback
     assert "2 broken(1)" in reply.traceback
 
 
-def test_a_syntax_error_points_elsewhere(magic: Notebook) -> None:
+def test_a_syntax_error_points_at_its_line(magic: Notebook) -> None:
     reply = magic.cell("%%ddp\nx = 1\ny = (2,\n")
     assert reply.status == "error"
     assert "line 3" in reply.traceback
@@ -190,12 +190,12 @@ def test_a_syntax_error_points_elsewhere(magic: Notebook) -> None:
         ("x = 1\n\n%matplotlib inline", 4, "a magic"),
         ("files = !ls", 2, "subprocess.run"),
         ("if True:\n    !ls -l", 3, "subprocess.run"),
-        ("nbddp.run?", 2, "a question"),
+        ("nbddp.run?", 2, "a help request"),
         ("x = 1\ndisplay(x)", 3, "-o"),
-        ("get_ipython().ex('1')", 2, "cell of its own"),
+        ("get_ipython().ex('1')", 2, "separate cell"),
     ],
 )
-def test_what_a_rank_cannot_do_fails_without_naming_the_line(magic: Notebook, body: str, line: int, words: str) -> None:
+def test_await_magics_and_shell_commands_are_refused_by_line(magic: Notebook, body: str, line: int, words: str) -> None:
     reply = magic.cell(f"%%ddp\n{body}")
     assert (reply.status, reply.ename) == ("error", "LaunchError")
     assert f"LaunchError: line {line}: " in reply.traceback
@@ -203,21 +203,21 @@ def test_what_a_rank_cannot_do_fails_without_naming_the_line(magic: Notebook, bo
     assert "During handling" not in reply.traceback
 
 
-def test_await_is_refused_where_it_is_fine(magic: Notebook) -> None:
+def test_await_inside_an_async_function_is_allowed(magic: Notebook) -> None:
     reply = magic.cell(
         "%%ddp\nimport asyncio\nasync def two():\n    await asyncio.sleep(0)\n    return 2\nasyncio.run(two())"
     )
     assert out(reply) == "2"
 
 
-def test_a_name_that_cannot_come_back_is_noticed_after_an_hour(magic: Notebook) -> None:
+def test_an_o_name_that_the_cell_never_sets_is_refused_before_it_runs(magic: Notebook) -> None:
     reply = magic.cell("%%ddp -o acuracy\nraise RuntimeError('it ran')\naccuracy = 1")
     assert reply.evalue == "-o acuracy: the cell never sets acuracy; did you mean accuracy?"
     reply = magic.cell("%%ddp -o maybe\nif rank == 1: maybe = 1")
     assert "rank 0 has no maybe" in reply.evalue
 
 
-def test_a_variable_that_does_not_travel_is_not_named(magic: Notebook) -> None:
+def test_an_unpicklable_variable_is_named(magic: Notebook) -> None:
     magic.ok("log_file = open('/dev/null')\ndef note(): log_file.write('x')")
     reply = magic.cell("%%ddp\nlog_file")
     assert reply.ename == "PayloadError"
@@ -228,7 +228,7 @@ def test_a_variable_that_does_not_travel_is_not_named(magic: Notebook) -> None:
     assert out(magic.cell("%%ddp\nlog_file = 7\nlog_file")) == "7"
 
 
-def test_a_variable_that_the_cell_may_set_itself_need_not_travel(magic: Notebook) -> None:
+def test_an_unpicklable_variable_that_the_cell_may_set_itself_is_left_out(magic: Notebook) -> None:
     magic.ok("import contextlib\nlog_file = open('/dev/null')")
     reply = magic.cell("%%ddp\nwith contextlib.suppress(OSError):\n    log_file = 7\nlog_file")
     assert out(reply) == "7"
@@ -248,7 +248,7 @@ def test_a_variable_that_the_cell_may_set_itself_need_not_travel(magic: Notebook
         "rank < 0 and (best := 1)",
     ],
 )
-def test_a_name_that_the_cell_did_not_set_after_all_is_the_notebooks(magic: Notebook, body: str) -> None:
+def test_a_name_that_the_cell_did_not_set_has_the_notebooks_value(magic: Notebook, body: str) -> None:
     magic.ok("best = 41")
     assert out(magic.cell(f"%%ddp\n{body}\nbest + 1")) == "42"
     magic.ok(f"%%ddp -o best\n{body}")
@@ -259,26 +259,26 @@ def test_a_name_that_the_cell_did_not_set_after_all_is_the_notebooks(magic: Note
     ("line", "words"),
     [
         ("--nprocs two", "invalid int value"),
-        ("--gpus a,b", "no list of GPU numbers"),
-        ("-o 1x", "no list of names"),
+        ("--gpus a,b", "not a list of GPU numbers"),
+        ("-o 1x", "not a list of names"),
         ("--nonsense", "unrecognized arguments"),
     ],
 )
-def test_a_wrong_option_starts_something(magic: Notebook, line: str, words: str) -> None:
+def test_a_wrong_option_is_refused_before_a_process_starts(magic: Notebook, line: str, words: str) -> None:
     reply = magic.cell(f"%%ddp {line}\n1")
     assert reply.status == "error"
     assert words in reply.shown + reply.evalue
     assert "process" not in reply.shown
 
 
-def test_a_cell_of_comments_runs_nothing_silently(magic: Notebook) -> None:
-    assert "no line to run" in magic.cell("%%ddp\n# later").evalue
+def test_a_cell_of_comments_is_refused(magic: Notebook) -> None:
+    assert "no statement to run" in magic.cell("%%ddp\n# later").evalue
 
 
 # ---------------------------------------------------------------------------- background, runs, defaults
 
 
-def test_a_background_cell_holds_the_notebook(magic: Notebook, tmp_path: Path) -> None:
+def test_a_background_cell_returns_its_run_at_once(magic: Notebook, tmp_path: Path) -> None:
     waits = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
     reply = magic.cell(f"%%ddp --background --as later -o answer\n{waits}\nanswer = 42\nanswer + 1")
     (tmp_path / "go").touch()
@@ -287,14 +287,14 @@ def test_a_background_cell_holds_the_notebook(magic: Notebook, tmp_path: Path) -
     assert out(magic.ok("later.wait().values, answer, nbddp.last_run() is later")) == "([43, 43], 42, True)"
 
 
-def test_a_failed_cells_run_is_lost(magic: Notebook) -> None:
+def test_a_failed_cells_run_is_kept_with_its_logs(magic: Notebook) -> None:
     magic.cell("%%ddp --as failed\nprint('before')\n1 / 0")
     assert out(magic.ok("failed.state, failed.logs(0), type(failed.error).__name__")) == (
         "('failed', 'before\\n', 'RankError')"
     )
 
 
-def test_stop_leaves_ranks_behind(magic: Notebook) -> None:
+def test_ddp_stop_ends_a_background_cell_in_time(magic: Notebook) -> None:
     magic.ok("%%ddp --background\nimport time\ntime.sleep(60)")
     wait_until(lambda: "running" in magic.ok("%ddp status").shown, 10)
     wait_until(lambda: "sleep(60)" in magic.ok("%ddp stacks").shown, 10)
@@ -304,7 +304,7 @@ def test_stop_leaves_ranks_behind(magic: Notebook) -> None:
     assert "nothing is running" in magic.ok("%ddp stop").shown
 
 
-def test_the_cell_goes_on_after_an_interrupt(magic: Notebook) -> None:
+def test_an_interrupt_ends_the_cell_and_the_next_one_runs(magic: Notebook) -> None:
     message = magic.begin("%%ddp\nprint('begun')\nimport time\ntime.sleep(60)", stop_on_error=False)
     magic.shown_so_far(message, "begun")
     magic.interrupt()
@@ -313,7 +313,7 @@ def test_the_cell_goes_on_after_an_interrupt(magic: Notebook) -> None:
     assert out(magic.cell("%%ddp\nrank")) == "0"
 
 
-def test_logs_and_show_have_nothing_of_the_run(magic: Notebook) -> None:
+def test_ddp_logs_and_show_print_output_and_metrics_of_the_run(magic: Notebook) -> None:
     magic.ok("%%ddp\nprint('I am', rank)\nnbddp.log(loss=0.5)")
     assert magic.ok("%ddp logs 1").shown == "I am 1\n"
     assert magic.ok("%ddp logs").shown == "[rank 0] I am 0\n[rank 1] I am 1\n"
@@ -322,7 +322,7 @@ def test_logs_and_show_have_nothing_of_the_run(magic: Notebook) -> None:
     assert "process" in magic.ok("%ddp devices").shown or "×" in magic.ok("%ddp devices").shown
 
 
-def test_defaults_do_not_hold_or_cannot_be_seen_and_undone(magic: Notebook) -> None:
+def test_defaults_hold_and_can_be_shown_overridden_and_reset(magic: Notebook) -> None:
     magic.ok("%ddp --nprocs 3 --device cpu --seed 7")
     assert out(magic.cell("%%ddp\nworld_size, torch.initial_seed()")) == "(3, 7)"
     assert out(magic.cell("%%ddp -n 1\nworld_size")) == "1"
@@ -330,7 +330,7 @@ def test_defaults_do_not_hold_or_cannot_be_seen_and_undone(magic: Notebook) -> N
     assert "defaults: none" in magic.ok("%ddp --reset").shown
 
 
-def test_ddp_run_is_no_torchrun(magic: Notebook, in_folder: Path) -> None:
+def test_ddp_run_passes_a_scripts_arguments_as_torchrun_does(magic: Notebook, in_folder: Path) -> None:
     (in_folder / "train.py").write_text("import sys, os\nprint(sys.argv[1:], os.environ['WORLD_SIZE'])\nsys.exit()")
     magic.ok(f"import os\nhome = os.getcwd()\nos.chdir({str(in_folder)!r})")
     reply = magic.ok("%ddp run -n 3 --as script train.py --lr 0.1 -n 5 'two words'")
@@ -348,14 +348,14 @@ def tab(notebook: Notebook, text: str) -> list[str]:
     return list(reply["content"]["matches"])
 
 
-def test_tab_knows_no_option(magic: Notebook) -> None:
+def test_tab_completes_options_subcommands_and_devices(magic: Notebook) -> None:
     assert tab(magic, "%%ddp --ba") == ["--background", "--backend"]
     assert tab(magic, "x = 1\n%ddp sta") == ["status", "stacks"]
     assert tab(magic, "%%ddp --device c")[0] == "cpu"
     assert "%%ddp" in tab(magic, "%%dd")
 
 
-def test_help_has_no_example(magic: Notebook) -> None:
+def test_the_help_has_examples_and_all_options(magic: Notebook) -> None:
     text = magic.ok("print(get_ipython().object_inspect_text('%%ddp'))").shown
     assert "%%ddp -n 2 -o model" in text
     assert "--background" in text
@@ -409,12 +409,12 @@ def test_help_has_no_example(magic: Notebook) -> None:
         ("print('a text of words')", {"print"}),
     ],
 )
-def test_a_name_is_forgotten_or_taken_for_nothing(source: str, needed: set[str]) -> None:
-    assert cells.names_of(ast.parse(source)).needed == needed
+def test_the_names_that_a_cell_needs_are_found(source: str, needed: set[str]) -> None:
+    assert analysis.names_of(ast.parse(source)).needed == needed
 
 
 @pytest.mark.parametrize(
-    ("source", "perhaps"),
+    ("source", "optional"),
     [
         ("x + 1\nx = 2", set()),
         ("if flag:\n    x = 1\nx", {"x"}),
@@ -424,36 +424,36 @@ def test_a_name_is_forgotten_or_taken_for_nothing(source: str, needed: set[str])
         ("from os import *\npath", {"path"}),
     ],
 )
-def test_only_what_the_cell_may_have_set_itself_may_stay_behind(source: str, perhaps: set[str]) -> None:
-    assert cells.names_of(ast.parse(source)).perhaps == perhaps
+def test_the_names_that_a_cell_may_set_before_reading_are_found(source: str, optional: set[str]) -> None:
+    assert analysis.names_of(ast.parse(source)).optional == optional
 
 
-def test_a_name_to_bring_back_is_read_at_the_end() -> None:
+def test_a_name_to_bring_back_counts_as_read_at_the_end() -> None:
     tree = ast.parse("if flag:\n    x = 1")
-    assert cells.names_of(tree).needed == {"flag"}
-    assert cells.names_of(tree, ["x", "y"]).needed == {"flag", "x"}
+    assert analysis.names_of(tree).needed == {"flag"}
+    assert analysis.names_of(tree, ["x", "y"]).needed == {"flag", "x"}
 
 
-def test_names_set_by_a_function_or_a_star_are_refused_as_outputs() -> None:
-    names = cells.names_of(ast.parse("def f():\n    global best\n    best = 1\n    local = 2\nf()"))
+def test_names_set_by_global_import_star_or_exec_are_found() -> None:
+    names = analysis.names_of(ast.parse("def f():\n    global best\n    best = 1\n    local = 2\nf()"))
     assert names.bound == {"f", "best"}
-    assert cells.names_of(ast.parse("from os import *")).open_ended
-    assert cells.names_of(ast.parse("exec('x = 1')")).open_ended
+    assert analysis.names_of(ast.parse("from os import *")).binds_unknown
+    assert analysis.names_of(ast.parse("exec('x = 1')")).binds_unknown
 
 
-def test_an_ordinary_mistake_is_blamed_on_a_magic() -> None:
+def test_a_plain_syntax_error_is_not_reported_as_a_magic() -> None:
     with pytest.raises(SyntaxError):
-        cells.parse("x = 1 %\n", "cell")
+        analysis.parse("x = 1 %\n", "cell")
     with pytest.raises(LaunchError, match="line 1: `%time x` is a magic"):
-        cells.parse("%time x\n", "cell")
+        analysis.parse("%time x\n", "cell")
 
 
-def test_a_cell_that_leaves_by_sys_exit_zero_is_our_own_failure(magic: Notebook) -> None:
+def test_a_cell_that_calls_sys_exit_0_succeeds(magic: Notebook) -> None:
     reply = magic.cell("%%ddp\nimport sys\nsys.exit(0)")
     assert reply.status == "ok", reply.traceback
 
 
-def test_one_name_that_cannot_travel_loses_the_others(magic: Notebook) -> None:
+def test_an_unpicklable_o_name_is_an_error_and_the_others_come_back(magic: Notebook) -> None:
     reply = magic.cell("%%ddp -o loss,bad\nloss = 0.125\nbad = (i for i in range(3))")
     assert reply.status == "error"
     assert "-o bad" in reply.evalue

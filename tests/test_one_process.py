@@ -1,4 +1,4 @@
-"""What other libraries make for one process is refused on its way to the ranks, or arrives knowing all of them."""
+"""Other libraries' objects for one process are refused on their way to the ranks, or arrive adapted to all ranks."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_launchers_object_is_refused_by_name_with_what_to_write(kind: str, cell: Cells) -> None:
+def test_a_launchers_object_is_refused_by_name_with_a_remedy(kind: str, cell: Cells) -> None:
     names = cell("def train(): return str(thing)")
     cell.main.__dict__["thing"] = made(kind)
     with pytest.raises(nbddp.PayloadError) as refused:
@@ -162,7 +162,7 @@ def test_a_subclass_of_a_launchers_object_is_refused_by_its_own_name(cell: Cells
         run(names.train)
 
 
-def test_the_package_lightning_is_known_as_well_as_its_parts(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_lightning_is_recognised_as_well_as_its_parts(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     """``lightning`` is ``pytorch_lightning`` and ``lightning_fabric`` under other names."""
     for module, name in (("lightning.pytorch.trainer.trainer", "Trainer"), ("lightning.fabric.fabric", "Fabric")):
         kind = type(name, (), {"__module__": module})
@@ -171,7 +171,7 @@ def test_the_package_lightning_is_known_as_well_as_its_parts(cell: Cells, monkey
             payload.refuse_unshippable(kind())
 
 
-def test_a_cell_that_names_one_is_refused_by_that_name(notebook: Notebook) -> None:
+def test_a_launchers_object_in_a_cell_is_refused_by_its_variable(notebook: Notebook) -> None:
     notebook.ok("%load_ext nbddp\nfrom accelerate import Accelerator\naccelerator = Accelerator(cpu=True)")
     reply = notebook.cell("%%ddp -n 2 --device cpu\naccelerator.num_processes")
     assert reply.ename == "PayloadError"
@@ -192,7 +192,7 @@ def seen(args):
 
 
 @pytest.mark.slow
-def test_training_arguments_of_the_notebook_are_as_those_made_in_the_rank(cell: Cells) -> None:
+def test_the_notebooks_training_arguments_equal_those_made_in_the_rank(cell: Cells) -> None:
     cell(SEEN)
     names = cell("""
         from transformers import Seq2SeqTrainingArguments, TrainingArguments
@@ -214,7 +214,7 @@ def test_training_arguments_of_the_notebook_are_as_those_made_in_the_rank(cell: 
 
 
 @pytest.mark.slow
-def test_a_function_with_training_arguments_may_make_the_group_or_leave_it_to_them(cell: Cells) -> None:
+def test_with_init_false_the_function_or_the_training_arguments_make_the_group(cell: Cells) -> None:
     cell(SEEN)
     names = cell("""
         import torch.distributed as dist
@@ -255,7 +255,7 @@ def test_a_trainer_with_the_notebooks_arguments_trains_one_model(in_folder: Path
     assert notebooks[0] == notebooks[1] == inside[0] == inside[1]
 
 
-def test_a_model_that_was_prepared_in_the_notebook_is_put_in_ddp(cell: Cells) -> None:
+def test_a_model_prepared_in_the_notebook_is_wrapped_in_ddp_in_a_rank(cell: Cells) -> None:
     names = cell("""
         import torch
         from accelerate import Accelerator
@@ -268,7 +268,7 @@ def test_a_model_that_was_prepared_in_the_notebook_is_put_in_ddp(cell: Cells) ->
 
 
 @pytest.mark.slow
-def test_a_data_module_of_the_notebook_comes_without_its_trainer(in_folder: Path, cell: Cells) -> None:
+def test_a_lightning_data_module_arrives_without_its_trainer(in_folder: Path, cell: Cells) -> None:
     names = cell("""
         import pytorch_lightning as pl, torch
         class Data(pl.LightningDataModule):
@@ -297,7 +297,7 @@ def test_a_data_module_of_the_notebook_comes_without_its_trainer(in_folder: Path
 # ---------------------------------------------------------------------------- results
 
 
-def test_what_a_rank_made_still_comes_back(cell: Cells) -> None:
+def test_launcher_objects_made_in_a_rank_come_back(cell: Cells) -> None:
     names = cell("""
         from accelerate import Accelerator
         from transformers import TrainingArguments

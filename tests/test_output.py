@@ -1,4 +1,4 @@
-"""Output of every rank: whole lines, labelled, from Python, C and subprocesses; a flood blocks nobody."""
+"""Output of every rank, from Python, C and subprocesses: whole lines, labelled, and a flood blocks nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import nbddp
 from tests.support import Cells, Notebook, run, start, wait_until
 
 
-def test_stderr_flood(cell: Cells) -> None:
+def test_a_flood_on_stderr_does_not_block_a_rank(cell: Cells) -> None:
     """240 kB in one burst: a rank that writes into a pipe which nobody reads stops there for ever."""
     names = cell("""
         import sys, nbddp
@@ -29,7 +29,7 @@ def test_stderr_flood(cell: Cells) -> None:
         assert lines == [f"{rank} {i:05d} " + "x" * 71 for i in range(3000)]
 
 
-def test_all_sources_land_in_order_and_whole(cell: Cells) -> None:
+def test_output_of_python_c_and_subprocesses_arrives_in_order(cell: Cells) -> None:
     names = cell("""
         import ctypes, os, subprocess, sys
         def train():
@@ -117,7 +117,7 @@ def test_output_before_a_crash_is_kept(cell: Cells) -> None:
     assert failed.logs(1) == "last words, of rank 1\n"
 
 
-def test_logs_can_be_read_while_it_runs(cell: Cells) -> None:
+def test_logs_can_be_read_during_the_run(cell: Cells) -> None:
     names = cell("""
         import time
         def train():
@@ -130,7 +130,7 @@ def test_logs_can_be_read_while_it_runs(cell: Cells) -> None:
     assert going.logs() == "[rank 0] started\n[rank 1] started\n"
 
 
-def test_a_gigabyte_of_prints_stays_bounded(cell: Cells) -> None:
+def test_two_hundred_mb_of_output_keep_the_last_4_mib(cell: Cells) -> None:
     """Scaled to 200 MB: what is kept must not grow with it, neither here nor, after the run, on the disk."""
     names = cell("""
         import os
@@ -147,7 +147,7 @@ def test_a_gigabyte_of_prints_stays_bounded(cell: Cells) -> None:
     assert rest.endswith(f"{9999:099d}\n")
 
 
-def test_invalid_utf8_and_unicode(cell: Cells) -> None:
+def test_invalid_utf8_is_replaced_and_unicode_kept(cell: Cells) -> None:
     names = cell("""
         import os, sys
         def train():
@@ -179,7 +179,7 @@ def test_closing_or_replacing_stdout_does_not_break_the_rank(cell: Cells) -> Non
     assert run(names.close_fd).values == [3, 3]
 
 
-def test_logging_and_warnings_show(cell: Cells) -> None:
+def test_logging_and_warnings_are_in_the_logs(cell: Cells) -> None:
     names = cell("""
         import logging, warnings
         def train():
@@ -191,7 +191,7 @@ def test_logging_and_warnings_show(cell: Cells) -> None:
     assert "UserWarning: careful" in text
 
 
-def test_stdin_is_empty_not_the_kernels(cell: Cells) -> None:
+def test_stdin_of_a_rank_is_empty(cell: Cells) -> None:
     names = cell("""
         def train():
             try:
@@ -205,7 +205,7 @@ def test_stdin_is_empty_not_the_kernels(cell: Cells) -> None:
 # ---------------------------------------------------------------------------- in a cell
 
 
-def test_rank_0s_output_comes_into_the_cell_while_it_runs(notebook: Notebook) -> None:
+def test_rank_0s_output_is_shown_in_the_cell_while_it_runs(notebook: Notebook) -> None:
     notebook.ok("""
         import nbddp, time, os
         def train(path):
@@ -244,7 +244,7 @@ def test_a_flood_does_not_trip_the_servers_rate_limit(notebook: Notebook) -> Non
     assert notebook.ok("len(r.logs(0).splitlines()), len(r.logs(1).splitlines())").shown.strip() == "(50000, 50000)"
 
 
-def test_no_gpu_is_said_aloud_once(notebook: Notebook) -> None:
+def test_a_machine_without_a_gpu_is_mentioned_once(notebook: Notebook) -> None:
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What is published: a wheel and an sdist that are complete, and whose metadata agree with the README."""
+"""The wheel and the sdist are complete, and their metadata agree with the README."""
 
 from __future__ import annotations
 
@@ -105,7 +105,15 @@ def test_metadata_and_readme_agree_on_versions(metadata: email.message.Message) 
     assert systems == {"Operating System :: MacOS", "Operating System :: POSIX :: Linux"}
 
 
-def test_the_page_of_a_package_index_has_no_dead_links(metadata: email.message.Message) -> None:
+def test_the_readmes_first_command_installs_the_lab_that_it_opens(metadata: email.message.Message) -> None:
+    required = {line for line in metadata.get_all("Requires-Dist", []) if line.startswith("jupyterlab")}
+    assert required == {f"jupyterlab>=4.2; extra == '{extra}'" for extra in ("lab", "test", "dev", "bench")}
+    first = next(line for line in README.splitlines() if "-m venv" in line)
+    assert "jupyter lab" in first
+    assert re.findall(r"'\.\[(.*)\]'", first) == ["lab,examples"]
+
+
+def test_the_package_index_page_has_no_dead_links(metadata: email.message.Message) -> None:
     """Relative links and pictures lead nowhere there."""
     payload = metadata.get_payload(decode=True)
     assert isinstance(payload, bytes)
@@ -114,11 +122,11 @@ def test_the_page_of_a_package_index_has_no_dead_links(metadata: email.message.M
     assert re.findall(r"\]\((?!https?://)[^)]*\)", README)  # in the repository they lead somewhere
     assert re.findall(r"\]\((?!https?://)[^)]*\)", page) == []
     assert "![" not in page
-    for words in ("# nbddp", "The smallest whole cell", "Contributing · Changelog · BSD-3-Clause"):
+    for words in ("# nbddp", "A first cell", "Contributing · Changelog · BSD-3-Clause"):
         assert words in page
 
 
-def test_on_windows_the_import_says_in_a_sentence_what_to_do() -> None:
+def test_importing_on_windows_raises_one_sentence_that_names_wsl2() -> None:
     done = script(
         """
         import sys

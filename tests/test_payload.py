@@ -1,4 +1,4 @@
-"""Code and data of the notebook reach every rank, whole, shared and isolated; what cannot travel is refused by name."""
+"""The notebook's code and data reach every rank whole, shared and isolated; what cannot be sent is refused by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = sorted(
 # ---------------------------------------------------------------------------- code
 
 
-def test_everything_defined_in_cells_travels_by_value(cell: Cells) -> None:
+def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
     """PyTorch's oldest open complaint: Can't get attribute ... on __main__."""
     cell("""
         import dataclasses, enum, functools, typing
@@ -109,7 +109,7 @@ def test_everything_defined_in_cells_travels_by_value(cell: Cells) -> None:
     assert names.step() == 2  # the ranks' counting is not the notebook's
 
 
-def test_lambda_partial_method_and_callable_object(cell: Cells) -> None:
+def test_a_lambda_partial_method_or_callable_object_can_be_run(cell: Cells) -> None:
     names = cell("""
         import functools
         class Trainer:
@@ -126,7 +126,7 @@ def test_lambda_partial_method_and_callable_object(cell: Cells) -> None:
     assert run(names.add, 1, kwargs={"b": 2, "c": 3}).values == [6, 6]
 
 
-def test_edited_cell_runs_its_new_code(cell: Cells) -> None:
+def test_an_edited_cell_runs_its_new_code(cell: Cells) -> None:
     cell("def helper(): return 'old'")
     names = cell("def train(): return helper()")
     assert run(names.train).values == ["old", "old"]
@@ -136,7 +136,7 @@ def test_edited_cell_runs_its_new_code(cell: Cells) -> None:
     assert run(names.train).values == ["new twice", "new twice"]
 
 
-def test_edited_module_beside_the_notebook_runs_its_new_code(
+def test_an_edited_module_beside_the_notebook_runs_its_new_code(
     cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fork server that imported the old text would run it for ever."""
@@ -152,7 +152,7 @@ def test_edited_module_beside_the_notebook_runs_its_new_code(
         assert run(names.train).values == [size, size]
 
 
-def test_environment_folder_and_path_are_the_present_ones(
+def test_ranks_have_the_notebooks_present_environment_folder_and_path(
     cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fork server froze its own at its start; the ranks must not see those."""
@@ -189,7 +189,7 @@ def test_a_global_that_a_rank_sets_is_its_own(cell: Cells) -> None:
     assert (names.best, names.total) == (0.5, [0])
 
 
-def test_source_of_a_cell_is_there_for_inspect(cell: Cells) -> None:
+def test_inspect_finds_a_cells_source_in_a_rank(cell: Cells) -> None:
     names = cell("""
         import inspect
         def helper():
@@ -200,7 +200,7 @@ def test_source_of_a_cell_is_there_for_inspect(cell: Cells) -> None:
     assert run(names.train).values == ["def helper():\n    return 1  # a comment that only the source has\n"] * 2
 
 
-def test_pickle_and_torch_save_of_a_cell_class_inside_a_rank(cell: Cells, tmp_path: Path) -> None:
+def test_a_cells_class_can_be_pickled_and_torch_saved_inside_a_rank(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import copy, pickle, torch
         class Net(torch.nn.Linear):
@@ -373,9 +373,7 @@ def test_sparse_quantized_meta_and_parameters_arrive(cell: Cells) -> None:
 
 
 @pytest.mark.parametrize("numel", [60, 1_000_000], ids=["small", "mapped"])
-def test_tensors_of_one_storage_still_share_it_and_arrays_are_independent_as_after_pickle(
-    cell: Cells, numel: int
-) -> None:
+def test_tensors_keep_sharing_storage_and_arrays_are_independent_as_after_pickle(cell: Cells, numel: int) -> None:
     """Tied weights that come apart would train to something else, silently; arrays that stay together would, too."""
     names = cell("""
         import numpy, torch
@@ -467,7 +465,7 @@ def test_thousands_of_windows_cost_little_memory(numel: int) -> None:
         window[:] = -1
 
 
-def test_columns_of_a_large_array_are_copied_as_columns() -> None:
+def test_columns_of_a_large_array_are_sent_as_copies() -> None:
     """One mapping each would be a page table each."""
     base = np.arange(2_000_000, dtype=np.float64).reshape(-1, 200)
     packed = payload.prepare([base, *(base[:, i] for i in range(200))]).packed
@@ -509,7 +507,7 @@ def test_tied_weights_stay_tied_and_come_back_tied(cell: Cells) -> None:
 
 
 @pytest.mark.parametrize("side", [8, 1200], ids=["small", "mapped"])
-def test_arrays_in_any_memory_order_stay_right(cell: Cells, side: int) -> None:
+def test_arrays_in_any_memory_order_arrive_equal(cell: Cells, side: int) -> None:
     base = np.arange(side * side, dtype=np.int64).reshape(side, side)
     records = np.zeros(side, dtype=[("a", "i4"), ("b", "f8")])
     records["b"] = 1.5
@@ -531,7 +529,7 @@ def test_arrays_in_any_memory_order_stay_right(cell: Cells, side: int) -> None:
         assert (frozen_writeable, plain_writeable) == (False, True)
 
 
-def test_writing_in_a_rank_changes_nothing_elsewhere(cell: Cells) -> None:
+def test_writing_to_data_in_a_rank_changes_it_nowhere_else(cell: Cells) -> None:
     """Copy-on-write must be private: one shared page would be a data race in every training."""
     names = cell("""
         import torch.distributed as dist
@@ -548,7 +546,7 @@ def test_writing_in_a_rank_changes_nothing_elsewhere(cell: Cells) -> None:
     assert not array.any()
 
 
-def test_a_slice_of_a_huge_tensor_sends_the_slice(cell: Cells) -> None:
+def test_only_the_slice_of_a_huge_tensor_is_sent(cell: Cells) -> None:
     """1 GiB of storage, 4 kB of it in sight: nothing like 1 GiB is to be written."""
     huge = torch.empty(1 << 28)
     part = huge[1000:2000]
@@ -561,7 +559,7 @@ def test_a_slice_of_a_huge_tensor_sends_the_slice(cell: Cells) -> None:
     assert high_water < 4 << 20  # kB
 
 
-def test_share_memory_tensors_are_one_for_all(cell: Cells) -> None:
+def test_share_memory_tensors_are_shared_by_ranks_and_notebook(cell: Cells) -> None:
     """``share_memory_()`` is the user's word that ranks write to one tensor (Hogwild)."""
     names = cell("""
         import torch.distributed as dist
@@ -595,7 +593,7 @@ _DIVIDE = """
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_batch_of_a_loaders_worker_is_each_ranks_own(
+def test_a_batch_from_a_dataloader_worker_is_copied_for_each_rank(
     cell: Cells, passing: None, start: str, persistent: bool
 ) -> None:
     """It lies in memory that the worker shared with this process, not this process with its ranks."""
@@ -611,7 +609,7 @@ def test_a_batch_of_a_loaders_worker_is_each_ranks_own(
     loader._iterator = None
 
 
-def test_a_tensor_that_was_sent_to_another_process_is_each_ranks_own(cell: Cells, passing: None) -> None:
+def test_a_tensor_once_sent_to_another_process_is_copied_for_each_rank(cell: Cells, passing: None) -> None:
     """torch moves it to shared memory for that; nobody has asked that ranks share it."""
     names = cell(_DIVIDE)
     x = torch.full((10,), 1000.0)
@@ -625,7 +623,7 @@ def test_a_tensor_that_was_sent_to_another_process_is_each_ranks_own(cell: Cells
 
 
 @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
-def test_what_is_shared_on_purpose_is_shared_by_every_run(strategy: str) -> None:
+def test_share_memory_tensors_are_shared_by_every_run(strategy: str) -> None:
     """In a process of its own, with which torch's manager of shared files ends."""
     ended = script(
         """
@@ -646,7 +644,7 @@ def test_what_is_shared_on_purpose_is_shared_by_every_run(strategy: str) -> None
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_tensor_of_a_file_arrives_as_a_copy(cell: Cells, tmp_path: Path, shared: bool) -> None:
+def test_a_tensor_mapped_from_a_file_arrives_as_a_copy(cell: Cells, tmp_path: Path, shared: bool) -> None:
     path = tmp_path / "data.bin"
     path.write_bytes(np.full(10, 1000.0, dtype="f4").tobytes())
     before = path.read_bytes()
@@ -666,7 +664,7 @@ def test_a_tensor_of_a_file_arrives_as_a_copy(cell: Cells, tmp_path: Path, share
     assert path.read_bytes() == before
 
 
-def test_only_what_is_shared_on_purpose_is_refused_where_it_cannot_be(tmp_path: Path, passing: None) -> None:
+def test_only_share_memory_tensors_are_refused_where_sharing_is_impossible(tmp_path: Path, passing: None) -> None:
     """On its way to another host, say."""
     path = tmp_path / "data.bin"
     path.write_bytes(bytes(40))
@@ -680,7 +678,7 @@ def test_only_what_is_shared_on_purpose_is_refused_where_it_cannot_be(tmp_path: 
     queue.close()
 
 
-def test_pandas_generators_and_datasets_travel(cell: Cells) -> None:
+def test_pandas_frames_generators_and_datasets_arrive(cell: Cells) -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"x": range(1000), "name": [f"n{i}" for i in range(1000)]})
     generator = torch.Generator().manual_seed(7)
@@ -709,7 +707,7 @@ def _refused(names_train: object, *args: object, **kwargs: object) -> nbddp.Payl
     return caught.value
 
 
-def test_open_file_is_named_with_the_way_to_it(cell: Cells, tmp_path: Path) -> None:
+def test_an_open_file_is_named_with_the_path_to_it(cell: Cells, tmp_path: Path) -> None:
     names = cell(f"""
         log_file = open({str(tmp_path / "log.txt")!r}, "w")
         def helper(): log_file.write("x")
@@ -743,7 +741,7 @@ def test_unpicklable_globals_are_named(cell: Cells, source: str, path: tuple[str
     assert " → ".join(path) in str(error)
 
 
-def test_the_way_leads_through_every_container(cell: Cells) -> None:
+def test_the_path_to_an_unpicklable_object_leads_through_every_container(cell: Cells) -> None:
     names = cell("""
         import threading, functools
         class Logger:
@@ -771,7 +769,7 @@ def test_the_way_leads_through_every_container(cell: Cells) -> None:
     assert _refused(names.functools.partial(names.plain, key=lock)).path[-1] == "key"
 
 
-def test_widget_and_shell_are_refused(cell: Cells) -> None:
+def test_a_widget_and_the_shell_are_refused_by_name(cell: Cells) -> None:
     pytest.importorskip("ipywidgets")
     names = cell("""
         import ipywidgets
@@ -811,7 +809,7 @@ def test_a_run_after_a_refused_one_works(cell: Cells) -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_used_in_the_notebook_before_the_run(cell: Cells) -> None:
+def test_a_run_works_after_the_notebook_used_cuda(cell: Cells) -> None:
     """Cannot re-initialize CUDA in forked subprocess: the most reported failure of all launchers."""
     torch.zeros(1).cuda()
     names = cell("""
@@ -825,6 +823,6 @@ def test_cuda_used_in_the_notebook_before_the_run(cell: Cells) -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_stream_is_refused(cell: Cells) -> None:
+def test_a_cuda_stream_is_refused(cell: Cells) -> None:
     names = cell("import torch\nstream = torch.cuda.Stream()\ndef train(): return stream")
     assert _refused(names.train).path == ("train", "stream")

@@ -1,22 +1,20 @@
-"""What ``nbddp.preload`` asks for is there in every rank from then on, and whatever goes wrong with it, runs run."""
+"""Modules named to ``nbddp.preload`` are imported in every later rank, and runs work whatever goes wrong with it."""
 
 from __future__ import annotations
 
 import multiprocessing.context
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from multiprocessing import util
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import psutil
 import pytest
 
 import nbddp
-from nbddp.kernel import forkserver
+from nbddp.forkserver import server as forkserver
 from tests.support import Cells, Notebook, run, script, start, wait_until
 
 IS_THERE = """
@@ -29,12 +27,12 @@ IS_THERE = """
 @pytest.fixture(autouse=True)
 def nothing_preloaded() -> Iterator[None]:
     yield
-    forkserver._server.wanted = ()
+    forkserver._current.modules = ()
     forkserver.warm()
-    wait_until(lambda: (forkserver.reap(), not forkserver._ended)[1], what="servers that were replaced are gone")
+    wait_until(lambda: not forkserver.reap(), what="servers that were replaced are gone")
 
 
-def test_every_rank_imports_anew(cell: Cells) -> None:
+def test_preloaded_modules_are_imported_in_every_later_rank(cell: Cells) -> None:
     names = cell(IS_THERE)
     assert run(names.is_there, "mailbox").values == [False, False]
     nbddp.preload("mailbox", "wsgiref.headers")
@@ -46,7 +44,7 @@ def test_every_rank_imports_anew(cell: Cells) -> None:
     assert "mailbox" not in sys.modules, "the kernel has no need of it"
 
 
-def test_it_holds_where_the_servers_program_is_not_its_last_argument(
+def test_preload_works_where_the_servers_program_is_not_its_last_argument(
     cell: Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python 3.13.12 and 3.14.3 give the server the notebook's own arguments, behind the program."""
@@ -56,7 +54,7 @@ def test_it_holds_where_the_servers_program_is_not_its_last_argument(
     assert run(cell(IS_THERE).is_there, "mailbox").values == [True, True]
 
 
-def test_a_second_call_or_a_killed_server_forgets_the_first(cell: Cells) -> None:
+def test_a_second_preload_or_a_killed_server_keeps_the_first(cell: Cells) -> None:
     names = cell(IS_THERE)
     nbddp.preload("mailbox")
     nbddp.preload("shelve")
@@ -68,7 +66,7 @@ def test_a_second_call_or_a_killed_server_forgets_the_first(cell: Cells) -> None
     assert run(names.is_there, "shelve").values == [True, True]
 
 
-def test_a_run_under_way_is_lost(cell: Cells, in_folder: Path) -> None:
+def test_preload_leaves_a_running_run_alone(cell: Cells, in_folder: Path) -> None:
     train = cell("""
         import nbddp, os, time
         def train():
@@ -82,7 +80,7 @@ def test_a_run_under_way_is_lost(cell: Cells, in_folder: Path) -> None:
     assert going.wait(30).values == [2.0, 2.0]
 
 
-def test_a_rank_of_the_server_before_dies_unseen(cell: Cells) -> None:
+def test_the_death_of_a_rank_of_the_old_server_is_reported(cell: Cells) -> None:
     """Its exit code comes from the server that forked it, which so has to stay."""
     going = start(cell("import time\ndef train():\n    time.sleep(1000)").train)
     before = forkserver.pid()
@@ -90,13 +88,13 @@ def test_a_rank_of_the_server_before_dies_unseen(cell: Cells) -> None:
     assert run(cell(IS_THERE).is_there, "mailbox").values == [True, True]
     assert before is not None
     assert psutil.pid_exists(before)
-    os.kill(going._supervisor.pids()[1], signal.SIGKILL)
+    os.kill(going.pids[1], signal.SIGKILL)
     with pytest.raises(nbddp.RankDied, match="killed by SIGKILL"):
         going.wait(20)
     wait_until(lambda: (forkserver.reap(), not psutil.pid_exists(before))[1], what="the server before ends")
 
 
-def test_a_run_that_is_starting_loses_its_server(cell: Cells) -> None:
+def test_runs_that_are_starting_finish_despite_a_preload(cell: Cells) -> None:
     one = cell("def one(): return 1").one
     modules = ["mailbox", "shelve", "wsgiref.headers", "mailcap" if sys.version_info < (3, 13) else "zipapp", "cmd"]
     for module in modules:
@@ -106,9 +104,9 @@ def test_a_run_that_is_starting_loses_its_server(cell: Cells) -> None:
     assert run(cell(IS_THERE).is_there, "shelve").values == [True, True]
 
 
-def test_an_interrupt_leaves_half_a_server(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preload_works_after_an_interrupted_preload(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     names = cell(IS_THERE)
-    server = forkserver._server
+    server = forkserver._current
 
     def interrupted() -> object:
         signal.raise_signal(signal.SIGINT)
@@ -121,24 +119,16 @@ def test_an_interrupt_leaves_half_a_server(cell: Cells, monkeypatch: pytest.Monk
     assert run(names.is_there, "mailbox").values == [True, True]
 
 
-def test_a_folder_that_was_cleaned_away_is_missed(cell: Cells) -> None:
-    names = cell(IS_THERE)
-    run(names.is_there, "mailbox")
-    shutil.rmtree(get_temp_dir())
-    nbddp.preload("mailbox")
-    assert run(names.is_there, "mailbox").values == [True, True]
-
-
-def test_a_start_method_of_the_users_is_taken_back(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_method_that_the_user_sets_is_kept(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is set while ranks start; only what a new server does to it is undone."""
     one = cell("def one(): return 1").one
     run(one)
     monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
-    connect = forkserver._ForkServer.connect_to_new_process
+    original = forkserver.ForkServer.start_process
     monkeypatch.setattr(
-        forkserver._ForkServer,
-        "connect_to_new_process",
-        lambda self, fds: (connect(self, fds), multiprocessing.set_start_method("spawn", force=True))[0],
+        forkserver.ForkServer,
+        "start_process",
+        lambda self, *args: (original(self, *args), multiprocessing.set_start_method("spawn", force=True))[0],
     )
     assert run(one).values == [1, 1]
     assert multiprocessing.get_start_method(allow_none=True) == "spawn"
@@ -156,7 +146,7 @@ def test_a_start_method_of_the_users_is_taken_back(cell: Cells, monkeypatch: pyt
         ("conftest_of_mine", "not an installed package"),
     ],
 )
-def test_what_cannot_be_preloaded_is_heard_of_in_a_rank(
+def test_a_module_that_cannot_be_preloaded_is_refused_at_once(
     name: object, why: str, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (in_folder / "conftest_of_mine.py").touch()
@@ -183,7 +173,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_a_module_that_no_fork_survives_breaks_runs(name: str, in_folder: Path) -> None:
+def test_a_module_that_is_unsafe_to_fork_is_left_out_with_a_message(name: str, in_folder: Path) -> None:
     source, why = UNFIT[name]
     shown = _with_installed(in_folder, name, source)
     assert shown == (
@@ -193,7 +183,7 @@ def test_a_module_that_no_fork_survives_breaks_runs(name: str, in_folder: Path) 
 
 
 @pytest.mark.parametrize("line", ["1 / 0", "import not_there", "raise SystemExit(1)", "print('hello')"])
-def test_a_module_that_cannot_be_imported_ends_the_server(line: str, in_folder: Path) -> None:
+def test_a_module_that_fails_to_import_leaves_the_server_running(line: str, in_folder: Path) -> None:
     works = "print" in line
     shown = _with_installed(in_folder, "cannot_be", line)
     assert shown.replace("hello\n", "", 1) == (
@@ -201,14 +191,14 @@ def test_a_module_that_cannot_be_imported_ends_the_server(line: str, in_folder: 
     )
 
 
-def test_nothing_is_said_when_the_server_ends(in_folder: Path) -> None:
+def test_the_server_prints_nothing_when_it_ends(in_folder: Path) -> None:
     """torch 2.15's bindings list what they find leaked while the interpreter is taken apart."""
     # As those do, in C, when no Python is left; what this one says is of no interest.
     source = "import ctypes\nctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).malloc_stats)"
     assert _with_installed(in_folder, "speaks_last", source).startswith("beside: [True, True]\n")
 
 
-def test_parts_of_a_package_that_loads_them_late_are_named(own_notebook: Notebook) -> None:
+def test_a_submodule_of_a_lazily_loading_package_can_be_preloaded(own_notebook: Notebook) -> None:
     pytest.importorskip("transformers")
     own_notebook.ok("""
         import nbddp
@@ -231,7 +221,7 @@ def _with_installed(folder: Path, name: str, source: str) -> str:
     program = script(
         f"""
         import nbddp, psutil, sys, time
-        from nbddp.kernel import forkserver
+        from nbddp.forkserver import server as forkserver
         sys.path.append({str(packages)!r})  # as in a cell
         def is_there(): return {name!r} in sys.modules
         nbddp.preload({name!r})
@@ -244,7 +234,7 @@ def _with_installed(folder: Path, name: str, source: str) -> str:
         print("still a fork server:", forkserver.available())
         def servers():
             forkserver.reap()
-            return sum("forkserver" in " ".join(child.cmdline()) for child in psutil.Process().children())
+            return sum("fork server of nbddp" in " ".join(child.cmdline()) for child in psutil.Process().children())
         deadline = time.monotonic() + 10
         while servers() > 1 and time.monotonic() < deadline: time.sleep(0.05)
         print("servers:", servers())
@@ -254,7 +244,7 @@ def _with_installed(folder: Path, name: str, source: str) -> str:
     return program.stdout
 
 
-def test_a_notebook_begins_with_it(own_notebook: Notebook) -> None:
+def test_preloaded_modules_are_in_a_notebooks_ranks(own_notebook: Notebook) -> None:
     shown = "print(nbddp.run(lambda: 'pandas' in sys.modules, nprocs=2, device='cpu', show=False).values)"
     assert own_notebook.ok(f"import nbddp, sys\n{shown}").shown == "[False, False]\n"
     assert own_notebook.ok(f"nbddp.preload('pandas')\n{shown}").shown == "[True, True]\n"

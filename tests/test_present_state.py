@@ -1,4 +1,4 @@
-"""A rank has what a plain child has that the notebook starts at the same moment, not what the fork server had once."""
+"""A rank has the process state of a plain child started at the same moment, not what the fork server had once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import nbddp
+from nbddp import process_state
 from tests.present_state import Program
 from tests.support import Cells, run, script
 
@@ -45,7 +46,7 @@ def test_a_rank_has_the_notebooks_present_state(program: Program, state: str, tm
     _compare(program, STATES[state], "forkserver", tmp_path)
 
 
-def test_a_spawned_rank_has_it_too(program: Program, tmp_path: Path) -> None:
+def test_a_spawned_rank_has_the_notebooks_present_state(program: Program, tmp_path: Path) -> None:
     _compare(program, "; ".join(STATES.values()), "spawn", tmp_path)
 
 
@@ -84,7 +85,7 @@ BY_SPAWN = "This run's ranks are started by spawn, and each imports torch itself
 COUNTS = ": only what a process starts with, or imports torch with, counts. "
 
 
-def test_a_variable_that_counts_at_the_start_leads_to_a_new_server_once(program: Program) -> None:
+def test_a_variable_read_only_at_process_start_leads_to_one_new_server(program: Program) -> None:
     """Their effect is that in a plain child of the notebook, whose environment has changed since."""
     before, expected, (found, note), (again, silence) = program.value(f"""
 {SEEN}
@@ -98,7 +99,7 @@ value += [child("effects()"), ranks(seen), ranks(seen)]
     assert (again, silence) == (found, "")
 
 
-def test_a_run_with_such_a_variable_of_its_own_is_spawned(program: Program) -> None:
+def test_a_run_whose_env_has_such_a_variable_is_spawned(program: Program) -> None:
     expected, (found, note), (others, silence) = program.value(f"""
 {SEEN}
 env = {ONLY_AT_THE_START!r}
@@ -111,7 +112,7 @@ value = [child("effects()", env), ranks(seen, env=env), ranks(seen)]
     assert silence == ""
 
 
-def test_a_variable_that_a_rank_can_heed_needs_neither(program: Program, tmp_path: Path) -> None:
+def test_a_variable_that_a_forked_rank_can_apply_needs_neither(program: Program, tmp_path: Path) -> None:
     env = {
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TZ": "Asia/Tokyo", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "", "NCCL_DEBUG": "INFO", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "MY_OWN": "x",
@@ -127,7 +128,7 @@ value = [ranks(all_seen, folder, env=env), [child("effects()", env), child(f"loo
     assert note == ""
 
 
-def test_the_environment_of_a_run_that_changes_while_it_starts_is_that_of_its_call(cell: Cells) -> None:
+def test_a_runs_environment_is_that_of_its_call_even_if_it_changes_while_it_starts(cell: Cells) -> None:
     """No new server could have it: the notebook's has changed once more."""
     names = cell("""
         import os
@@ -141,7 +142,7 @@ def test_the_environment_of_a_run_that_changes_while_it_starts_is_that_of_its_ca
         assert going.wait(120).values == [("1", True)] * 2
 
 
-def test_a_module_that_was_preloaded_sees_the_variables_of_now(in_folder: Path) -> None:
+def test_a_preloaded_module_sees_the_present_variables(in_folder: Path) -> None:
     packages = in_folder / "site-packages"
     packages.mkdir()
     (packages / "reads_it.py").write_text("import os\nfound = os.environ.get('READ_AT_IMPORT', 'nothing')\n")
@@ -161,7 +162,7 @@ def test_a_module_that_was_preloaded_sees_the_variables_of_now(in_folder: Path) 
     assert (done.stdout, done.stderr) == ("a True\nb True\nb False\n", "")
 
 
-def test_numpys_blas_has_the_threads_of_its_rank(program: Program) -> None:
+def test_numpys_blas_has_as_many_threads_as_its_rank(program: Program) -> None:
     """It reads OMP_NUM_THREADS when it is loaded, which is set for each rank; torch's own setting does not reach it."""
     found, expected = program.value("""
 def threads():
@@ -191,7 +192,26 @@ value = [run.value, run.logs()]
     assert notes == ""
 
 
-def test_a_name_no_variable_can_have_is_refused(cell: Cells) -> None:
+def test_an_impossible_variable_name_is_refused(cell: Cells) -> None:
     for env in ({"A=B": "x"}, {"": "x"}, {"A": "x\0y"}):
         with pytest.raises(nbddp.LaunchError, match="env"):
             run(cell("def train(): pass").train, env=env)
+
+
+@pytest.mark.parametrize("on_linux", [True, False])
+def test_the_umask_is_read_without_being_set(on_linux: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may be making a file meanwhile."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("there is no /proc")
+
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", pytest.fail)
+            if not on_linux:
+                patched.setattr(process_state, "open", refuse, raising=False)
+            assert process_state.umask() == 0o027
+            assert process_state.present().umask == 0o027
+    finally:
+        os.umask(before)

@@ -19,7 +19,7 @@ import nbddp
 from tests.support import Cells, run, start, wait_until
 
 
-def test_a_step_logged_three_times_is_averaged_over_one_rank(cell: Cells) -> None:
+def test_a_step_logged_three_times_is_averaged_over_all_ranks_each_time(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -29,7 +29,7 @@ def test_a_step_logged_three_times_is_averaged_over_one_rank(cell: Cells) -> Non
     assert run(names.train).history["loss"].values.tolist() == [0.5, 0.5, 0.5]
 
 
-def test_a_step_that_one_rank_skips_cuts_the_curve(cell: Cells) -> None:
+def test_a_step_that_one_rank_skips_does_not_end_the_curve(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -42,7 +42,7 @@ def test_a_step_that_one_rank_skips_cuts_the_curve(cell: Cells) -> None:
     assert values.tolist() == [50.0 if step == 50 else step + 0.5 for step in range(200)]
 
 
-def test_a_failed_attempt_is_averaged_into_the_next(cell: Cells) -> None:
+def test_values_of_a_failed_attempt_are_not_averaged_into_the_next(cell: Cells) -> None:
     names = cell("""
         import nbddp, time
         def train():
@@ -60,7 +60,7 @@ def test_a_failed_attempt_is_averaged_into_the_next(cell: Cells) -> None:
     assert [rank.step for rank in finished.history.ranks] == [2, 2]
 
 
-def test_a_flood_of_metrics_keeps_stop_waiting(cell: Cells) -> None:
+def test_stop_ends_a_flood_of_metrics_within_15_s(cell: Cells) -> None:
     names = cell("""
         import nbddp
         def train():
@@ -76,7 +76,7 @@ def test_a_flood_of_metrics_keeps_stop_waiting(cell: Cells) -> None:
     assert started.state == "stopped"
 
 
-def test_a_run_whose_time_is_over_is_started_again(cell: Cells) -> None:
+def test_a_timeout_is_not_restarted(cell: Cells) -> None:
     names = cell("""
         import nbddp, time
         def train():
@@ -90,7 +90,7 @@ def test_a_run_whose_time_is_over_is_started_again(cell: Cells) -> None:
     assert last.logs(0) == "attempt 0\n"
 
 
-def test_a_peer_that_leaves_later_is_taken_for_the_cause(cell: Cells) -> None:
+def test_a_peer_that_exits_later_is_not_reported_as_the_cause(cell: Cells) -> None:
     names = cell("""
         import nbddp, os, time
         def train():
@@ -104,7 +104,7 @@ def test_a_peer_that_leaves_later_is_taken_for_the_cause(cell: Cells) -> None:
         run(names.train)
 
 
-def test_stop_waits_for_a_thread_that_the_function_left(cell: Cells) -> None:
+def test_stop_does_not_wait_for_a_thread_that_the_function_left(cell: Cells) -> None:
     names = cell("""
         import threading, time
         def train():
@@ -112,14 +112,14 @@ def test_stop_waits_for_a_thread_that_the_function_left(cell: Cells) -> None:
             return 7
     """)
     started = start(names.train)
-    wait_until(lambda: started._supervisor.rank_states() == ["finished"] * 2)
+    wait_until(lambda: started._state.rank_states() == ["finished"] * 2)
     began = time.monotonic()
     started.stop(0.2)
     assert time.monotonic() - began < 10
     assert started.values == [7, 7]
 
 
-def test_spawn_joined_after_the_end_has_forgotten_its_processes(cell: Cells) -> None:
+def test_a_spawn_joined_after_the_end_still_has_its_pids_and_error(cell: Cells) -> None:
     names = cell("def boom(rank):\n    raise ValueError('late')")
     context = nbddp.spawn(names.boom, nprocs=2, join=False)
     assert context is not None
@@ -132,7 +132,7 @@ def test_spawn_joined_after_the_end_has_forgotten_its_processes(cell: Cells) -> 
     assert (type(again), again.msg, again.error_pid) == (type(before), before.msg, before.error_pid)
 
 
-def test_a_module_that_exits_while_it_is_imported_counts_as_success(cell: Cells, in_folder: Any) -> None:
+def test_a_module_that_exits_while_it_is_imported_is_a_payload_error(cell: Cells, in_folder: Any) -> None:
     (in_folder / "no_guard.py").write_text("import os, sys\nif 'RANK' in os.environ: sys.exit(0)\ndef helper(): pass\n")
     names = cell("""
         import sys
@@ -147,14 +147,14 @@ def test_a_module_that_exits_while_it_is_imported_counts_as_success(cell: Cells,
     del names.sys.modules["no_guard"]
 
 
-def test_sys_exit_minus_one_is_taken_for_a_signal(cell: Cells) -> None:
+def test_sys_exit_minus_1_is_exit_code_255_and_not_a_signal(cell: Cells) -> None:
     names = cell("import sys\ndef train(): sys.exit(-1)")
     with pytest.raises(nbddp.RankDied) as caught:
         run(names.train)
     assert (caught.value.exitcode, caught.value.signal_name) == (255, None)
 
 
-def test_a_lock_of_the_fork_context_ends_as_our_own_failure(cell: Cells) -> None:
+def test_a_lock_of_the_fork_context_is_refused_with_a_remedy(cell: Cells) -> None:
     lock = multiprocessing.get_context("fork").Lock()
     if not hasattr(lock, "_is_fork_ctx"):
         pytest.skip("this Python's locks do not tell")
@@ -164,13 +164,13 @@ def test_a_lock_of_the_fork_context_ends_as_our_own_failure(cell: Cells) -> None
         run(names.train)
 
 
-def test_bad_containers_end_as_a_raw_typeerror() -> None:
+def test_wrong_types_of_gpus_and_env_are_launch_errors() -> None:
     for options in ({"gpus": 2}, {"gpus": []}, {"env": ["A=B"]}, {"env": {"RANK": "1"}}):
         with pytest.raises(nbddp.LaunchError):
             nbddp.run(os.getpid, **options)  # type: ignore[arg-type]
 
 
-def test_numbers_that_are_no_python_numbers(cell: Cells) -> None:
+def test_numpy_numbers_and_float_totals_are_accepted(cell: Cells) -> None:
     names = cell("""
         import nbddp, numpy as np
         def train():
@@ -180,18 +180,18 @@ def test_numbers_that_are_no_python_numbers(cell: Cells) -> None:
     assert run(names.train).value == (0.5, 4)
 
 
-def test_a_view_that_breaks_leaves_the_ranks_alone(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_can_be_stopped_after_its_view_raised_an_error(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         live = False
 
-        def update(self, status: Any, history: Any) -> None:
+        def update(self, status: Any) -> None:
             if status.state == "running":
                 raise BrokenPipeError("nobody reads")
 
         def write(self, text: str) -> None:
             pass
 
-    monkeypatch.setattr("nbddp.kernel.runner.view_for", lambda *args, **options: Broken())
+    monkeypatch.setattr("nbddp.kernel.views.view_for", lambda *args, **options: Broken())
     names = cell("import time\ndef train(): time.sleep(60)")
     began = time.monotonic()
     with pytest.raises(BrokenPipeError):
@@ -208,18 +208,18 @@ def _script(folder: Any, source: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "program.py"], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_fork_of_the_kernel_keeps_the_ranks_alive(in_folder: Any) -> None:
+def test_ranks_end_with_a_killed_kernel_although_its_fork_lives_on(in_folder: Any) -> None:
     kernel = _script(
         in_folder,
         """
         import os, signal, time
         import nbddp
-        from nbddp.kernel import forkserver
+        from nbddp.forkserver import server as forkserver
         run = nbddp.run(time.sleep, (600,), nprocs=2, device="cpu", show=False, wait=False)
         while run.state != "running": time.sleep(0.01)
         child = os.fork()
         if child == 0: time.sleep(600)
-        print(child, forkserver.pid(), *run._supervisor.pids(), flush=True)
+        print(child, forkserver.pid(), *run.pids, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
     )
@@ -234,14 +234,15 @@ def test_a_fork_of_the_kernel_keeps_the_ranks_alive(in_folder: Any) -> None:
         kernel.stdout.close()
 
 
-def test_cuda_in_the_fork_server_ends_every_run(in_folder: Any) -> None:
+def test_runs_work_when_the_fork_server_has_initialised_cuda(in_folder: Any) -> None:
     (in_folder / "initialises_cuda.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
     program = _script(
         in_folder,
         """
         import nbddp
-        from nbddp.kernel import forkserver
-        forkserver.PRELOAD.append("initialises_cuda")
+        from nbddp.forkserver import server as forkserver
+        from nbddp.forkserver import server_process
+        server_process.IMPORTS.append("initialises_cuda")
         if __name__ == "__main__":
             run = nbddp.run(nbddp.rank, nprocs=2, device="cpu", show=False)
             print(run.values, forkserver.available())

@@ -1,4 +1,4 @@
-"""What a rank finds: group, environment, device, threads, seeds; and a group of its own, whatever url it names."""
+"""What a rank finds: its process group, environment, device, threads and seeds, and any group that it makes itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support import Cells, run, script
 CONTRACT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def test_group_is_ready_and_collectives_are_right(cell: Cells) -> None:
+def test_the_process_group_is_ready_and_collectives_are_right(cell: Cells) -> None:
     names = cell("""
         import torch, torch.distributed as dist
         def train():
@@ -32,7 +32,7 @@ def test_group_is_ready_and_collectives_are_right(cell: Cells) -> None:
 
 
 @pytest.mark.parametrize("more_nbytes", [mib << 20 for mib in (1, 5, 9, 13, 17, 21)])
-def test_a_rank_without_room_for_gloos_threads_waits_for_ever(cell: Cells, more_nbytes: int) -> None:
+def test_a_rank_without_memory_for_gloos_threads_does_not_hang(cell: Cells, more_nbytes: int) -> None:
     """torch's constructor does, for its first thread, when the second is refused; some rest of a stack may be left."""
     train = cell(
         """
@@ -49,7 +49,7 @@ def test_a_rank_without_room_for_gloos_threads_waits_for_ever(cell: Cells, more_
         run(train, init=False, timeout=20)
 
 
-def test_environment_is_torchruns(cell: Cells) -> None:
+def test_the_environment_is_torchruns(cell: Cells) -> None:
     names = cell("""
         import os
         def train(): return {k: v for k, v in os.environ.items() if k.startswith("TORCHELASTIC") or k in wanted}
@@ -69,7 +69,7 @@ def test_environment_is_torchruns(cell: Cells) -> None:
     assert not any(key in os.environ for key in CONTRACT)
 
 
-def test_init_false_makes_no_group(cell: Cells) -> None:
+def test_init_false_makes_no_process_group(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch.distributed as dist
         def train(): return dist.is_initialized(), nbddp.rank(), nbddp.world_size()
@@ -85,7 +85,7 @@ def _free_port() -> int:
 
 @pytest.mark.parametrize("init", [True, False], ids=["group ready", "init=False"])
 @pytest.mark.parametrize("url", ["default", "env://", "own port", "tcp://", "file://", "store"])
-def test_a_function_that_makes_its_own_group_gets_it(cell: Cells, tmp_path: Path, url: str, init: bool) -> None:
+def test_a_function_can_make_its_own_process_group(cell: Cells, tmp_path: Path, url: str, init: bool) -> None:
     """With a group already up torch says "trying to initialize the default process group twice"."""
     names = cell("""
         import os, nbddp, torch, torch.distributed as dist
@@ -114,7 +114,7 @@ def test_a_function_that_makes_its_own_group_gets_it(cell: Cells, tmp_path: Path
     assert run(names.train, url, _free_port(), str(tmp_path), init=init, timeout=60).values == [(2.0, False, 2)] * 2
 
 
-def test_a_second_group_after_their_own_is_theirs_to_refuse(cell: Cells) -> None:
+def test_a_function_that_makes_two_groups_gets_torchs_error(cell: Cells) -> None:
     """Only the ready-made group steps aside; twice their own stays torch's error."""
     names = cell("""
         import torch.distributed as dist
@@ -151,7 +151,7 @@ def test_ddp_trains_and_every_rank_holds_the_same_moved_weights(cell: Cells) -> 
 
 
 @pytest.mark.parametrize("workers", ["fork", "spawn", "forkserver"])
-def test_dataloader_workers_inside_ranks(cell: Cells, workers: str) -> None:
+def test_dataloader_workers_work_inside_ranks_with_every_start_method(cell: Cells, workers: str) -> None:
     """Their start method is the platform's or the user's, never an accident of how the rank was started."""
     names = cell("""
         import torch, torch.distributed as dist
@@ -171,7 +171,7 @@ def test_dataloader_workers_inside_ranks(cell: Cells, workers: str) -> None:
     assert run(names.train, workers, timeout=100).values == [expected, expected]
 
 
-def test_default_start_method_in_a_rank_is_the_platforms_but_not_a_fork_server(cell: Cells) -> None:
+def test_the_default_start_method_in_a_rank_is_the_platforms_except_forkserver(cell: Cells) -> None:
     names = cell("""
         import multiprocessing, torch
         def child(queue): queue.put(5)
@@ -256,14 +256,14 @@ def test_threads_are_divided_among_the_ranks(cell: Cells, monkeypatch: pytest.Mo
     assert run(names.train).values == [(3, "3")] * 2
 
 
-def test_arguments_of_the_process_are_clean(cell: Cells) -> None:
+def test_sys_argv_in_a_rank_holds_no_argument_of_the_kernel(cell: Cells) -> None:
     """A script that parses ``sys.argv`` must not find the kernel's ``-f connection.json``."""
     names = cell("import sys\ndef train(): return sys.argv")
     assert run(names.train).values == [["train"]] * 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="is about glibc")
-def test_memory_of_one_step_is_there_for_the_next(cell: Cells) -> None:
+def test_memory_freed_by_one_step_is_reused_by_the_next(cell: Cells) -> None:
     """As torchrun leaves it, activations are given back to the system and faulted in again, at every step."""
     names = cell("""
         import ctypes, resource
@@ -283,7 +283,7 @@ def test_memory_of_one_step_is_there_for_the_next(cell: Cells) -> None:
         assert min(faults[1:]) < 100, faults  # of 10,240 pages
 
 
-def test_garbage_is_hardly_ever_collected_in_a_rank(cell: Cells) -> None:
+def test_garbage_collection_in_a_rank_has_the_default_thresholds(cell: Cells) -> None:
     """As in the fork server while it imports torch: cycles of tensors would fill the memory."""
     ns = cell("""
         import gc
@@ -292,7 +292,7 @@ def test_garbage_is_hardly_ever_collected_in_a_rank(cell: Cells) -> None:
     assert run(ns.thresholds).values == [(True, gc.get_threshold())] * 2
 
 
-def test_spawn_start_method_works_and_is_a_fresh_interpreter(cell: Cells) -> None:
+def test_the_spawn_start_method_gives_each_rank_a_fresh_interpreter(cell: Cells) -> None:
     names = cell("""
         import os, torch.distributed as dist
         def train():
@@ -305,13 +305,13 @@ def test_spawn_start_method_works_and_is_a_fresh_interpreter(cell: Cells) -> Non
     assert run(names.train, start_method="forkserver").values == [(0, 2, True), (1, 2, True)]
 
 
-def test_a_spawned_rank_prints_what_the_user_did_not(cell: Cells) -> None:
+def test_a_spawned_rank_prints_nothing_of_its_own(cell: Cells) -> None:
     """torch's exit handlers, taken away, complained at the interpreter's end, a hundred lines for each rank."""
     names = cell("import torch\ndef train(): torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)")
     assert run(names.train, start_method="spawn").logs() == ""
 
 
-def test_a_path_object_among_the_folders_of_imports_ends_every_run(in_folder: Path) -> None:
+def test_runs_work_with_a_path_object_on_sys_path(in_folder: Path) -> None:
     """``sys.path.append(Path("lib"))``: Python passes over it; the standard library's fork server cannot be started."""
     done = script("""
         import pathlib, sys
@@ -326,7 +326,7 @@ def test_a_path_object_among_the_folders_of_imports_ends_every_run(in_folder: Pa
     assert (done.stdout, done.stderr) == ("[1, 1]\n[1, 1]\nlib\n", "")
 
 
-def test_each_rank_is_a_session_of_its_own(cell: Cells) -> None:
+def test_each_rank_has_its_own_session(cell: Cells) -> None:
     """Jupyter interrupts the kernel's whole process group; only the kernel side decides about ranks."""
     names = cell("import os\ndef train(): return os.getsid(0), os.getpgrp(), os.getpid()")
     values = run(names.train).values
@@ -334,13 +334,13 @@ def test_each_rank_is_a_session_of_its_own(cell: Cells) -> None:
     assert os.getsid(0) not in {value[0] for value in values}
 
 
-def test_one_rank_and_thirty_two(cell: Cells) -> None:
+def test_runs_of_1_and_of_32_ranks_work(cell: Cells) -> None:
     names = cell("import nbddp\ndef train(): return nbddp.rank(), nbddp.world_size(), nbddp.reduce(1, 'sum')")
     assert run(names.train, nprocs=1).values == [(0, 1, 1)]
     assert run(names.train, nprocs=32, timeout=120).values == [(rank, 32, 32) for rank in range(32)]
 
 
-def test_restart_after_a_failure_counts_up(cell: Cells, in_folder: Path) -> None:
+def test_restart_count_grows_with_each_failure_up_to_max_restarts(cell: Cells, in_folder: Path) -> None:
     names = cell("""
         import nbddp, os
         def train():
@@ -358,7 +358,7 @@ def test_restart_after_a_failure_counts_up(cell: Cells, in_folder: Path) -> None
     assert caught.value.rank == 1
 
 
-def test_snapshot_is_resumed_after_a_crash(cell: Cells, in_folder: Path) -> None:
+def test_a_crashed_run_resumes_from_its_snapshot(cell: Cells, in_folder: Path) -> None:
     names = cell("""
         import nbddp, torch
         def train():
@@ -397,7 +397,7 @@ def test_nccl_is_the_default_on_gpus(cell: Cells) -> None:
 
 
 @pytest.mark.gpu
-def test_gpus_picks_the_device_and_its_value_comes_back_on_the_cpu(cell: Cells) -> None:
+def test_gpus_picks_the_device_and_the_result_comes_back_on_the_cpu(cell: Cells) -> None:
     names = cell("""
         import os, torch, nbddp
         def train():

@@ -1,4 +1,4 @@
-"""The same seed gives bit for bit the weights that ``torchrun`` gives; and the official tutorial really trains."""
+"""The same seed gives bit for bit the weights that ``torchrun`` gives, and the official tutorial trains."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _digest(state: dict[str, torch.Tensor]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_weights_are_torchruns_bit_for_bit(
+def test_weights_equal_torchruns_bit_for_bit(
     cell: Cells, tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -127,7 +127,7 @@ def with_helpers(seed, epochs=3):
     assert len(helped.history["loss"].values) == 3 * 8
 
 
-def test_the_official_series_as_a_module_beside_the_notebook(cell: Cells, in_folder: Path) -> None:
+def test_the_official_tutorial_series_trains_and_resumes_in_a_notebook(cell: Cells, in_folder: Path) -> None:
     """A helper module, a relative path, a snapshot, and the resume that repeats no finished epoch."""
     (in_folder / "datautils.py").write_text(
         "import torch\nfrom torch.utils.data import Dataset\n"

@@ -1,4 +1,4 @@
-"""Whole scripts on every rank: as under torchrun, to the last bit, and none of the notebook in their way."""
+"""Whole scripts on every rank train bit for bit as under torchrun, and see nothing of the notebook."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def beside(in_folder: Path) -> Path:
         ("hydra_app.py", ["lr=0.2", "out=.", "hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]),
     ],
 )
-def test_a_program_trains_to_other_numbers_than_under_torchrun(beside: Path, program: str, argv: list[str]) -> None:
+def test_a_program_trains_to_the_same_numbers_as_under_torchrun(beside: Path, program: str, argv: list[str]) -> None:
     if program.startswith("hydra"):
         pytest.importorskip("hydra", reason="hydra-core is not installed")
     under_torchrun(beside / program, argv)
@@ -119,7 +119,7 @@ def test_a_program_trains_to_other_numbers_than_under_torchrun(beside: Path, pro
     assert written(beside) == expected
 
 
-def test_resuming_after_a_failure_ends_elsewhere_than_under_torchrun(beside: Path) -> None:
+def test_resuming_after_a_failure_gives_the_same_numbers_as_under_torchrun(beside: Path) -> None:
     argv = ["6", "2", "--out", ".", "--crash_at", "3"]
     under_torchrun(beside / "multigpu_torchrun.py", argv, "--max_restarts=1")
     expected = written(beside)
@@ -132,7 +132,7 @@ def test_resuming_after_a_failure_ends_elsewhere_than_under_torchrun(beside: Pat
     assert "Resuming training from snapshot at Epoch 3" in run.logs(0)
 
 
-def test_a_resumed_program_ends_elsewhere_than_an_uninterrupted_one_under_torchrun(beside: Path) -> None:
+def test_a_resumed_program_gives_the_numbers_of_an_uninterrupted_one_under_torchrun(beside: Path) -> None:
     under_torchrun(beside / "imagenet_style.py", [])
     expected = written(beside)
     assert_trained(expected)
@@ -150,7 +150,7 @@ def test_a_resumed_program_ends_elsewhere_than_an_uninterrupted_one_under_torchr
         assert second[rank]["after"] == expected[rank]["after"] != first[rank]["after"]
 
 
-def test_a_program_that_spawns_by_itself_trains_to_other_numbers(beside: Path) -> None:
+def test_a_program_that_calls_mp_spawn_trains_to_the_same_numbers(beside: Path) -> None:
     argv = [str(free_port()), "."]
     by_itself(beside / "multigpu_spawn.py", argv)
     expected = written(beside)
@@ -161,7 +161,7 @@ def test_a_program_that_spawns_by_itself_trains_to_other_numbers(beside: Path) -
     assert written(beside) == expected
 
 
-def test_a_tutorial_pasted_into_a_cell_trains_to_other_numbers(
+def test_a_tutorial_pasted_into_a_cell_trains_to_the_same_numbers(
     beside: Path, cell: Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = [str(free_port()), "."]
@@ -180,7 +180,7 @@ def test_a_tutorial_pasted_into_a_cell_trains_to_other_numbers(
 # ---------------------------------------------------------------------------- a script's surroundings
 
 
-def test_a_script_is_not_main_or_has_the_notebooks_arguments(in_folder: Path) -> None:
+def test_a_script_is_main_with_its_own_arguments_and_import_path(in_folder: Path) -> None:
     (in_folder / "sub").mkdir()
     (in_folder / "sub" / "sibling.py").write_text("X = 5")
     (in_folder / "data.txt").write_text("by relative path")
@@ -216,20 +216,20 @@ print(json.dumps([__name__, __file__, sys.argv, sibling.X, open("data.txt").read
     assert (sys.argv, sys.path) == before
 
 
-def test_the_ranks_cannot_have_arguments_of_their_own(in_folder: Path) -> None:
+def test_each_rank_can_have_its_own_arguments(in_folder: Path) -> None:
     (in_folder / "a.py").write_text("import sys; print(sys.argv[1:])")
     run = script("a.py", lambda rank: ["--part", rank], nprocs=3)
     assert [run.logs(rank) for rank in range(3)] == [f"['--part', '{rank}']\n" for rank in range(3)]
 
 
-def test_an_edited_script_or_sibling_runs_as_it_was(in_folder: Path) -> None:
+def test_an_edited_sibling_module_runs_its_new_code(in_folder: Path) -> None:
     (in_folder / "a.py").write_text("import b; print(b.X)")
     for value in ("one", "twoo"):
         (in_folder / "b.py").write_text(f"X = {value!r}")
         assert script("a.py").logs(0) == f"{value}\n"
 
 
-def test_dataloader_workers_do_not_find_the_scripts_dataset(in_folder: Path) -> None:
+def test_dataloader_workers_find_the_scripts_dataset(in_folder: Path) -> None:
     (in_folder / "a.py").write_text(
         """\
 from torch.utils.data import DataLoader, Dataset
@@ -248,14 +248,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("ending", ["", "sys.exit()", "sys.exit(0)", "raise SystemExit"])
-def test_an_ordinary_exit_is_taken_for_a_failure(in_folder: Path, ending: str) -> None:
+def test_sys_exit_0_is_a_success(in_folder: Path, ending: str) -> None:
     (in_folder / "a.py").write_text(f"import sys\nprint('worked')\n{ending}\n")
     run = script("a.py")
     assert run.state == "finished"
     assert run.logs(1) == "worked\n"
 
 
-def test_an_exit_code_is_taken_for_success(in_folder: Path) -> None:
+def test_exit_code_3_is_a_failure(in_folder: Path) -> None:
     (in_folder / "a.py").write_text(
         "import os, sys\nif os.environ['RANK'] == '1': sys.exit(3)\nimport time\ntime.sleep(60)"
     )
@@ -269,14 +269,14 @@ def test_an_exit_code_is_taken_for_success(in_folder: Path) -> None:
         script("a.py")
 
 
-def test_an_error_with_fields_of_its_own_arrives_without_them() -> None:
+def test_an_exception_arrives_with_its_own_fields() -> None:
     with pytest.raises(nbddp.RankError) as caught:
         nbddp.run(b"\xff".decode, nprocs=2, device="cpu", show=False)
     assert isinstance(caught.value.cause, UnicodeDecodeError)
     assert (caught.value.cause.start, caught.value.cause.reason) == (0, "invalid start byte")
 
 
-def test_a_scripts_error_shows_our_frames_or_none_of_its_own(in_folder: Path) -> None:
+def test_a_scripts_error_shows_only_the_scripts_frames(in_folder: Path) -> None:
     (in_folder / "a.py").write_text("def f():\n    return {}['gone']\n\nf()\n")
     with pytest.raises(nbddp.RankError) as caught:
         script("a.py")
@@ -289,7 +289,7 @@ def test_a_scripts_error_shows_our_frames_or_none_of_its_own(in_folder: Path) ->
     assert frames == [(str(in_folder / "a.py"), 4), (str(in_folder / "a.py"), 2)]
 
 
-def test_a_syntax_error_in_the_script_is_not_named(in_folder: Path) -> None:
+def test_a_syntax_error_names_the_scripts_file_and_line(in_folder: Path) -> None:
     (in_folder / "a.py").write_text("x = 1\ny = (\n")
     with pytest.raises(nbddp.RankError) as caught:
         script("a.py")
@@ -306,7 +306,7 @@ def test_a_syntax_error_in_the_script_is_not_named(in_folder: Path) -> None:
         ("a.py", 5, "list"),
     ],
 )
-def test_a_mistaken_call_starts_processes(in_folder: Path, path: str, argv: Any, words: str) -> None:
+def test_a_wrong_call_is_refused_before_a_process_starts(in_folder: Path, path: str, argv: Any, words: str) -> None:
     (in_folder / "a.py").write_text("")
     before = nbddp.last_run()
     with pytest.raises(nbddp.LaunchError, match=words):
@@ -315,7 +315,7 @@ def test_a_mistaken_call_starts_processes(in_folder: Path, path: str, argv: Any,
     assert os.path.exists("a.py")
 
 
-def test_a_fast_ranks_own_group_tears_the_slow_ranks_connection(in_folder: Path) -> None:
+def test_a_group_that_a_fast_rank_destroys_at_once_does_not_fail_slow_ranks(in_folder: Path) -> None:
     (in_folder / "a.py").write_text(
         "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()\n"
     )
@@ -348,7 +348,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("where", ["parent", "child"])
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize("under", ["python", "nbddp"])
-def test_a_script_that_starts_its_own_ranks_and_takes_a_port_that_is_set(
+def test_a_script_that_starts_its_own_ranks_uses_its_own_port(
     tmp_path: Path, under: str, method: str, where: str
 ) -> None:
     """``os.environ.setdefault``, as ignite's ``idist.Parallel(nproc_per_node=2)`` has it, too."""

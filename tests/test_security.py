@@ -1,4 +1,4 @@
-"""What a stranger on the same machine can do to a run, and what he must not be able to do."""
+"""What another user on the same machine can and cannot do to a run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ import torch
 from torch.distributed import TCPStore
 
 import nbddp
-from nbddp import jobfile, payload, wire
-from nbddp.kernel import forkserver
-from nbddp.kernel.local_worker import Worker
-from tests.support import Cells, listening_ports, marked_pids, run, script, start, wait_until
+from nbddp import payload, wire
+from nbddp.forkserver import server as forkserver
+from nbddp.history import metrics_file
+from nbddp.job import job_file
+from nbddp.launch.rank import LocalRank
+from tests.support import Cells, listening_ports, marked_pids, run, start, wait_until
 
 PACKAGE = Path(nbddp.__file__).parent
 NOBODY = 65534
@@ -69,7 +71,7 @@ _MEETS = """
 
 @pytest.mark.parametrize("init", [True, False])
 @pytest.mark.parametrize("how", ["ours", "env", "own port", "tcp", "localhost", "file"])
-def test_something_listens_beyond_loopback(cell: Cells, tmp_path: Path, how: str, init: bool) -> None:
+def test_a_run_listens_only_on_loopback(cell: Cells, tmp_path: Path, how: str, init: bool) -> None:
     """torch's own store listens on all interfaces, also for tcp://127.0.0.1 and a tutorial's MASTER_PORT."""
     names = cell(_MEETS)
     if how == "ours" and not init:
@@ -78,7 +80,7 @@ def test_something_listens_beyond_loopback(cell: Cells, tmp_path: Path, how: str
     try:
         wait_until(lambda: started.error or all((tmp_path / str(rank)).exists() for rank in range(2)))
         heard = _heard_beyond_loopback({os.getpid(), *marked_pids()})
-        ports = [port for pid in started._supervisor.pids() for _, port in listening_ports(pid)]
+        ports = [port for pid in started.pids for _, port in listening_ports(pid)]
     finally:
         (tmp_path / "go").touch()
     assert started.wait().values == [2.0, 2.0]
@@ -86,7 +88,7 @@ def test_something_listens_beyond_loopback(cell: Cells, tmp_path: Path, how: str
     assert len(ports) >= 2  # gloo's own, or this has looked at nothing
 
 
-def test_a_tutorials_spawn_listens_beyond_loopback(cell: Cells, tmp_path: Path) -> None:
+def test_a_tutorials_spawn_listens_only_on_loopback(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import os, torch.distributed as dist, psutil
         def train(rank, port, world_size, path):
@@ -130,7 +132,7 @@ def _free_port() -> int:
 
 _STRANGER = """
     import ctypes, json, os, socket, sys
-    pids, paths, address = json.load(sys.stdin)
+    pids, paths = json.load(sys.stdin)
     libc = ctypes.CDLL(None, use_errno=True)
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
     done = []
@@ -143,10 +145,6 @@ _STRANGER = """
     def trace(pid):
         if libc.ptrace(16, pid, None, None) == -1:
             raise OSError(ctypes.get_errno(), "ptrace")
-    def connect():
-        with socket.socket(socket.AF_UNIX) as s:
-            s.connect(address)
-    attempt("connect", connect)
     for path in paths:
         attempt(f"list {path}", lambda: os.listdir(path))
         attempt(f"write to {path}", lambda: open(path + "/x", "w").close())
@@ -174,19 +172,18 @@ _TAKE = """
 
 
 @as_root
-def test_another_user_reaches_into_ranks_server_or_folder(cell: Cells) -> None:
+def test_another_user_cannot_reach_ranks_server_or_folder(cell: Cells) -> None:
     names = cell("import time\ndef wait(data): time.sleep(60)")
     started = start(names.wait, SECRET * 100_000)
     try:
         server = forkserver.pid()
         assert server is not None
-        pids = {pid: _fds(pid) for pid in (*started._supervisor.pids(), server)}
-        address = forkserver._server.get()._forkserver_address
+        pids = {pid: _fds(pid) for pid in (*started.pids, server)}
         source = textwrap.dedent(_TAKE) + textwrap.dedent(_STRANGER)
         source = "import ctypes, json, os, socket, sys\n" + source
         said = subprocess.run(
             [sys.executable, "-c", source],
-            input=json.dumps([pids, [os.path.dirname(address)], address]),
+            input=json.dumps([pids, _folders_of_runs()]),
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
     finally:
@@ -199,16 +196,16 @@ def _fds(pid: int) -> list[int]:
     return [int(fd) for fd in os.listdir(f"/proc/{pid}/fd")]
 
 
-def test_private_files_can_be_opened_by_others(cell: Cells) -> None:
+def test_private_files_cannot_be_opened_by_others(cell: Cells) -> None:
     """What has a name lies in a folder of ours alone; all else has none."""
     names = cell("import time\ndef wait(data): print(data); time.sleep(60)")
     started = start(names.wait, SECRET)
     try:
-        address = forkserver._server.get()._forkserver_address
-        assert stat.S_IMODE(os.stat(os.path.dirname(address)).st_mode) == 0o700
-        assert stat.S_IMODE(os.stat(address).st_mode) == 0o600
+        folders = _folders_of_runs()
+        assert folders
+        assert {stat.S_IMODE(os.stat(folder).st_mode) for folder in folders} == {0o700}
         named = set()
-        for pid in started._supervisor.pids():
+        for pid in started.pids:
             for fd in _fds(pid):
                 target = os.readlink(f"/proc/{pid}/fd/{fd}")
                 if target.endswith("(deleted)") and not target.startswith("/memfd:"):
@@ -226,39 +223,23 @@ def _files(folder: str) -> Iterator[Path]:
     return (path for path in Path(folder).rglob("*") if path.is_file())
 
 
-@pytest.mark.slow
-def test_a_stranger_makes_the_servers_folder_anew() -> None:
-    """Systems clean /tmp of what is old; then the name is anybody's, and so would be the socket in it."""
-    done = script(
-        """
-        import nbddp, os, socket
-        from nbddp.kernel import forkserver
-        def one(): return 1
-        def ones(): return nbddp.run(one, nprocs=2, device="cpu", show=False).values
-        if __name__ == "__main__":
-            assert ones() == [1, 1]
-            address = forkserver._server.get()._forkserver_address
-            folder = os.path.dirname(address)
-            os.unlink(address), os.rmdir(folder), os.mkdir(folder), os.chmod(folder, 0o777)
-            theirs = socket.socket(socket.AF_UNIX)
-            theirs.bind(address), theirs.listen(), theirs.setblocking(False)
-            if os.getuid() == 0:
-                os.chown(folder, 65534, 65534)
-            assert ones() == [1, 1]
-            try:
-                print("taken", theirs.accept())
-            except BlockingIOError:
-                print("safe", os.path.dirname(forkserver._server.get()._forkserver_address) != folder)
-            os.chown(folder, os.getuid(), -1)
-        """
-    )
-    assert done.stdout.split() == ["safe", "True"], done.stdout + done.stderr
+def _folders_of_runs() -> list[str]:
+    return [str(path) for path in Path(tempfile.gettempdir()).glob("nb-*") if path.stat().st_uid == os.getuid()]
+
+
+def test_the_fork_server_listens_on_no_name(cell: Cells) -> None:
+    """It is reached through a socket pair, which no other process can connect to."""
+    run(cell("def train(): return 1").train)
+    pid = forkserver.pid()
+    assert pid is not None
+    assert [c.laddr for c in psutil.Process(pid).net_connections("unix") if c.laddr] == []
+    assert psutil.Process(pid).net_connections("inet") == []
 
 
 # ---------------------------------------------------------------------------- secrets
 
 
-def test_a_secret_shows_on_a_command_line_or_in_a_message(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_appear_on_no_command_line_and_in_no_message(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks have the notebook's environment, as they must; nobody else sees it."""
     monkeypatch.setenv("API_TOKEN", SECRET)
     names = cell("""
@@ -285,7 +266,7 @@ def test_a_secret_shows_on_a_command_line_or_in_a_message(cell: Cells, monkeypat
             started.stop(0)
 
 
-def test_an_unpicklable_argument_is_quoted_with_the_environment(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_texts_do_not_quote_the_environment(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_TOKEN", SECRET)
     names = cell("import threading\nlock = threading.Lock()\ndef bad(): return lock\ndef good(): pass")
     for attempt in (lambda: run(names.bad), lambda: run(names.good, env={"X": 1}), lambda: run(names.good, nprocs=-1)):
@@ -304,7 +285,7 @@ def test_an_unpicklable_argument_is_quoted_with_the_environment(cell: Cells, mon
         "from os import environ as it\nenviron = it.get",
     ],
 )
-def test_the_environment_stays_in_its_process_under_whatever_name(
+def test_the_environment_is_not_exported_under_any_name(
     cell: Cells, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("API_TOKEN", SECRET)
@@ -313,7 +294,7 @@ def test_the_environment_stays_in_its_process_under_whatever_name(
     assert SECRET.encode() not in (tmp_path / "job.nbddp").read_bytes()
 
 
-def test_os_environ_in_a_function_is_its_ranks_own(cell: Cells) -> None:
+def test_os_environ_in_a_function_is_that_of_its_rank(cell: Cells) -> None:
     names = cell("""
         from os import environ, environb
         import os
@@ -325,7 +306,7 @@ def test_os_environ_in_a_function_is_its_ranks_own(cell: Cells) -> None:
     assert "ONLY_HERE" not in os.environ
 
 
-def test_only_the_lines_of_functions_that_travel_are_in_a_job(cell: Cells, tmp_path: Path) -> None:
+def test_a_job_holds_only_the_source_of_functions_it_needs(cell: Cells, tmp_path: Path) -> None:
     names = cell(f"""
         # the key of the service: {SECRET}
         key = "{SECRET}"
@@ -345,7 +326,7 @@ def test_only_the_lines_of_functions_that_travel_are_in_a_job(cell: Cells, tmp_p
     assert b"the method's line" in data
 
 
-def test_a_rank_can_ask_for_the_source_of_what_travelled(cell: Cells) -> None:
+def test_inspect_finds_the_source_of_functions_sent_to_a_rank(cell: Cells) -> None:
     names = cell("""
         import functools, inspect
 
@@ -378,7 +359,7 @@ def test_a_rank_can_ask_for_the_source_of_what_travelled(cell: Cells) -> None:
     assert run(names.train).values == [[inspect.getsource(thing) for thing in there]] * 2
 
 
-def test_no_error_quotes_values_that_may_be_secrets(cell: Cells) -> None:
+def test_no_launch_error_quotes_values_that_may_be_secrets(cell: Cells) -> None:
     """An error stays in the saved notebook."""
     train = cell("def train(): pass").train
     attempts = [
@@ -450,7 +431,7 @@ def _foreign_keys(port: int, hold: list[socket.socket]) -> None:
 
 
 @pytest.mark.parametrize("attack", [_garbage, _many, _huge_lengths, _slowly, _foreign_keys])
-def test_a_stranger_at_the_stores_port_stops_the_run(cell: Cells, attack: Callable[..., None]) -> None:
+def test_a_stranger_at_the_stores_port_does_not_stop_the_run(cell: Cells, attack: Callable[..., None]) -> None:
     """From before the first rank has connected to the last collective."""
     names = cell(_TALKS)
     before = psutil.Process().memory_info().rss
@@ -503,7 +484,7 @@ def _delete_keys(port: int, hold: list[socket.socket]) -> None:
 
 @pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch cannot list a store's keys")
 @pytest.mark.parametrize("attack", [_overwrite_keys, _delete_keys])
-def test_a_stranger_who_rewrites_keys_hangs_the_run_or_runs_code(
+def test_a_stranger_who_rewrites_keys_cannot_hang_the_run_or_run_code(
     cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[..., None]
 ) -> None:
     """He can make it fail: the store knows no users. It says so in time, and the notebook goes on."""
@@ -557,7 +538,7 @@ def _torchs(content: Any, **options: Any) -> bytes:
     ],
     ids=["pickle", "torch", "forged mark", "deep inside", "old format", "pickle with mark"],
 )
-def test_a_snapshot_from_elsewhere_runs_code(
+def test_a_snapshot_from_elsewhere_is_refused_and_runs_no_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Any], bytes]
 ) -> None:
     monkeypatch.setattr(_Bomb, "path", str(tmp_path / "exploded"))
@@ -581,15 +562,15 @@ _READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 def _write_all(folder: Path) -> None:
     nbddp.save_snapshot(folder / "s.pt", step=3)
-    jobfile.write(folder / "r.nb", jobfile.RESULT, "train", lambda fd: payload.pack(5, fd, back=True).nbytes)
+    job_file.write(folder / "r.nb", job_file.RESULT, "train", lambda fd: payload.pack(5, fd, back=True).nbytes)
     for rank in range(2):
         begin = wire.BEGIN.pack(wire.KIND_BEGIN, wire.BEGIN_MARK, 2, rank, 1.7e9)
-        (folder / wire.metrics_path("m", rank)).write_bytes(begin)
+        (folder / metrics_file.path_of("m", rank)).write_bytes(begin)
 
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", _READERS)
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+def test_a_file_that_is_not_regular_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     """A named pipe has no end that somebody must write; /dev/zero has none at all."""
     _write_all(tmp_path)
     name, read = _READERS[kind]
@@ -639,7 +620,7 @@ def test_a_users_own_link_leads_to_the_newest_snapshot(tmp_path: Path) -> None:
 
 
 @as_root
-def test_a_strangers_link_at_a_snapshots_name_is_replaced_not_followed(tmp_path: Path) -> None:
+def test_another_users_link_at_a_snapshots_name_is_replaced_not_followed(tmp_path: Path) -> None:
     ours = tmp_path / "ours"
     ours.write_text("mine")
     shared = tmp_path / "shared"
@@ -652,7 +633,7 @@ def test_a_strangers_link_at_a_snapshots_name_is_replaced_not_followed(tmp_path:
 
 
 @pytest.mark.timeout(30)
-def test_a_named_pipe_among_old_parts_is_passed_over(tmp_path: Path) -> None:
+def test_a_named_pipe_among_old_partial_files_is_skipped(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".s.pt.x.partial")
     os.symlink("/dev/zero", tmp_path / ".s.pt.y.partial")
     os.utime(tmp_path / ".s.pt.x.partial", (1, 1))
@@ -670,7 +651,7 @@ def test_a_huge_file_of_metrics_is_refused_before_it_is_read(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("elsewhere", path)], ids=["pipe", "link"])
-def test_a_jobs_metrics_go_to_a_regular_file_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_jobs_metrics_are_written_only_to_a_regular_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
     nbddp.export(print, tmp_path / "job.nb")
     make(tmp_path / "m")
     command = [sys.executable, "-m", "nbddp", "job.nb", "--metrics", "m"]
@@ -683,7 +664,7 @@ def test_a_jobs_metrics_go_to_a_regular_file_alone(tmp_path: Path, make: Callabl
         assert (tmp_path / "elsewhere").stat().st_size > 0
 
 
-def test_pictures_in_our_notebooks_carry_scripts() -> None:
+def test_pictures_in_the_example_notebooks_carry_no_scripts() -> None:
     notebooks = list((PACKAGE.parent / "notebooks").rglob("*.ipynb"))
     assert notebooks
     for path in notebooks:
@@ -696,7 +677,7 @@ def test_pictures_in_our_notebooks_carry_scripts() -> None:
 # ---------------------------------------------------------------------------- signals
 
 
-def test_a_signal_reaches_a_process_that_got_a_ranks_pid(cell: Cells) -> None:
+def test_no_signal_reaches_a_process_that_reused_a_ranks_pid(cell: Cells) -> None:
     """Pids are used again. Who started later than the rank is not ours to end."""
     names = cell("import time\ndef wait(): time.sleep(60)")
     started = start(names.wait)
@@ -704,7 +685,7 @@ def test_a_signal_reaches_a_process_that_got_a_ranks_pid(cell: Cells) -> None:
         try:
             theirs = psutil.Process(stranger.pid)
             process = SimpleNamespace(pid=stranger.pid, sentinel=None, exitcode=None)
-            worker = Worker(0, process, None, None, {})  # type: ignore[arg-type]
+            worker = LocalRank(0, process, None, None, {})  # type: ignore[arg-type]
             worker._identity = _as_of_a_rank_before(theirs)
             worker.interrupt()
             worker.kill()
@@ -727,14 +708,15 @@ def _as_of_a_rank_before(process: psutil.Process) -> psutil.Process:
     return earlier
 
 
-def test_a_new_signal_is_sent_without_asking_whose_pid_it_is() -> None:
+def test_signals_are_sent_only_in_the_reviewed_places() -> None:
     """Every place that sends one, and why it may."""
     allowed = {
-        "kernel/local_worker.py": 2,  # send_signal checks the start time itself; killpg comes after _pid_is_anothers
-        "worker/alone.py": 1,  # to itself
-        "worker/detach.py": 1,  # to its own parent, asked for in the same line
-        "worker/reaper.py": 1,  # to its own children, which it has not waited for yet
-        "worker/switch.py": 1,  # to its own group
+        "launch/rank.py": 2,  # send_signal checks the start time itself; _kill_group compares them, too
+        "job/rank.py": 1,  # to itself
+        "forkserver/server_process.py": 2,  # to its own child, which it has not waited for yet
+        "forkserver/inside/serve.py": 1,  # to its own group
+        "forkserver/inside/reaper.py": 1,  # to its own children, which it has not waited for yet
+        "worker/dead_man_switch.py": 1,  # to its own group
     }
     sends = re.compile(r"os\.kill\(|killpg\(|send_signal\(|\.terminate\(\)|pidfd_send_signal|signal\.raise_signal")
     found = {}

@@ -1,4 +1,4 @@
-"""A run whose ranks never met is told from one whose ranks shared something, whatever they met through."""
+"""A run whose ranks never met, in a collective or in shared memory, ends with a remark that says so."""
 
 from __future__ import annotations
 
@@ -85,31 +85,31 @@ def function(cell: Cells, body: str, name: str = "train") -> Any:
 
 
 @pytest.mark.parametrize("meeting", MEETINGS)
-def test_nothing_is_said_when_ranks_met(meeting: str, cell: Cells) -> None:
+def test_a_run_whose_ranks_met_has_no_remark(meeting: str, cell: Cells) -> None:
     assert run(function(cell, MEETINGS[meeting])).remark == ""
 
 
 @pytest.mark.parametrize("work", NO_MEETINGS)
-def test_ranks_that_never_met_are_told(work: str, cell: Cells) -> None:
+def test_a_run_whose_ranks_never_met_has_a_remark(work: str, cell: Cells) -> None:
     assert run(function(cell, NO_MEETINGS[work])).remark == TOLD
 
 
-def test_torchs_debug_mode_counts_the_same(cell: Cells) -> None:
+def test_meetings_are_counted_in_torchs_debug_mode_too(cell: Cells) -> None:
     debug = "dist.set_debug_level(dist.DebugLevel.DETAIL); dist.init_process_group('gloo')"
     assert run(function(cell, debug)).remark == TOLD
     assert run(function(cell, f"{debug}; dist.all_reduce(t)")).remark == ""
 
 
-def test_one_rank_has_nobody_to_meet(cell: Cells) -> None:
+def test_a_run_of_one_rank_has_no_remark(cell: Cells) -> None:
     assert run(function(cell, "pass"), nprocs=1).remark == ""
 
 
-def test_a_run_without_a_group_is_told_too(cell: Cells) -> None:
+def test_a_run_without_a_process_group_has_the_remark_too(cell: Cells) -> None:
     assert run(function(cell, "pass"), init=False).remark == TOLD
     assert run(function(cell, "dist.init_process_group('gloo'); dist.barrier()"), init=False).remark == ""
 
 
-def test_processes_of_spawn_that_ask_for_no_group_owe_nobody_a_meeting(tmp_path: Path, cell: Cells) -> None:
+def test_spawn_has_the_remark_only_if_its_processes_make_a_group(tmp_path: Path, cell: Cells) -> None:
     group = "dist.init_process_group('gloo', init_method='file://{}', rank=args[0], world_size=2)"
     assert _spawned(cell, "pass") == ""
     assert _spawned(cell, group.format(tmp_path / "one")) == TOLD
@@ -123,13 +123,13 @@ def _spawned(cell: Cells, body: str) -> str:
     return last.remark
 
 
-def test_ranks_that_share_memory_may_meet_there(cell: Cells) -> None:
+def test_shared_memory_counts_as_a_meeting(cell: Cells) -> None:
     shared = torch.zeros(2).share_memory_()
     assert run(function(cell, "args[0][rank] = 1"), shared).remark == ""
     assert shared.tolist() == [1, 1]
 
 
-def test_a_run_that_failed_or_was_stopped_has_more_to_say(cell: Cells) -> None:
+def test_a_failed_or_stopped_run_has_no_remark(cell: Cells) -> None:
     with pytest.raises(nbddp.RankError):
         run(function(cell, "1 / 0"))
     last = nbddp.last_run()
@@ -140,24 +140,24 @@ def test_a_run_that_failed_or_was_stopped_has_more_to_say(cell: Cells) -> None:
     assert going.remark == ""
 
 
-def test_the_last_attempt_counts(cell: Cells) -> None:
+def test_only_the_last_attempt_counts_for_the_remark(cell: Cells) -> None:
     body = "if nbddp.restart_count() == 0:\n    dist.barrier()\n    raise RuntimeError('first')"
     assert run(function(cell, body), max_restarts=1).remark == TOLD
 
 
-def test_every_view_has_the_line(cell: Cells) -> None:
+def test_every_view_shows_the_remark(cell: Cells) -> None:
     for body, told in (("pass", True), ("dist.barrier()", False)):
         done = run(function(cell, body), name="mine")
-        status, stream = done._source.status(), io.StringIO()
-        TextView(stream).update(status, done.history)
+        status, stream = done._viewable.status(), io.StringIO()
+        TextView(done._viewable, stream).update(status)
         assert (f"mine: {TOLD}\n" in stream.getvalue()) is told
-        frame = Feed(done._source).frame(status)
+        frame = Feed(done._viewable).frame(status)
         assert frame is not None
         assert frame[0]["head"]["remark"] == (TOLD if told else "")
         html = Picture(done.history, status).bundle()["text/html"]
         assert (TOLD in html) is told
 
 
-def test_the_cell_shows_it_once(cell: Cells, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cell_shows_the_remark_once(cell: Cells, capsys: pytest.CaptureFixture[str]) -> None:
     nbddp.run(function(cell, "pass"), nprocs=2, device="cpu")
     assert capsys.readouterr().out.count(TOLD) == 1

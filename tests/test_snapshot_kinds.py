@@ -1,4 +1,4 @@
-"""What people put into checkpoints comes back; what would not is refused when it is saved, by its path."""
+"""What users put into checkpoints comes back; what could not be loaded is refused when it is saved, by its path."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ NOT_PLAIN: dict[str, tuple[Any, str]] = {
     "dataclass": (Config(), "a Config; save dataclasses.asdict() of it"),
     "Enum": (Color.RED, "a Color; save its .value"),
     "named tuple": (Point(1, 2), "a Point; save tuple() of it"),
-    "own class": (Other(), "an Other; save what it is made of, or give it a state_dict()"),
+    "own class": (Other(), "an Other; save its parts, or give it a state_dict()"),
     "own type": (Other, "the class Other; save its name"),
     "function": (lr_fn, "the function lr_fn; save its name"),
     "lambda": (lambda step: step, "the function <lambda>; save its name"),
-    "generator": ((i for i in ()), "a generator; save what it is made of, or give it a state_dict()"),
+    "generator": ((i for i in ()), "a generator; save its parts, or give it a state_dict()"),
     "torch generator": (torch.Generator(), "a Generator; save its get_state()"),
     "module": (os, "the module os; save its name"),
 }
@@ -142,7 +142,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_it_comes_back_as_it_was(kind: str, in_folder: Path) -> None:
+def test_plain_state_comes_back_as_it_was(kind: str, in_folder: Path) -> None:
     nbddp.save_snapshot("s.pt", it=PLAIN[kind], nested={"a": [PLAIN[kind]]})
     found = nbddp.load_snapshot("s.pt")
     assert found is not None
@@ -152,7 +152,7 @@ def test_it_comes_back_as_it_was(kind: str, in_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
-def test_numpys_generators_go_on_where_they_were(kind: str, in_folder: Path) -> None:
+def test_numpys_generators_continue_their_sequence(kind: str, in_folder: Path) -> None:
     generator = np.random.Generator(getattr(np.random, kind)(5))
     generator.random(3)
     nbddp.save_snapshot("s.pt", it=generator, old=np.random.RandomState(7))
@@ -164,7 +164,7 @@ def test_numpys_generators_go_on_where_they_were(kind: str, in_folder: Path) -> 
 
 
 @pytest.mark.parametrize("kind", NOT_PLAIN)
-def test_what_could_not_be_loaded_is_refused_by_its_path(kind: str, in_folder: Path) -> None:
+def test_state_that_could_not_be_loaded_is_refused_by_its_path(kind: str, in_folder: Path) -> None:
     nbddp.save_snapshot("s.pt", epoch=1)
     thing, told = NOT_PLAIN[kind]
     holders = {
@@ -183,7 +183,7 @@ def test_what_could_not_be_loaded_is_refused_by_its_path(kind: str, in_folder: P
     assert os.listdir(".") == ["s.pt"]
 
 
-def test_what_has_a_state_dict_is_saved_as_that_wherever_it_is(
+def test_objects_with_a_state_dict_are_saved_as_their_state_dict(
     in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # an optimizer's first step sets it
@@ -201,7 +201,7 @@ def test_what_has_a_state_dict_is_saved_as_that_wherever_it_is(
     assert state["m"] is model
 
 
-def test_shared_and_cyclic_things_stay_so(in_folder: Path) -> None:
+def test_shared_and_cyclic_references_are_kept(in_folder: Path) -> None:
     shared = [torch.ones(2)]
     state: dict[str, Any] = {"a": shared, "b": shared}
     state["itself"] = state
@@ -212,7 +212,7 @@ def test_shared_and_cyclic_things_stay_so(in_folder: Path) -> None:
     assert found["it"]["itself"] is found["it"]
 
 
-def test_torchs_own_list_of_safe_things_is_as_before(in_folder: Path) -> None:
+def test_torchs_list_of_safe_globals_is_left_unchanged(in_folder: Path) -> None:
     torch.serialization.add_safe_globals([collections.deque])
     try:
         before = set(torch.serialization.get_safe_globals())
@@ -226,7 +226,7 @@ def test_torchs_own_list_of_safe_things_is_as_before(in_folder: Path) -> None:
         torch.serialization.clear_safe_globals()
 
 
-def test_what_the_user_calls_safe_is_saved_too(in_folder: Path) -> None:
+def test_classes_in_the_users_safe_globals_are_saved_too(in_folder: Path) -> None:
     with torch.serialization.safe_globals([Config]):
         nbddp.save_snapshot("s.pt", it=Config(0.5))
         assert nbddp.load_snapshot("s.pt") == {"it": Config(0.5)}
@@ -235,7 +235,7 @@ def test_what_the_user_calls_safe_is_saved_too(in_folder: Path) -> None:
     assert nbddp.load_snapshot("s.pt", weights_only=False) == {"it": Config(0.5)}
 
 
-def test_a_full_disk_is_not_blamed_on_the_state(in_folder: Path) -> None:
+def test_a_full_disk_raises_its_own_error_and_keeps_the_old_snapshot(in_folder: Path) -> None:
     done = script("""
         import nbddp, resource, signal, torch
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

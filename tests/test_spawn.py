@@ -1,4 +1,4 @@
-"""``nbddp.spawn`` keeps every promise of ``torch.multiprocessing.spawn``, and works from a cell.
+"""``nbddp.spawn`` behaves as ``torch.multiprocessing.spawn``, and works from a cell.
 
 The cases follow torch's own test/test_multiprocessing_spawn.py.
 """
@@ -32,7 +32,7 @@ def test_the_first_argument_is_the_rank(cell: Cells) -> None:
     queue.close()
 
 
-def test_success_of_one_and_of_many(cell: Cells) -> None:
+def test_one_and_four_processes_succeed(cell: Cells) -> None:
     names = cell("def train(i): pass")
     assert nbddp.spawn(names.train) is None
     assert nbddp.spawn(names.train, nprocs=4) is None
@@ -168,7 +168,7 @@ def test_an_exception_that_does_not_pickle_keeps_its_text(cell: Cells) -> None:
         nbddp.spawn(names.train)
 
 
-def test_no_environment_is_set_and_no_group_is_made(cell: Cells) -> None:
+def test_spawn_sets_no_environment_and_makes_no_process_group(cell: Cells) -> None:
     names = cell("""
         import os, torch.distributed as dist
         def train(i, wanted):
@@ -180,7 +180,7 @@ def test_no_environment_is_set_and_no_group_is_made(cell: Cells) -> None:
 
 
 @pytest.mark.timeout(40)
-def test_the_tutorials_last_line_changes_by_one_word(cell: Cells, tmp_path: Any) -> None:
+def test_the_official_tutorial_trains_after_changing_one_word(cell: Cells, tmp_path: Any) -> None:
     """The official DDP tutorial: own MASTER_PORT, own init_process_group, mp.spawn(fn, args, nprocs, join)."""
     names = cell("""
         import os, torch, torch.distributed as dist
@@ -215,7 +215,7 @@ def test_the_tutorials_last_line_changes_by_one_word(cell: Cells, tmp_path: Any)
     assert torch.equal(torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt"))
 
 
-def test_nested_spawn_inside_a_rank(cell: Cells, tmp_path: Any) -> None:
+def test_a_spawn_inside_a_spawned_process_works(cell: Cells, tmp_path: Any) -> None:
     """Torch tests that a parent's end takes its children along; here nested ranks also do their work."""
     names = cell("""
         import os, pathlib, torch.multiprocessing as mp
@@ -245,7 +245,7 @@ def test_children_of_a_killed_rank_end_too(cell: Cells, tmp_path: Any) -> None:
     wait_until(lambda: not psutil.pid_exists(int((tmp_path / "ready").read_text())))
 
 
-def test_zero_processes_are_refused_not_a_silent_success(cell: Cells) -> None:
+def test_zero_processes_are_refused(cell: Cells) -> None:
     """``nprocs=torch.cuda.device_count()`` without a GPU: torch "succeeds" having done nothing."""
     names = cell("def train(i): pass")
     with pytest.raises(nbddp.LaunchError, match="device_count"):

@@ -1,4 +1,4 @@
-"""What a run must not wait for: pools at a rank's end, workers, names too long, too many ranks, deep errors."""
+"""What a run does not wait for: open pools, DataLoader workers, too long a TMPDIR, too many ranks, deep errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ import psutil
 import pytest
 
 import nbddp
-from nbddp.kernel import devices, forkserver, supervisor
+from nbddp.forkserver import server as forkserver
+from nbddp.kernel import attempt
+from nbddp.launch import devices
 from tests.support import Cells, Notebook, _kind, open_fds, run, script, start, wait_until, wait_until_alone
 
 # ---------------------------------------------------------------------------- the end of a rank
@@ -33,7 +35,7 @@ POOLS = {
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("kind", POOLS)
-def test_a_pool_that_stays_open_does_not_hold_up_the_end(
+def test_an_open_pool_does_not_delay_the_end_of_a_run(
     cell: Cells, in_folder: Path, kind: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As at the end of any Python program; and the exit handlers have run."""
@@ -41,7 +43,7 @@ def test_a_pool_that_stays_open_does_not_hold_up_the_end(
         pytest.skip("joblib is not installed")
     if method == "spawn" and kind != "ProcessPoolExecutor":
         pytest.skip("one is enough: it leaves in the same way")
-    monkeypatch.setattr(supervisor, "_LEAVE_GRACE_S", grace := 60.0)
+    monkeypatch.setattr(attempt, "_LEAVE_GRACE_S", grace := 60.0)
     train = cell(f"""
         import atexit, concurrent.futures, multiprocessing, pathlib, time
         def train():
@@ -57,7 +59,7 @@ def test_a_pool_that_stays_open_does_not_hold_up_the_end(
     assert sorted(path.name for path in in_folder.iterdir()) == ["0", "1"]
 
 
-def test_a_thread_that_is_not_a_daemon_ends_before_the_exit_handlers(cell: Cells, in_folder: Path) -> None:
+def test_a_non_daemon_thread_ends_before_the_exit_handlers(cell: Cells, in_folder: Path) -> None:
     """As in any Python program: what it still writes is there for them."""
     train = cell("""
         import atexit, pathlib, threading, time
@@ -141,8 +143,8 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize(("method", "length"), [("forkserver", 66), ("forkserver", 71), ("spawn", 75)])
-def test_workers_of_a_dataloader_work_in_a_long_tmpdir(short_path: Path, method: str, length: int) -> None:
+@pytest.mark.parametrize(("method", "length"), [("forkserver", 70), ("forkserver", 77), ("spawn", 75)])
+def test_dataloader_workers_work_in_a_long_tmpdir(short_path: Path, method: str, length: int) -> None:
     done = script(LOADS, method, TMPDIR=_folder_of_length(short_path, length))
     assert done.stdout.splitlines()[0] == "[28.0, 28.0]", done.stderr
 
@@ -152,21 +154,21 @@ def test_workers_of_a_dataloader_work_in_a_long_tmpdir(short_path: Path, method:
 )
 @pytest.mark.parametrize(
     ("method", "length", "most"),
-    [("forkserver", 72, 71), ("forkserver", 77, 71), ("forkserver", 200, 71), ("spawn", 76, 75)],
+    [("forkserver", 78, 77), ("forkserver", 200, 77), ("spawn", 76, 75)],
 )
-def test_a_tmpdir_that_is_too_long_is_named_before_anything_starts(
+def test_a_too_long_tmpdir_is_refused_before_a_process_starts(
     short_path: Path, method: str, length: int, most: int
 ) -> None:
     done = script(LOADS, method, TMPDIR=(folder := _folder_of_length(short_path, length)))
     assert done.stdout.splitlines() == [
-        f"LaunchError TMPDIR is {length} characters long, and sockets of DataLoader workers lie in it, whose names the "
-        f"system limits: at most {most}. Set TMPDIR to a shorter folder, e.g. /tmp, before the notebook starts "
-        f"({folder})",
+        f"LaunchError TMPDIR is {length} characters long, but DataLoader workers create sockets in it, and the system "
+        f"limits their paths: it may have at most {most}. Set TMPDIR to a shorter folder, e.g. /tmp, before the "
+        f"notebook starts ({folder})",
         "0",
     ]
 
 
-def test_a_notebook_with_a_tmpdir_that_is_too_long_can_import_nbddp(short_path: Path) -> None:
+def test_a_notebook_with_a_too_long_tmpdir_can_import_nbddp(short_path: Path) -> None:
     with Notebook({"TMPDIR": _folder_of_length(short_path, 100), "JUPYTER_RUNTIME_DIR": str(short_path)}) as notebook:
         notebook.ok("import nbddp\n%load_ext nbddp")
         reply = notebook.cell("nbddp.run(print, nprocs=1, device='cpu')")
@@ -178,7 +180,7 @@ def test_a_notebook_with_a_tmpdir_that_is_too_long_can_import_nbddp(short_path: 
 # ---------------------------------------------------------------------------- too many ranks
 
 
-def test_far_more_ranks_than_cores_are_refused_unless_asked_for(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_more_ranks_than_cores_need_oversubscribe(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     names = cell("def train(): return 1")
     cores = len(os.sched_getaffinity(0))
     most = max(64, 16 * cores)
@@ -192,8 +194,8 @@ def test_far_more_ranks_than_cores_are_refused_unless_asked_for(cell: Cells, mon
         nbddp.spawn(lambda rank: None, nprocs=500)
     with pytest.raises(nbddp.LaunchError, match="nprocs=500"):
         nbddp.run_script(__file__, nprocs=500, device="cpu")
-    monkeypatch.setattr(devices, "_FEW_RANKS", 1)
-    monkeypatch.setattr(devices, "_MOST_PER_CORE", 1)
+    monkeypatch.setattr(devices, "_ALWAYS_ALLOWED_RANKS", 1)
+    monkeypatch.setattr(devices, "_MAX_RANKS_PER_CORE", 1)
     with pytest.raises(nbddp.LaunchError, match="oversubscribe=True"):
         run(names.train, nprocs=cores + 1)
     assert run(names.train, nprocs=cores + 1, oversubscribe=True).values == [1] * (cores + 1)
@@ -274,7 +276,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_an_error_that_cannot_be_pickled_to_its_end_comes_at_once(cell: Cells, kind: str) -> None:
+def test_an_error_too_deep_to_pickle_arrives_at_once(cell: Cells, kind: str) -> None:
     if "ExceptionGroup" in ERRORS[kind][1] and sys.version_info < (3, 11):
         pytest.skip("from Python 3.11 on")
     source, text = ERRORS[kind]
@@ -289,7 +291,7 @@ def test_an_error_that_cannot_be_pickled_to_its_end_comes_at_once(cell: Cells, k
 # ---------------------------------------------------------------------------- what is left of a fork server
 
 
-def test_a_server_that_died_is_gone_when_the_run_is_over(cell: Cells, in_folder: Path) -> None:
+def test_a_dead_fork_server_is_reaped_when_the_run_is_over(cell: Cells, in_folder: Path) -> None:
     """Without the help of the garbage collector; and the next run has another one."""
     train = cell("""
         import os, time
@@ -317,7 +319,7 @@ def test_a_server_that_died_is_gone_when_the_run_is_over(cell: Cells, in_folder:
         gc.enable()
 
 
-def test_a_child_that_the_user_waited_for_may_be_the_server(cell: Cells) -> None:
+def test_runs_work_after_the_user_reaped_the_fork_server(cell: Cells) -> None:
     """``os.waitpid(-1, 0)``: multiprocessing does not find it any more, and raised ChildProcessError in every run."""
     names = cell("def train(): return 1")
     run(names.train)
@@ -337,7 +339,7 @@ def test_a_kernel_killed_while_torch_is_imported_leaves_nothing(short_path: Path
     done = script(
         """
         import os, signal, sys, time
-        from nbddp.kernel import forkserver
+        from nbddp.forkserver import server as forkserver
         forkserver.warm()
         while not os.path.exists(sys.argv[1]): time.sleep(0.01)
         time.sleep(0.1)

@@ -1,1 +1,1 @@
-"""Kernel side. What runs in the notebook's process: it starts, watches and ends the ranks."""
+"""Runs in the notebook kernel: from the call of ``run()`` to its value."""

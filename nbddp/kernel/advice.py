@@ -1,4 +1,4 @@
-"""Kernel side. What to do about errors whose own text does not say it."""
+"""Advice for well-known errors whose own text does not say what to do."""
 
 from __future__ import annotations
 
@@ -9,43 +9,44 @@ from nbddp.errors import CAUSE_CHARS
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownError:
     """An error that users meet.
 
     Attributes:
-        text: what its text contains.
+        pattern: matches the error's text.
         advice: what to do.
-        on_cpu: is it to be told of runs on the CPU alone?
+        cpu_only: the advice applies only to runs on the CPU.
     """
 
-    text: re.Pattern[str]
+    pattern: re.Pattern[str]
     advice: str
-    on_cpu: bool = False
+    cpu_only: bool = False
 
 
-_KNOWN = (
-    _Known(
+_KNOWN_ERRORS = (
+    _KnownError(
         re.compile(
             r"not compiled with CUDA|No CUDA GPUs are available|Found no NVIDIA driver|has no attribute '_cuda_"
         ),
         "This run is on the CPU. Write .to(nbddp.device()) in place of .cuda() or .to('cuda'): "
         "the same line then works with and without a GPU",
-        on_cpu=True,
+        cpu_only=True,
     ),
-    _Known(
+    _KnownError(
         re.compile(r"NCCL built in|ProcessGroupNCCL is only supported with GPUs"),
         "This run is on the CPU, and NCCL needs GPUs. Use backend='gloo', or leave the backend out",
-        on_cpu=True,
+        cpu_only=True,
     ),
-    _Known(
+    _KnownError(
         re.compile(r"Expected to have finished reduction in the prior iteration"),
-        "Some parameters had no part in the loss. If that is meant, say wrap(model, find_unused_parameters=True)",
+        "Some parameters did not contribute to the loss. If that is intended, use "
+        "wrap(model, find_unused_parameters=True)",
     ),
 )
 
 
 def advice(cause: BaseException, device: str) -> str:
-    """What to do about an exception of a rank; "" where that is not known.
+    """Return what to do about an exception of a rank, or "".
 
     Args:
         device: the type of the ranks' devices.
@@ -54,5 +55,5 @@ def advice(cause: BaseException, device: str) -> str:
         text = str(cause)[:CAUSE_CHARS]
     except Exception:  # whatever a user's __str__ raises
         return ""
-    found = (known for known in _KNOWN if known.text.search(text) and (device == "cpu" or not known.on_cpu))
+    found = (known for known in _KNOWN_ERRORS if known.pattern.search(text) and (device == "cpu" or not known.cpu_only))
     return next((known.advice for known in found), "")

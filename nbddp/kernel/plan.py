@@ -1,41 +1,42 @@
-"""Kernel side. What a run is to be: every argument checked, every default decided, before any process exists."""
+"""Makes the plan of a run: checks every argument and decides every default before a process exists."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from nbddp.errors import LaunchError, first_line, short
-from nbddp.kernel import forked, forkserver
-from nbddp.kernel.devices import check_cores, choose_backend, choose_device, choose_nprocs, choose_shares
-from nbddp.kernel.environment import CONTRACT, Place, environment, threads_of
-from nbddp.kernel.rendezvous import Rendezvous
+from nbddp.errors import LaunchError
+from nbddp.forkserver import process
+from nbddp.forkserver import server as forkserver
+from nbddp.kernel.options import RunOptions
+from nbddp.launch.devices import check_cores, choose_backend, choose_device, choose_nprocs, choose_shares
+from nbddp.launch.environment import CONTRACT, RankPosition, environment, threads_of
+from nbddp.launch.rendezvous import Rendezvous
 from nbddp.process_state import ProcessState, present
-
-STALL_AFTER_S = 60.0
+from nbddp.text import first_line, short
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, decided. Built by :func:`make_plan` alone.
+    """Everything that is decided about a run before it starts; made by :func:`make_plan` alone.
 
     Attributes:
         device: ``"cpu"``, ``"cuda"`` or another accelerator's type.
-        backend: of the ready-made process group; None for none (``init=False``).
-        contract: do the ranks get torchrun's environment variables?
-        environ, process_state, sys_path, cwd: the kernel's own at this moment.
-        notice: a default that the user should hear of, or "".
-        env: what the user adds to the environment.
-        shares: how many ranks each host has, in the order of the ranks; () on this machine alone.
-        min_hosts: with so many left, a run that may restart goes on.
-        keep_children: may processes that a rank has detached outlive it?
-        optional: keyword arguments that are left out where they do not pickle.
-        receive: makes the run's values of what the ranks returned, on the run's thread.
+        backend: the backend of the process group that nbddp opens; None for ``init=False``.
+        contract: the ranks get torchrun's environment variables.
+        pass_rank: the function is called with the rank as its first argument.
+        environ, process_state, sys_path, cwd: the notebook kernel's when the plan is made.
+        notice: a default that the user should know, or "".
+        env: the environment variables that the user adds.
+        shares: the number of ranks on each host, in the order of the ranks; () on this machine alone.
+        min_hosts: how many hosts must be left for a restart.
+        keep_children: processes that a rank has detached may outlive it.
+        optional: keyword arguments that are left out if they cannot be pickled.
+        receive: turns the ranks' return values into the run's values; called off the main thread.
     """
 
     name: str
@@ -67,145 +68,142 @@ class Plan:
     receive: Callable[[list[Any]], list[Any]] = list
 
     def rank_environ(self, rank: int, rendezvous: Rendezvous, restart_count: int) -> dict[str, str]:
-        """The whole environment of one rank."""
+        """Return the whole environment of one rank."""
         if not self.contract:
             return self.environ
-        place = Place(rank, rank, self.nprocs, self.nprocs)
+        position = RankPosition(rank, rank, self.nprocs, self.nprocs)
         run_id = f"nbddp-{os.getpid()}-{rendezvous.port}"
         return {
             **self.environ,
             **rendezvous.environ(),
-            **place.environ(run_id, restart_count=restart_count, max_restarts=self.max_restarts),
+            **position.environ(run_id, restart_count=restart_count, max_restarts=self.max_restarts),
         }
 
 
+@dataclass(frozen=True)
+class Call:
+    """A checked function and its arguments (:func:`checked_call`), or a cell body."""
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def make_plan(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    name: str,
+    options: RunOptions,
     *,
-    nprocs: int | Mapping[str, int] | None = None,
-    device: str | torch.device | None = None,
-    gpus: Sequence[int] | None = None,
-    backend: str | None = None,
-    init: bool = True,
-    seed: int | None = None,
-    deterministic: bool = False,
-    env: Mapping[str, str] | None = None,
-    timeout: float | None = None,
-    pg_timeout: float | None = None,
-    max_restarts: int = 0,
-    stall_after: float | None = STALL_AFTER_S,
-    name: str | None = None,
-    start_method: str | None = None,
-    keep_children: bool = False,
     argv: Sequence[str] = (),
     contract: bool = True,
     pass_rank: bool = False,
-    hosts: Mapping[str, Mapping[str, int]] | None = None,
-    min_hosts: int | None = None,
-    oversubscribe: bool = False,
+    devices: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Plan:
-    """Check and decide. The arguments are those of :func:`nbddp.run`.
+    """Check the options and choose the values of those that are None.
 
     Args:
-        hosts: how many devices of which type each host has; None: this machine alone.
+        options: all options of :func:`nbddp.run`.
+        devices: by host, the number of devices of each type; None: this machine alone.
 
     Raises:
-        LaunchError: an argument that cannot work, with what to do instead.
+        LaunchError: an option cannot work; says what to do instead.
     """
-    name = check_call(fn, (0, *args) if pass_rank else args, kwargs, name)
     cwd = working_directory()
-    _check_numbers(max_restarts=max_restarts, seed=seed)
-    for share in nprocs.values() if isinstance(nprocs, Mapping) and hosts is not None else (nprocs,):
-        _check_numbers(nprocs=share)
-    _check_numbers(timeout=timeout, pg_timeout=pg_timeout, stall_after=stall_after)
-    _check_containers(gpus, env, contract)
-    shares: dict[str, int] = {}
-    if hosts is None:
-        if min_hosts is not None:
-            raise LaunchError(f"min_hosts={short(min_hosts)} goes with hosts=[...]")
-        assert not isinstance(nprocs, Mapping)
-        device_type, count = choose_device(device, gpus)
-        ranks = choose_nprocs(nprocs, device_type, count, gpus)
-        if device_type == "cpu" and not oversubscribe:
-            check_cores(ranks)
-    else:
-        device_type, shares = choose_shares(hosts, nprocs, device, gpus)
-        ranks = sum(shares.values())
+    _check_options(options, contract, hosts=None if devices is None else len(devices))
+    device, gpus, env, backend = options["device"], options["gpus"], options["env"], options["backend"]
+    device_type, ranks, shares = _choose_ranks(options, devices)
     notice = ""
-    if device is None and gpus is None and device_type == "cpu" and nprocs is None:
-        notice = f"no GPU: {ranks} processes on CPU" + (" with gloo" if init and backend in (None, "gloo") else "")
+    if device is None and gpus is None and device_type == "cpu" and options["nprocs"] is None:
+        with_gloo = " with gloo" if options["init"] and backend in (None, "gloo") else ""
+        notice = f"no GPU: {ranks} processes on CPU{with_gloo}"
     threads = threads_of(ranks, {**os.environ, **(env or {})})
-    start_method = _choose_start_method(start_method, keep_children)
+    start_method = _choose_start_method(options["start_method"], options["keep_children"])
+    local = devices is None
     environ = environment(
-        device_type, gpus if hosts is None else None, deterministic, threads if contract else None, env
+        device_type, gpus if local else None, options["deterministic"], threads if contract else None, env
     )
-    if hosts is None:
+    if local:
         forkserver.check_folder(start_method, environ)
     return Plan(
         name=name,
         nprocs=ranks,
         device=device_type,
-        backend=choose_backend(backend, device_type, here=hosts is None) if init else None,
+        backend=choose_backend(backend, device_type, local=local) if options["init"] else None,
         contract=contract,
         pass_rank=pass_rank,
-        seed=seed,
-        deterministic=bool(deterministic),
+        seed=options["seed"],
+        deterministic=bool(options["deterministic"]),
         threads=threads,
-        timeout_s=timeout,
-        pg_timeout_s=pg_timeout,
-        max_restarts=max_restarts,
-        stall_after_s=stall_after,
+        timeout_s=options["timeout"],
+        pg_timeout_s=options["pg_timeout"],
+        max_restarts=options["max_restarts"],
+        stall_after_s=options["stall_after"],
         start_method=start_method,
         argv=[name, *argv],
         environ=environ,
         process_state=present(),
-        sys_path=forked.import_path(),
+        sys_path=process.import_path(),
         cwd=cwd,
         gpus=tuple(gpus) if gpus is not None else None,
         env=dict(env or {}),
         shares=tuple(shares.items()),
-        min_hosts=_choose_min_hosts(min_hosts, len(shares)),
-        keep_children=bool(keep_children),
+        min_hosts=len(shares) if options["min_hosts"] is None else options["min_hosts"],
+        keep_children=bool(options["keep_children"]),
         notice=notice,
     )
+
+
+def _check_options(options: RunOptions, contract: bool, *, hosts: int | None) -> None:
+    nprocs, gpus, env, min_hosts = options["nprocs"], options["gpus"], options["env"], options["min_hosts"]
+    _check_numbers(max_restarts=options["max_restarts"], seed=options["seed"])
+    for share in nprocs.values() if isinstance(nprocs, Mapping) and hosts is not None else (nprocs,):
+        _check_numbers(nprocs=share)
+    _check_numbers(**{name: options[name] for name in ("timeout", "pg_timeout", "stall_after")})
+    if gpus is not None and not (gpus and isinstance(gpus, (list, tuple, range))):
+        raise LaunchError(f"gpus is a list of device numbers, e.g. gpus=[0, 1], not {short(gpus)}")
+    if env is not None and not isinstance(env, Mapping):
+        raise LaunchError(f"env is a dict of strings, not {type(env).__name__}")
+    if reserved := [name for name in env or () if contract and name in CONTRACT]:
+        raise LaunchError(f"env sets {reserved[0]}, which nbddp sets to each rank's own value. Leave it out")
+    if min_hosts is None:
+        return
+    if hosts is None:
+        raise LaunchError(f"min_hosts={short(min_hosts)} needs hosts=[...]")
+    if isinstance(min_hosts, bool) or not isinstance(min_hosts, int) or not 1 <= min_hosts <= hosts:
+        raise LaunchError(f"min_hosts is a whole number from 1 to the number of hosts, {hosts}, not {short(min_hosts)}")
+
+
+def _choose_ranks(
+    options: RunOptions, devices: Mapping[str, Mapping[str, int]] | None
+) -> tuple[str, int, dict[str, int]]:
+    """Return the device type, the number of ranks, and each host's number of ranks ({} on this machine alone)."""
+    nprocs, device, gpus = options["nprocs"], options["device"], options["gpus"]
+    if devices is not None:
+        device_type, shares = choose_shares(devices, nprocs, device, gpus)
+        return device_type, sum(shares.values()), shares
+    assert not isinstance(nprocs, Mapping)
+    device_type, count = choose_device(device, gpus)
+    ranks = choose_nprocs(nprocs, device_type, count, gpus)
+    if device_type == "cpu" and not options["oversubscribe"]:
+        check_cores(ranks)
+    return device_type, ranks, {}
 
 
 # ---------------------------------------------------------------------------- the function
 
 
-def check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str | None) -> str:
-    """The run's name. Raises LaunchError if this is no function, or cannot be called so."""
-    name = first_line(str(name or _name_of(fn)))
-    _check_function(fn, args, kwargs, name)
-    return name
+def checked_call(fn: Any, args: Any, kwargs: Any, name: str | None = None, *, first: tuple[Any, ...] = ()) -> Call:
+    """Check a function and its arguments, and name the run.
 
+    Args:
+        first: arguments that a rank passes before ``args``.
 
-def working_directory() -> str:
-    """The notebook's, in which the ranks start. Raises LaunchError if it has been deleted."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise LaunchError(
-            f"the notebook's working directory{_last_known_directory()} has been deleted, and the ranks would start "
-            "in it. Change to one that exists, with %cd or os.chdir()"
-        ) from None
-
-
-def _last_known_directory() -> str:
-    try:
-        return f", {os.readlink('/proc/self/cwd').removesuffix(' (deleted)')},"
-    except OSError:  # not on Linux
-        return ""
-
-
-def _name_of(fn: Any) -> str:
-    fn = getattr(fn, "func", fn)  # functools.partial
-    return str(getattr(fn, "__name__", type(fn).__name__))
-
-
-def _check_function(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> None:
+    Raises:
+        LaunchError: ``fn`` is not a function, or does not accept the arguments.
+    """
+    kwargs = kwargs or {}
+    named = getattr(fn, "func", fn)  # functools.partial
+    name = first_line(str(name or getattr(named, "__name__", type(named).__name__)))
     if not callable(fn):
         advice = " Pass the function itself, without calling it: run(train), not run(train())." if fn is None else ""
         raise LaunchError(f"run() takes a function, not {short(fn)}.{advice}")
@@ -213,12 +211,31 @@ def _check_function(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nam
         raise LaunchError(f"args is a tuple of {name}'s arguments, e.g. args=({short(args)},), not {short(args)}")
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise LaunchError(f"kwargs is a dict of {name}'s keyword arguments, not {short(kwargs)}")
+    _check_signature(fn, (*first, *args), kwargs, name)
+    return Call(name, fn, tuple(args), dict(kwargs))
+
+
+def working_directory() -> str:
+    """Return the notebook's working directory, where the ranks start. Raises LaunchError if it has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        path = ""
+        with contextlib.suppress(OSError):  # not on Linux
+            path = f", {os.readlink('/proc/self/cwd').removesuffix(' (deleted)')},"
+        raise LaunchError(
+            f"the notebook's working directory{path} has been deleted, and the ranks would start in it. "
+            "Change to one that exists, with %cd or os.chdir()"
+        ) from None
+
+
+def _check_signature(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> None:
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         kind = "a generator function" if inspect.isgeneratorfunction(fn) else "a coroutine function"
         raise LaunchError(f"{name} is {kind}: calling it runs none of its lines. Use a plain function")
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # some builtins have none
+    except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
         signature.bind(*args, **kwargs)
@@ -231,7 +248,7 @@ def _check_numbers(**named: Any) -> None:
         if value is None:
             continue
         whole = name in ("nprocs", "max_restarts", "seed")
-        least = {"nprocs": 1}.get(name, 0)
+        least = 1 if name == "nprocs" else 0
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise LaunchError(f"{name} is {'a whole number' if whole else 'a number of seconds'}, not {short(value)}")
         if value < least or (not whole and not value > 0):
@@ -241,36 +258,17 @@ def _check_numbers(**named: Any) -> None:
             raise LaunchError(f"{name}={value} is too small{advice}")
 
 
-def _check_containers(gpus: Any, env: Any, contract: bool) -> None:
-    if gpus is not None and not (gpus and isinstance(gpus, (list, tuple, range))):
-        raise LaunchError(f"gpus is a list of device numbers, e.g. gpus=[0, 1], not {short(gpus)}")
-    if env is not None and not isinstance(env, Mapping):
-        raise LaunchError(f"env is a dict of strings, not {type(env).__name__}")
-    ours = [name for name in env or () if contract and name in CONTRACT]
-    if ours:
-        raise LaunchError(f"env sets {ours[0]}, which tells a rank its place and is set for each. Leave it out")
-
-
-# ---------------------------------------------------------------------------- surroundings
-
-
-def _choose_min_hosts(min_hosts: int | None, hosts: int) -> int:
-    if min_hosts is None:
-        return hosts
-    if isinstance(min_hosts, bool) or not isinstance(min_hosts, int) or not 1 <= min_hosts <= hosts:
-        raise LaunchError(f"min_hosts is a whole number from 1 to the number of hosts, {hosts}, not {short(min_hosts)}")
-    return min_hosts
-
-
 def _choose_start_method(start_method: str | None, keep_children: bool) -> str:
     if keep_children and start_method == "forkserver":
-        raise LaunchError("keep_children=True goes with start_method='spawn': a fork server ends what its ranks leave")
+        raise LaunchError(
+            "keep_children=True needs start_method='spawn': a fork server ends the processes that its ranks leave"
+        )
     if start_method is None and not keep_children:
         return "forkserver" if forkserver.available() else "spawn"
     if start_method == "fork":
         raise LaunchError(
-            "start_method='fork' would copy the notebook's process, its threads' locks and its CUDA context with "
-            "it; 'forkserver' is as fast and starts clean"
+            "start_method='fork' would copy the notebook's process with its threads' locks and its CUDA context; "
+            "'forkserver' is as fast and has neither"
         )
     if start_method not in (None, "forkserver", "spawn"):
         raise LaunchError(f"start_method is 'forkserver' or 'spawn', not {short(start_method)}")

@@ -1,1 +1,1 @@
-"""Kernel side. Draws a run: knows numbers and text, no process."""
+"""Draws a run from its numbers, its status and its output; uses no processes."""

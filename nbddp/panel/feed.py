@@ -1,4 +1,4 @@
-"""Kernel side. The panel's messages to a page, and how much of the run they have told it."""
+"""Builds the panel's messages to a page: frames with the changes since the last frame, and snapshots."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nbddp.kernel.history import Seen, Series, Spread
-from nbddp.panel import summary, thinning
-from nbddp.panel.view import Source, Status
+from nbddp.history.history import Cursor, Series, Spread
+from nbddp.panel import ranks, summary, thinning
+from nbddp.panel.view import Status, Viewable
 
-_HEAD_S = 1.0  # numbers that have not changed are told again so often, for the page's clock
-_FRAME_POINTS = 400  # per metric and frame; more cannot be seen, and the server drops what is too much
+_HEAD_INTERVAL_S = 1.0  # an unchanged head is sent again after this time, for the page's clock
+_FRAME_POINTS = 400  # per metric and frame; more would not be visible, and Jupyter servers limit the data rate
 _SNAPSHOT_POINTS = 24_000  # of all metrics together
 _NAME_CHARS = 120
 _HANG_CHARS = 64 << 10
 _LOG_BYTES = 16 << 10  # per frame, all ranks together
-_LOG_REST = 128 << 10  # per rank, in the last frame
-_LOG_TAIL = 64 << 10  # per rank, for a page that comes late
+_LAST_LOG_BYTES = 128 << 10  # per rank, in the last frame
+_LOG_TAIL_CHARS = 64 << 10  # per rank, for snapshots
 
-_NOTHING = Seen()
+_START = Cursor()
 
 
 @dataclass
@@ -34,9 +34,9 @@ class _Line:
 
     index: int
     name: str
-    seen: Seen = _NOTHING
+    cursor: Cursor = _START
     stride: float = 0.0
-    changes: int = 0  # when we last looked
+    changes: int = 0  # the history's counter when the last frame was built
 
 
 @dataclass
@@ -48,12 +48,12 @@ class _Log:
 
 
 class Feed:
-    """Turns a run into messages: frames of what is new, and snapshots of all so far. Knows no widget.
+    """Turns a run into messages: frames with the changes, and snapshots of everything so far. Uses no widget.
 
-    A message is a JSON-able head and one block of float64. May be used from several threads.
+    A message is a JSON-serializable dict and one block of float64. May be used from several threads.
     """
 
-    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, source: Viewable, clock: Callable[[], float] = time.monotonic) -> None:
         self._source = source
         self._clock = clock
         self._lock = threading.RLock()
@@ -65,11 +65,14 @@ class Feed:
         self._hang: list[str] = []
 
     def frame(self, status: Status) -> tuple[dict[str, Any], bytes] | None:
-        """What is new since the last frame; None when nothing is."""
+        """The changes since the last frame; None if there are none."""
         with self._lock:
             entries, defs, arrays = self._new_points()
             logs = self._new_logs(status)
-            rest = self._new_head(status) | self._new_hang(status)
+            rest = self._new_head(status)
+            hang = summary.hang_lines(status, _HANG_CHARS)
+            if hang != self._hang:  # not a part of the head, which is sent every second: the stacks may be long
+                self._hang = rest["hang"] = hang
             if not (entries or logs or rest):
                 return None
             self._seq += 1
@@ -77,11 +80,11 @@ class Feed:
             return content, _packed(arrays)
 
     def snapshot(self) -> tuple[dict[str, Any], bytes]:
-        """All that the frames so far have told, thinned for the screen."""
+        """Everything that the frames so far contained, thinned for the screen."""
         with self._lock:
             entries, arrays = [], []
             for line in self._lines:
-                series, spread = self._told(line)
+                series, spread = self._thinned(*self._source.history.points_up_to(line.name, line.cursor))
                 arrays += [*series, *spread]
                 entries.append(_entry(line, series, spread, fresh=False))
             logs = [[rank, log.tail, True] for rank, log in enumerate(self._logs) if log.tail]
@@ -102,33 +105,26 @@ class Feed:
             if line.changes == changes:
                 continue
             line.changes = changes
-            series, spread, fresh = self._news(line)
+            series, spread, fresh = self._points_to_send(line)
             if fresh or len(series.steps) or len(spread.steps):
                 arrays += [*series, *spread]
                 entries.append(_entry(line, series, spread, fresh=fresh))
         return entries, defs, arrays
 
-    def _news(self, line: _Line) -> tuple[Series, Spread, bool]:
-        """What the page has not been told, and whether it takes the place of what it has."""
-        before = line.seen.version
-        series, spread, line.seen = self._source.history.new_points(line.name, line.seen)
-        fresh = line.seen.version != before
+    def _points_to_send(self, line: _Line) -> tuple[Series, Spread, bool]:
+        """The points that the page lacks, and whether they replace those that it has."""
+        before = line.cursor.version
+        series, spread, line.cursor = self._source.history.new_points(line.name, line.cursor)
+        fresh = line.cursor.version != before
         if fresh:
             line.stride = 0.0
         line.stride = line.stride or thinning.stride(series)
-        if fresh and before:  # the whole curve anew: as fine as in a snapshot
-            return *self._thinned(series, spread, self._snapshot_points()), fresh
+        if fresh and before:  # the whole curve again, with as many points as in a snapshot
+            return *self._thinned(series, spread), fresh
         return thinning.thin(series, _FRAME_POINTS), thinning.thin_spread(spread, _FRAME_POINTS), fresh
 
-    def _told(self, line: _Line) -> tuple[Series, Spread]:
-        """The points of a metric that frames have told."""
-        series, spread = self._source.history.seen_points(line.name, line.seen)
-        return self._thinned(series, spread, self._snapshot_points())
-
-    def _snapshot_points(self) -> int:
-        return _SNAPSHOT_POINTS // max(1, len(self._lines))
-
-    def _thinned(self, series: Series, spread: Spread, points: int) -> tuple[Series, Spread]:
+    def _thinned(self, series: Series, spread: Spread) -> tuple[Series, Spread]:
+        points = _SNAPSHOT_POINTS // max(1, len(self._lines))
         thin, band = thinning.forward(series), thinning.forward(spread)
         return thinning.thin(thin, points), thinning.thin_spread(band, points // 2)
 
@@ -137,35 +133,27 @@ class Feed:
     def _new_logs(self, status: Status) -> list[Any]:
         while len(self._logs) < len(status.ranks):
             self._logs.append(_Log())
-        limit = _LOG_REST if status.over else _LOG_BYTES // max(1, len(self._logs))
-        news: list[Any] = []
+        limit = _LAST_LOG_BYTES if status.over else _LOG_BYTES // max(1, len(self._logs))
+        added: list[Any] = []
         for rank, log in enumerate(self._logs):
             text, log.position, follows = self._source.output(rank, log.position, limit)
             if not text:
                 continue
-            log.tail = ((log.tail if follows else "") + text)[-_LOG_TAIL:]
-            news.append([rank, text, not follows])
-        return news
+            log.tail = ((log.tail if follows else "") + text)[-_LOG_TAIL_CHARS:]
+            added.append([rank, text, not follows])
+        return added
 
     def _new_head(self, status: Status) -> dict[str, Any]:
         head = self._head_of(status)
         same = {**head, "seconds": 0} == {**self._head, "seconds": 0}
-        if same and (status.over or self._clock() - self._head_at < _HEAD_S):
+        if same and (status.over or self._clock() - self._head_at < _HEAD_INTERVAL_S):
             return {}
         self._head, self._head_at = head, self._clock()
         return {"head": head}
 
-    def _new_hang(self, status: Status) -> dict[str, Any]:
-        """Apart from the head, which is told every second: stacks of many ranks are long."""
-        hang = summary.hang_lines(status, _HANG_CHARS)
-        if hang == self._hang:
-            return {}
-        self._hang = hang
-        return {"hang": hang}
-
     def _head_of(self, status: Status) -> dict[str, Any]:
         history = self._source.history
-        rows = summary.rows(status, history, time.time())
+        rows = ranks.rows(status, history, time.time())
         return {
             "state": status.state,
             "name": summary.plain(status.name),
@@ -179,7 +167,7 @@ class Feed:
             "blocking": status.blocking,
             **dataclasses.asdict(summary.progress(history, over=status.over)),
             "rows": [dataclasses.asdict(row) for row in rows],
-            "hosts": [dataclasses.asdict(host) for host in summary.hosts(rows)],
+            "hosts": [dataclasses.asdict(host) for host in ranks.hosts(rows)],
         }
 
 

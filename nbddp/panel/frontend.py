@@ -1,4 +1,4 @@
-"""Kernel side. Which front end shows the cell that is running, as far as the kernel can know."""
+"""Detects which front end shows the running cell, as far as the notebook kernel can know it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 # A Python client (nbclient, papermill, a terminal console) names its messages session_pid_count
-# (jupyter_client 7) or session_count; JupyterLab, VS Code and Colab name them by a UUID.
+# (jupyter_client 7) or session_count; JupyterLab, VS Code and Colab use UUIDs.
 _PYTHON_CLIENT = re.compile(r".+_\d+")
 
 
@@ -24,32 +24,32 @@ def shell() -> InteractiveShell | None:
 
 
 def has_page() -> bool:
-    """Is it likely that a page with widgets shows this cell's output?"""
+    """Whether a page with widgets probably shows this cell's output."""
     if shell() is None:
         return False
     parent = _request()
-    # A server extension may execute for JupyterLab, and Colab's messages come by a way of its own.
+    # In JupyterLab a server extension may execute the cell, and Colab does not send messages as Jupyter does.
     by_page = "cellId" in parent.get("metadata", {}) or "google.colab" in sys.modules
     return by_page or not _PYTHON_CLIENT.fullmatch(str(parent.get("header", {}).get("msg_id", "")))
 
 
-def finds_its_picture() -> bool:
-    """Is it JupyterLab or Notebook 7, where a widget's script runs in the same page as any cell's HTML?
+def is_jupyter() -> bool:
+    """Whether the front end is JupyterLab or Notebook 7, where a widget's script can reach the HTML of a cell's output.
 
-    VS Code names its cells by an address; Colab has a frame for each output.
+    In Colab, each output is a frame of its own. VS Code is recognized by the addresses that it uses as cell ids.
     """
     cell = str(_request().get("metadata", {}).get("cellId", ""))
     return bool(cell) and ":" not in cell and "google.colab" not in sys.modules
 
 
 def _request() -> dict[str, Any]:
-    """The message that the kernel is executing, {} if none."""
+    """The message that the kernel is executing; {} if there is none."""
     kernel: Any = getattr(shell(), "kernel", None)
     return kernel.get_parent() if hasattr(kernel, "get_parent") else {}
 
 
 def kernel_id() -> str:
-    """By which a Jupyter server knows this kernel: it names the connection file after it."""
+    """The Jupyter server's id of this kernel, from the name of the connection file; "" if not known."""
     app = getattr(getattr(shell(), "kernel", None), "parent", None)
     connection_file = str(getattr(app, "connection_file", ""))
     match = re.fullmatch(r"kernel-(.+)\.json", os.path.basename(connection_file))

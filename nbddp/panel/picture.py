@@ -1,4 +1,4 @@
-"""Kernel side. The picture that stays: curves as SVG and a run's last state as HTML, both without script."""
+"""The picture that is saved in the notebook: curves as SVG and the last state as HTML, both without scripts."""
 
 from __future__ import annotations
 
@@ -12,38 +12,53 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbddp.kernel.history import History
-from nbddp.panel import summary
-from nbddp.panel.curves import LINES, MARK_COLOR, POINTS, Line, charts, shown_marks, smooth, x_range
+from nbddp.history.history import History
+from nbddp.panel import ranks, summary
+from nbddp.panel.curves import MARK_COLOR, MAX_LINES, MAX_POINTS, Family, charts, shown_marks, smooth, x_range
 from nbddp.panel.summary import plain
 from nbddp.panel.svg import WIDTH, draw
 from nbddp.panel.text import end_text
-from nbddp.panel.view import Source, Status
-from nbddp.wire import fold
+from nbddp.panel.view import Status, Viewable
+from nbddp.text import fold
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LIMIT_BYTES = 110_000  # of the SVG; the notebook's file holds it as base64 and a table beside it
-_ROWS = 40  # of the table of metrics
+_MAX_SVG_BYTES = 110_000  # the notebook file holds the SVG as base64, with tables beside it
+_MAX_ROWS = 40  # in a table
 _NAME_CHARS = 60
 _LOG_LINES = 12
 _HANG_CHARS = 6_000
 _LINE_CHARS = 300
-_COLOUR_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+_COLOR_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 _COLOR = "#3b7df0"
-_SOFT = "#808080"  # on light and on dark
+_SOFT = "#808080"  # readable on light and on dark
 _STATE_COLORS = {"finished": "#22994f", "failed": "#d9453d", "stopped": "#b07a10"}
 
 
 class Picture:
-    """A history's curves, one chart per family of metrics; with a status also the run's end in words.
+    """A history's curves, one chart per family of metrics; with a status also how the run ended, in words.
 
-    Shows itself in a notebook. ``svg`` is the image as text, ``figure()`` the same with matplotlib.
+    A notebook displays it. ``svg`` is the image as text, ``figure()`` the same charts with matplotlib.
+
+    Args:
+        source: the run, for the last output of a rank that failed.
+        names: the metrics to draw; () for all.
+        log: use a logarithmic axis for the values.
     """
 
-    def __init__(self, history: History, status: Status | None = None, source: Source | None = None) -> None:
+    def __init__(
+        self,
+        history: History,
+        status: Status | None = None,
+        source: Viewable | None = None,
+        *,
+        names: Sequence[str] = (),
+        log: bool = False,
+    ) -> None:
+        self._names = names
+        self._log = log
         self._history = history
         self._status = status
         self._source = source
@@ -51,12 +66,12 @@ class Picture:
     @property
     def svg(self) -> str:
         """The charts as an SVG document, readable on light and dark; at most 110 kB."""
-        points, lines = POINTS, LINES
+        points, lines = MAX_POINTS, MAX_LINES
         while True:
-            text = draw(charts(self._history, points, lines))
-            if len(text.encode()) <= LIMIT_BYTES or lines == 1:
+            text = draw(charts(self._history, points, lines, self._names, log=self._log))
+            if len(text.encode()) <= _MAX_SVG_BYTES or lines == 1:
                 return text
-            # Fewer points first; when each line has its least, fewer lines.
+            # Fewer points first; then, when each line has the minimum, fewer lines.
             points, lines = (points // 2, lines) if points > 100 else (points, lines // 2)
 
     def _repr_mimebundle_(self, **_options: Any) -> dict[str, str]:
@@ -68,38 +83,43 @@ class Picture:
         return end_text(self._status, self._history)
 
     def bundle(self, name: str = "") -> dict[str, str]:
-        """What ``display(..., raw=True)`` takes: HTML without script, of this class too, and plain text."""
-        return {"text/html": self._html(name), "text/plain": repr(self)}
+        """The data for ``display(..., raw=True)``: HTML without scripts, and plain text.
+
+        Args:
+            name: an additional CSS class of the outer element.
+        """
+        parts = [*self._heading(), *self._hang(), *self._image(), *_metrics_table(self._history)]
+        parts += [*self._hosts_table(), *self._last_output()]
+        html = f'<div class="{f"nbddp-picture {name}".strip()}">{"".join(parts)}</div>'
+        return {"text/html": html, "text/plain": repr(self)}
 
     def figure(self, *, width: float = 9.0) -> Figure:
         """The same charts as a matplotlib figure, ``width`` inches wide. Needs matplotlib."""
         from matplotlib.figure import Figure
 
-        drawn = charts(self._history, POINTS)
+        drawn = charts(self._history, MAX_POINTS, names=self._names, log=self._log)
         columns = min(2, max(1, len(drawn.families)))
         rows = max(1, math.ceil(len(drawn.families) / columns))
         figure = Figure(figsize=(width, rows * width / columns * 0.62), layout="constrained")
         for i, family in enumerate(drawn.families):
             axes = figure.add_subplot(rows, columns, i + 1)
-            _plot(axes, family.lines, drawn.marks)
+            _plot(axes, family, drawn.marks)
         if drawn.note:
             figure.supxlabel(drawn.note, fontsize="small", parse_math=False)
         return figure
-
-    def _html(self, name: str) -> str:
-        parts = [*self._heading(), *self._hang(), *self._image(), *_metrics_table(self._history)]
-        parts += [*self._hosts_table(), *self._last_output()]
-        return f'<div class="{f"nbddp-picture {name}".strip()}">{"".join(parts)}</div>'
 
     def _heading(self) -> Iterable[str]:
         status = self._status
         if status is None:
             return
         color = _STATE_COLORS.get(status.state, _COLOR)
+        rate = summary.progress(self._history).throughput
+        throughput = f"{rate:,.0f} samples/s" if rate else ""
+        facts = (plain(status.summary), _clock(status.seconds), throughput, summary.restart_count(status))
         yield (
             f'<p><span style="color:{color}"><b>● {escape(status.state.capitalize())}</b></span> &nbsp;'
             f"<b>{escape(plain(status.name[:_LINE_CHARS]))}</b> &nbsp;"
-            f"{escape(' · '.join(self._facts(status)))}</p>"
+            f"{escape(' · '.join(filter(None, facts)))}</p>"
         )
         if status.restarts:
             yield f'<p style="color:{MARK_COLOR}">↻ {escape(summary.restart_text(status)[:_LINE_CHARS])}</p>'
@@ -110,13 +130,8 @@ class Picture:
         if status.remark:
             yield f'<p style="color:{_SOFT}">{escape(plain(status.remark[:_LINE_CHARS]))}</p>'
 
-    def _facts(self, status: Status) -> Iterable[str]:
-        rate = summary.progress(self._history).throughput
-        pace = f"{rate:,.0f} samples/s" if rate else ""
-        return filter(None, (plain(status.summary), _clock(status.seconds), pace, summary.restart_count(status)))
-
     def _hang(self) -> Iterable[str]:
-        """Of a run that stood still when it ended: where."""
+        """Where the ranks were, if the run hung when it ended."""
         lines = summary.hang_lines(self._status, _HANG_CHARS) if self._status else []
         if lines:
             first, *rest = lines
@@ -133,42 +148,45 @@ class Picture:
             )
 
     def _hosts_table(self) -> Iterable[str]:
-        hosts = summary.hosts(summary.rows(self._status, self._history, time.time())) if self._status else []
+        hosts = ranks.hosts(ranks.rows(self._status, self._history, time.time())) if self._status else []
         if not hosts:
             return
         yield _table_head("Host", "Ranks", "State", "Step")
-        if len(hosts) > _ROWS:
-            hosts = sorted(hosts, key=lambda host: host.state != "failed")  # the one to see is not cut off
-        for host in hosts[:_ROWS]:
+        if len(hosts) > _MAX_ROWS:
+            hosts = sorted(hosts, key=lambda host: host.state != "failed")  # a host that failed must not be cut off
+        for host in hosts[:_MAX_ROWS]:
+            first, last = host.ranks[0], host.ranks[-1]  # the numbers of a host's ranks are consecutive
             step = "–" if host.step is None else f"{host.step:,}"
             color = _STATE_COLORS.get(host.state, _COLOR)
             state = f'<span style="color:{color}">● {escape(host.state)}</span>'
-            yield _table_row(escape(host.name), _numbers(host.ranks), state, step)
-        yield _table_end(4, len(hosts) - _ROWS)
+            yield _table_row(escape(host.name), str(first) if first == last else f"{first} to {last}", state, step)
+        yield _table_end(4, len(hosts) - _MAX_ROWS)
 
     def _last_output(self) -> Iterable[str]:
-        """Of the rank that failed: what it printed last."""
+        """The last lines that the failed rank printed."""
         status, source = self._status, self._source
         if status is None or source is None or status.failed_rank is None:
             return
         text, _, _ = source.output(status.failed_rank, 0, 128 << 10)
         lines = [line[:_LINE_CHARS] for line in fold(text).rstrip("\n").split("\n")[-_LOG_LINES:] if line]
         if lines:
-            who = summary.on_host(status, status.failed_rank) or f"rank {status.failed_rank}"
-            yield f"<details open><summary>Last output of {escape(who)}</summary>"
-            yield f"<pre>{escape(_printable(lines))}</pre></details>"
+            rank = ranks.on_host(status, status.failed_rank) or f"rank {status.failed_rank}"
+            yield f"<details open><summary>Last output of {escape(rank)}</summary>"
+            uncolored = (_COLOR_CODES.sub("", line) for line in lines)
+            shown = ("".join(c for c in line if c == "\t" or c.isprintable()) for line in uncolored)
+            yield f"<pre>{escape(chr(10).join(shown))}</pre></details>"
+
+
+def plotted(history: History, names: Sequence[str], log: bool) -> Picture:
+    """The implementation of ``History.plot``."""
+    return Picture(history, names=names, log=log)
 
 
 def _clock(seconds: float) -> str:
-    """``00:38`` or ``2:03:04``, as the live panel has it."""
+    """``00:38`` or ``2:03:04``, as in the live panel."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
-
-
-def _printable(lines: Sequence[str]) -> str:
-    plain = (_COLOUR_CODES.sub("", line) for line in lines)
-    return "\n".join("".join(c for c in line if c == "\t" or c.isprintable()) for line in plain)
 
 
 def _metrics_table(history: History) -> Iterable[str]:
@@ -177,11 +195,11 @@ def _metrics_table(history: History) -> Iterable[str]:
     if not named:
         return
     yield _table_head("Metric", "Last", "Lowest", "Highest", "Points")
-    for name, (steps, values) in named[:_ROWS]:
+    for name, (steps, values) in named[:_MAX_ROWS]:
         finite = values[np.isfinite(values)]
         low, high = (f"{finite.min():.4g}", f"{finite.max():.4g}") if len(finite) else ("–", "–")
         yield _table_row(escape(plain(name[:_NAME_CHARS])), f"{values[-1]:.4g}", low, high, f"{len(steps):,}")
-    yield _table_end(5, len(named) - _ROWS)
+    yield _table_end(5, len(named) - _MAX_ROWS)
 
 
 def _table_head(*headings: str) -> str:
@@ -189,7 +207,7 @@ def _table_head(*headings: str) -> str:
 
 
 def _table_row(*cells: str) -> str:
-    """Of HTML."""
+    """A row of cells that are HTML already."""
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
@@ -198,28 +216,27 @@ def _table_end(columns: int, rest: int) -> str:
     return f"{more}</tbody></table>"
 
 
-def _numbers(ranks: Sequence[int]) -> str:
-    """``0 to 7``: a host's ranks are neighbours."""
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-
-
-def _plot(axes: Any, lines: list[Line], marks: list[summary.Mark]) -> None:
+def _plot(axes: Any, family: Family, marks: list[summary.Mark]) -> None:
+    lines, shown = family.lines, (lambda values: np.power(10.0, values)) if family.log else np.asarray
     for line in lines:
-        steps, values = line.series
+        steps, values = line.series.steps, shown(line.series.values)
         options = {"color": line.color, "label": line.metric.label}
         if line.sparse:
             axes.plot(steps, values, marker="o", markersize=3, **options)
         else:
             axes.plot(steps, values, color=line.color, alpha=0.3, linewidth=0.8)
-            axes.plot(steps, smooth(line.series), **options)
+            axes.plot(steps, shown(smooth(line.series)), **options)
         if len(line.spread.steps):
-            axes.fill_between(line.spread.steps, line.spread.low, line.spread.high, color=line.color, alpha=0.18)
+            low, high = shown(line.spread.low), shown(line.spread.high)
+            axes.fill_between(line.spread.steps, low, high, color=line.color, alpha=0.18)
     for mark in shown_marks(marks, x_range(lines)):
         axes.axvline(mark.step, color=MARK_COLOR, linestyle="--", linewidth=1)
         place = {"xy": (mark.step, 1), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
         axes.annotate(mark.label, xytext=(4, -10), color=MARK_COLOR, fontsize="small", **place)
     axes.set_title(lines[0].metric.title, loc="left", parse_math=False)
     axes.set_xlabel("step")
+    if family.log:
+        axes.set_yscale("log")
     axes.grid(alpha=0.25)
     for text in axes.legend(frameon=False).get_texts():
-        text.set_parse_math(False)  # a $ in a name is no formula
+        text.set_parse_math(False)  # a $ in a name does not start a formula

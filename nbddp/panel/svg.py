@@ -1,4 +1,4 @@
-"""Kernel side. Charts as an SVG document."""
+"""Draws charts as an SVG document."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ import numpy as np
 import numpy.typing as npt
 
 from nbddp.panel import summary
-from nbddp.panel.curves import MARK_COLOR, Charts, Family, Line, shown_marks, smooth, ticks, x_range, y_range
+from nbddp.panel.curves import MARK_COLOR, Charts, Family, Line, log_ticks, shown_marks, smooth, ticks, x_range, y_range
 
 _TEXT = "#7d7d7d"
 _GRID = "#808080"
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',sans-serif"
 _LINE_CHARS = 300
 
-WIDTH, _HEIGHT = 744, 218  # of the whole picture, of one row of charts
-_NOTE = 22  # below the charts
-_GAP, _LEFT, _TOP, _BOTTOM = 22, 44, 32, 24
+WIDTH = 744  # of the whole picture
+_HEIGHT = 218  # of one row of charts
+_NOTE_HEIGHT = 22  # below the charts
+_NOTE_CHARS = WIDTH // 6  # that fit into a line at this font's size
+_GAP = 22  # between two charts
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 14, 32, 24  # between a chart's edges and its box
 
 
 @dataclass(frozen=True)
 class _Box:
-    """Where a chart's data lie in the picture, and which part of the data it shows."""
+    """The rectangle of a chart in the picture, and the range of the data that it shows."""
 
     x: float
     y: float
@@ -49,34 +52,26 @@ def draw(drawn: Charts) -> str:
     columns = 1 if len(groups) == 1 else 2
     height = max(1, math.ceil(len(groups) / columns)) * _HEIGHT
     width = (WIDTH - _GAP * (columns - 1)) / columns
-    parts = [
-        _chart(group, drawn.marks, (i % columns) * (width + _GAP), (i // columns) * _HEIGHT, width)
-        for i, group in enumerate(groups)
-    ]
+    parts: list[str] = []
+    for i, group in enumerate(groups):
+        x, y = (i % columns) * (width + _GAP), (i // columns) * _HEIGHT
+        ranges = x_range(group.lines), y_range(group)
+        box = _Box(x + _LEFT, y + _TOP, width - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM, *ranges)
+        parts += [_legend(group, x, y + 16, width), _axes(box, group.log)]
+        parts += [_curves(line, box) for line in group.lines]
+        parts += _restarts(drawn.marks, box)
     if drawn.note:
-        parts.append(f'<text x="0" y="{height + 14}">{escape(_cut(drawn.note, WIDTH))}</text>')
-        height += _NOTE
+        note = drawn.note if len(drawn.note) <= _NOTE_CHARS else drawn.note[: _NOTE_CHARS - 1] + "…"
+        parts.append(f'<text x="0" y="{height + 14}">{escape(note)}</text>')
+        height += _NOTE_HEIGHT
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
         f'height="{height}" font-family="{_FONT}" font-size="11" fill="{_TEXT}">{"".join(parts)}</svg>'
     )
 
 
-def _cut(text: str, width: float) -> str:
-    """To what fits, at this font's size."""
-    most = int(width / 6)
-    return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _chart(family: Family, marks: list[summary.Mark], x: float, y: float, width: float) -> str:
-    lines = family.lines
-    box = _Box(x + _LEFT, y + _TOP, width - _LEFT - 14, _HEIGHT - _TOP - _BOTTOM, x_range(lines), y_range(lines))
-    parts = [_legend(family, x, y + 16, width), _axes(box), *(_curves(line, box) for line in lines)]
-    return "".join([*parts, *_restarts(marks, box)])
-
-
 def _restarts(marks: list[summary.Mark], box: _Box) -> Iterable[str]:
-    """A dashed line where the ranks began again, its words on the side that has room for them."""
+    """A dashed line for each restart, with its label on the side that has space for it."""
     for mark in shown_marks(marks, box.x_range):
         at = float(box.px(np.array([mark.step]))[0])
         left = at > box.x + box.width * 0.75
@@ -107,16 +102,17 @@ def _legend(family: Family, x: float, y: float, width: float) -> str:
     return "".join(parts)
 
 
-def _axes(box: _Box) -> str:
+def _axes(box: _Box, log: bool) -> str:
     bottom = box.y + box.height
     parts = [f'<g stroke="{_GRID}" stroke-opacity=".28" stroke-width="1">']
-    y_ticks, x_ticks = ticks(*box.y_range, 5), ticks(*box.x_range, 5)
+    y_ticks, x_ticks = (log_ticks if log else ticks)(*box.y_range, 5), ticks(*box.x_range, 5)
+    labels = [_short(10.0**tick if log else tick) for tick in y_ticks]
     ys, xs = box.py(np.array(y_ticks)).tolist(), box.px(np.array(x_ticks)).tolist()
     parts += [f'<path d="M{box.x:.0f} {y:.1f}h{box.width:.0f}"/>' for y in ys]
     parts += [f'<path d="M{x:.1f} {box.y:.0f}v{box.height:.0f}"/>' for x in xs]
     parts.append("</g>")
     parts += [
-        f'<text x="{box.x - 6:.0f}" y="{y + 4:.1f}" text-anchor="end">{_short(t)}</text>' for t, y in zip(y_ticks, ys)
+        f'<text x="{box.x - 6:.0f}" y="{y + 4:.1f}" text-anchor="end">{label}</text>' for label, y in zip(labels, ys)
     ]
     parts += [
         f'<text x="{x:.1f}" y="{bottom + 16:.0f}" text-anchor="middle">{_short(t)}</text>' for t, x in zip(x_ticks, xs)
@@ -126,7 +122,12 @@ def _axes(box: _Box) -> str:
 
 def _curves(line: Line, box: _Box) -> str:
     x, y = box.px(line.series.steps), box.py(line.series.values)
-    parts = [_band(line, box)]
+    parts = []
+    if len(line.spread.steps):
+        edge = box.px(line.spread.steps)
+        xs = np.concatenate([edge, edge[::-1]])
+        ys = np.concatenate([box.py(line.spread.high), box.py(line.spread.low)[::-1]])
+        parts.append(f'<path d="{_path(xs, ys)}Z" fill="{line.color}" fill-opacity=".18"/>')
     if line.sparse:
         parts.append(_polyline(x, y, line.color, 2.0, 1.0))
         shown = np.isfinite(y)
@@ -138,15 +139,6 @@ def _curves(line: Line, box: _Box) -> str:
         parts.append(_polyline(x, y, line.color, 1.0, 0.35))
         parts.append(_polyline(x, box.py(smooth(line.series)), line.color, 2.0, 1.0))
     return "".join(parts)
-
-
-def _band(line: Line, box: _Box) -> str:
-    if not len(line.spread.steps):
-        return ""
-    x = box.px(line.spread.steps)
-    edge = np.concatenate([x, x[::-1]])
-    ys = np.concatenate([box.py(line.spread.high), box.py(line.spread.low)[::-1]])
-    return f'<path d="{_path(edge, ys)}Z" fill="{line.color}" fill-opacity=".18"/>'
 
 
 def _polyline(x: npt.NDArray[Any], y: npt.NDArray[Any], color: str, width: float, opacity: float) -> str:

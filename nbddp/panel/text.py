@@ -1,4 +1,4 @@
-"""Kernel side. A run as short lines of text, for where no widget can be shown."""
+"""Shows a run as lines of text where no widget can be shown."""
 
 from __future__ import annotations
 
@@ -7,47 +7,48 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from nbddp.kernel.history import Bar, History
-from nbddp.panel import summary
-from nbddp.panel.summary import counts_rounds, hang_lines, plain, restart_count, restart_text, seconds_left
-from nbddp.panel.view import Status
-from nbddp.wire import fold
+from nbddp.history.history import Bar, History
+from nbddp.panel import ranks, summary
+from nbddp.panel.summary import counts_epochs, hang_lines, plain, restart_count, restart_text, seconds_left
+from nbddp.panel.view import Status, Viewable
+from nbddp.text import duration, fold
 
-LINE_EVERY_S = 2.0
-_METRICS = 8  # in one line
+_LINE_INTERVAL_S = 2.0
+_MAX_METRICS = 8  # in one line
 _NAME_CHARS = 60
-_FEW_ROUNDS = 50  # deserve a line each however fast they are
-_SLOW_ROUND_S = 0.5
+_FEW_EPOCHS = 50  # get a line each, however fast they are
+_SLOW_EPOCH_S = 0.5
 _HANG_CHARS = 16 << 10
-OUTPUT_LIMIT = 512 << 10  # bytes of rank 0's output in one cell; the whole is in run.logs(0)
+_MAX_OUTPUT_CHARS = 512 << 10  # of rank 0's output in one cell; run.logs(0) has all of it
 
 
-class Echo:
-    """Rank 0's output and lines of our own in one stream, each beginning on a line of its own."""
+class OutputWriter:
+    """Writes rank 0's output and nbddp's own lines to one stream; each of nbddp's lines starts on a new line."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
         self._written = 0
         self._at_line_start = True
-        self._rewritten = ""  # a last line with carriage returns, which may change once more
+        self._rewritable = ""  # a last line with carriage returns, which may change again
 
     def write(self, text: str) -> None:
-        """Output as it comes, folded, up to a limit."""
-        text, self._rewritten = _settled(self._rewritten + text, shown=not self._at_line_start)
-        if not text or self._written >= OUTPUT_LIMIT:
+        """Write rank 0's output, folded, up to a limit."""
+        text, self._rewritable = _settled(self._rewritable + text, shown=not self._at_line_start)
+        if not text or self._written >= _MAX_OUTPUT_CHARS:
             return
-        text = text[: OUTPUT_LIMIT - self._written]
+        text = text[: _MAX_OUTPUT_CHARS - self._written]
         self._written += len(text)
         self._put(text)
-        if self._written >= OUTPUT_LIMIT:
+        if self._written >= _MAX_OUTPUT_CHARS:
             self.line("[more output is not shown here; run.logs(0) has it]")
 
     def finish(self) -> None:
-        """Nothing more comes: a line that might have been rewritten stands."""
-        if self._rewritten:
+        """The output is complete: write a last line that was held back because it might be rewritten."""
+        if self._rewritable:
             self.write("\n")
 
     def line(self, line: str) -> None:
+        """Write a line of nbddp's own."""
         self._put(("" if self._at_line_start else "\n") + plain(line) + "\n")
 
     def _put(self, text: str) -> None:
@@ -58,84 +59,84 @@ class Echo:
 
 
 class TextView:
-    """Lines of text: when the state changes, on a restart, when nothing moves, and on progress.
+    """Writes a line when the state changes, on a restart, when the ranks hang, and on progress.
 
-    Of progress one per finished epoch, else at most one every two seconds.
+    Progress is one line per finished epoch, otherwise at most one line every 2 s.
     """
 
-    live = False  # another cell's output is no place for it
+    live = False  # without a cell that waits, lines would end up in the output of another cell
 
-    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._echo = Echo(stream)
+    def __init__(
+        self, run: Viewable, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run = run
+        self._writer = OutputWriter(stream)
         self._clock = clock
         self._state = ""
-        self._said = ""
-        self._said_at = float("-inf")
+        self._last_line = ""
+        self._last_line_at = float("-inf")
         self._epoch = 0
         self._restarts = 0
         self._hangs = False
 
-    def update(self, status: Status, history: History) -> None:
-        self._say_restart(status)
-        self._say_hang(status)
-        if status.state != self._state:
-            self._state = status.state
-            self._say_state(status, history)
-        elif status.state == "running":
-            self._say_progress(history)
-
-    def write(self, text: str) -> None:
-        self._echo.write(text)
-
-    def _say_restart(self, status: Status) -> None:
+    def update(self, status: Status) -> None:
         if status.restarts > self._restarts:
             self._restarts, self._epoch = status.restarts, 0
-            if not status.blocking:  # else rank 0's output, which is shown here, has the line
-                self._echo.line(f"{status.name}: {restart_text(status)}")
-
-    def _say_hang(self, status: Status) -> None:
+            if not status.blocking:  # a blocking run's view shows rank 0's output, which has this line already
+                self._writer.line(f"{status.name}: {restart_text(status)}")
         if status.hang and not self._hangs:
             first, *rest = hang_lines(status, _HANG_CHARS)
             for line in (f"{status.name}: {first}", *rest):
-                self._echo.line(line)
+                self._writer.line(line)
         self._hangs = bool(status.hang)
-
-    def _say_state(self, status: Status, history: History) -> None:
-        if status.state == "starting":
-            if status.restarts:
-                return  # that it starts again has been said
-            self._echo.line(status.notice or f"{status.name}: {status.summary}")
+        if status.state != self._state:
+            self._state = status.state
+            self._write_state(status)
         elif status.state == "running":
-            self._said_at = self._clock()
+            self._write_progress()
+
+    def write(self, text: str) -> None:
+        self._writer.write(text)
+
+    def _write_state(self, status: Status) -> None:
+        if status.state == "starting":
+            if not status.restarts:  # a restart has its own line
+                self._writer.line(status.notice or f"{status.name}: {status.summary}")
+        elif status.state == "running":
+            self._last_line_at = self._clock()
         else:
-            self._echo.finish()
-            self._say_end(status, history)
+            self._writer.finish()
+            self._write_end(status)
 
-    def _say_end(self, status: Status, history: History) -> None:
-        for text in summary.notices(history):
-            self._echo.line(f"{status.name}: {text}")
-        self._echo.line(end_text(status, history))
+    def _write_end(self, status: Status) -> None:
+        for text in summary.notices(self._run.history):
+            self._writer.line(f"{status.name}: {text}")
+        self._writer.line(end_text(status, self._run.history))
         if status.remark:
-            self._echo.line(f"{status.name}: {status.remark}")
+            self._writer.line(f"{status.name}: {status.remark}")
 
-    def _say_progress(self, history: History) -> None:
+    def _write_progress(self) -> None:
+        history = self._run.history
         bars = history.ranks[0].bars
-        epoch = bars[0].done if len(bars) > 1 or (bars and _has_slow_rounds(bars[0])) else 0
-        due = self._clock() - self._said_at >= LINE_EVERY_S
+        epoch = bars[0].done if len(bars) > 1 or (bars and _has_slow_epochs(bars[0])) else 0
+        due = self._clock() - self._last_line_at >= _LINE_INTERVAL_S
         if not due and epoch <= self._epoch:
             return
         line = " · ".join(progress_text(history) + metrics_text(history))
-        if not line or line == self._said:
+        if not line or line == self._last_line:
             return
         self._epoch = epoch
-        self._said, self._said_at = line, self._clock()
-        self._echo.line(line)
+        self._last_line, self._last_line_at = line, self._clock()
+        self._writer.line(line)
 
 
 def progress_text(history: History) -> list[str]:
-    """``["epoch 2/5", "step 30/118", "0:42 left"]``, as far as it is known."""
+    """``["epoch 2/5", "step 30/118", "0:42 left"]``, as far as these are known."""
     rank = history.ranks[0]
-    parts = [_bar_text(bar) for bar in rank.bars]
+    parts = []
+    for bar in rank.bars:
+        total = f"/{bar.total:,}" if bar.total is not None else ""
+        parts.append(f"{bar.desc[:_NAME_CHARS] or 'step'} {bar.done:,}{total}")
     if not parts and rank.step >= 0:
         parts = [f"step {rank.step:,}"]
     left = seconds_left(rank.bars)
@@ -146,52 +147,34 @@ def progress_text(history: History) -> list[str]:
 
 def end_text(status: Status, history: History) -> str:
     """``train: finished after 0:38 · 4 processes · nccl · 1 restart · loss 0.412``."""
-    where = summary.on_host(status, status.failed_rank)
+    where = ranks.on_host(status, status.failed_rank)
     state = f"{status.name}: {status.state}{f' ({where})' if where else ''} after {duration(status.seconds)}"
     parts = [state, status.summary, restart_count(status)]
     return plain(" · ".join([*filter(None, parts), *metrics_text(history)]))
 
 
 def metrics_text(history: History) -> list[str]:
-    """``["loss 0.412", "val/acc 0.97"]``, a few of them."""
+    """``["loss 0.412", "val/acc 0.97"]``, at most 8 metrics."""
     latest = history.latest()
-    parts = [f"{name[:_NAME_CHARS]} {latest[name]:.4g}" for name in list(latest)[:_METRICS]]
-    return [*parts, f"… and {len(latest) - _METRICS:,} more"] if len(latest) > _METRICS else parts
-
-
-def duration(seconds: float) -> str:
-    """``3.2 s``, ``1:02`` or ``2:03:04``."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    parts = [f"{name[:_NAME_CHARS]} {latest[name]:.4g}" for name in list(latest)[:_MAX_METRICS]]
+    return [*parts, f"… and {len(latest) - _MAX_METRICS:,} more"] if len(latest) > _MAX_METRICS else parts
 
 
 def _settled(text: str, *, shown: bool) -> tuple[str, str]:
-    """Output split into what will not change any more, folded, and a last line that may be rewritten.
+    """Split output into the part that will not change any more, folded, and a last line that may be rewritten.
 
     Args:
-        shown: is the first line's beginning? If that line is rewritten, it goes back to its start.
+        shown: the beginning of the first line has been shown, so that rewriting it takes a carriage return.
     """
     whole, newline, last = text.rpartition("\n")
     back = "\r" if shown and "\r" in whole.partition("\n")[0].rstrip("\r") else ""
     settled = back + fold(whole + newline)
-    if "\r" in last:
-        return settled, _last_state(last)
-    return settled + last, ""
+    if "\r" not in last:
+        return settled + last, ""
+    # Only the last state of the line is kept: a progress bar may rewrite its line for days.
+    return settled, last[max(0, last.rstrip("\r").rfind("\r")) :]
 
 
-def _last_state(line: str) -> str:
-    """The line from the carriage return on that counts: a bar may go on for days."""
-    return line[max(0, line.rstrip("\r").rfind("\r")) :]
-
-
-def _has_slow_rounds(bar: Bar) -> bool:
-    few = bar.total is not None and bar.total <= _FEW_ROUNDS
-    return counts_rounds(bar) and (few or (bar.rate is not None and bar.rate * _SLOW_ROUND_S <= 1))
-
-
-def _bar_text(bar: Bar) -> str:
-    total = f"/{bar.total:,}" if bar.total is not None else ""
-    return f"{bar.desc[:_NAME_CHARS] or 'step'} {bar.done:,}{total}"
+def _has_slow_epochs(bar: Bar) -> bool:
+    few = bar.total is not None and bar.total <= _FEW_EPOCHS
+    return counts_epochs(bar) and (few or (bar.rate is not None and bar.rate * _SLOW_EPOCH_S <= 1))

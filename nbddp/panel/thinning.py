@@ -1,4 +1,4 @@
-"""Kernel side. As many points of a curve as a screen can show."""
+"""Reduces a curve to the number of points that a screen can show."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from nbddp.kernel.history import Series, Spread
+from nbddp.history.history import Series, Spread
 
 _Columns = TypeVar("_Columns", Series, Spread)
 
 
 def forward(columns: _Columns) -> _Columns:
-    """Only points that no later one goes back behind: of steps that begin anew with every epoch, the newest."""
+    """Drop points whose step is repeated or undercut later: of steps that restart every epoch, keep the newest."""
     steps = columns.steps
     if len(steps) < 2 or bool(np.all(steps[1:] > steps[:-1])):
         return columns
@@ -23,13 +23,13 @@ def forward(columns: _Columns) -> _Columns:
 
 
 def thin(series: Series, points: int) -> Series:
-    """At most about so many points with the same look: each bucket's lowest and highest, the first and the last."""
+    """About ``points`` points that look the same: each bucket's lowest and highest, the first and the last."""
     steps, values = series
     if len(steps) <= points:
         return series
     buckets = max(1, (points - 2) // 2)
     edges = np.linspace(0, len(steps), buckets + 1).astype(int)
-    # A NaN has no rank among numbers; it is nowhere the lowest nor the highest while there is another.
+    # NaN must not be picked as the lowest or the highest of a bucket that has other values.
     finite_low = np.where(np.isnan(values), np.inf, values)
     finite_high = np.where(np.isnan(values), -np.inf, values)
     kept = {0, len(steps) - 1}
@@ -41,7 +41,7 @@ def thin(series: Series, points: int) -> Series:
 
 
 def thin_spread(spread: Spread, points: int) -> Spread:
-    """At most so many points of a band, each as wide as it gets until the next."""
+    """At most ``points`` points of a spread, each with the lowest and the highest value up to the next point."""
     count = len(spread.steps)
     if count <= points:
         return spread
@@ -52,6 +52,6 @@ def thin_spread(spread: Spread, points: int) -> Spread:
 
 
 def stride(series: Series) -> float:
-    """The usual distance between two steps, 0.0 while there is none."""
+    """The usual distance between two steps, 0.0 with fewer than two points."""
     steps = series.steps[:100]
     return float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0

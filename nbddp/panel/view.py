@@ -1,11 +1,11 @@
-"""Kernel side. What a view of a run is given: one frozen picture of it at a time, its history and its output."""
+"""The interface between a run and its views: a frozen status, the history and the output."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from nbddp.kernel.history import History
+from nbddp.history.history import History
 
 STATES = ("starting", "running", "finished", "failed", "stopped")
 
@@ -16,11 +16,11 @@ class RankStatus:
 
     Attributes:
         device: "cuda:0", "cpu".
-        state: "starting", "running", "finished", "failed" or "stopped".
-        memory_bytes: resident memory of its process, None while unknown.
-        gpu_bytes: memory in use on its GPU, by whatever process; None without one.
-        gpu_total: of that GPU.
-        host: of a run on several, where it is; "" otherwise.
+        state: one of ``STATES``.
+        memory_bytes: resident memory of the rank's process, None if not known.
+        gpu_bytes: memory in use on the rank's GPU, by any process; None without a GPU.
+        gpu_total: memory of that GPU in bytes; None without a GPU.
+        host: the rank's host if the run is on several; "" otherwise.
     """
 
     rank: int
@@ -37,20 +37,20 @@ class Status:
     """A run at one moment.
 
     Attributes:
-        name: the function's.
+        name: the run's name, by default the function's.
         state: one of ``STATES``.
         summary: "4 processes · nccl".
-        notice: a default the user should hear of, "" if none.
-        seconds: since the start, or until the end.
+        notice: a default that the user should know about, "" if none.
+        seconds: from the start until now, or until the end.
         error: the error on one line, "" if none.
         failed_rank: the rank that the error names, or None.
-        blocking: does a cell wait for this run?
-        ranks: what each rank is doing.
+        blocking: a cell waits for this run.
+        ranks: the state of each rank.
         restarts, max_restarts: how often all ranks have started again, and how often they may.
-        restart_reason: "RankDied: rank 2 of 4 was killed by SIGKILL", of the last restart; "" before the first.
-        hang: where the ranks are when nothing has moved for a while: a line that sums up, then
-            each rank's stack; "" while there is nothing to tell.
-        remark: of a finished run, a line that is no error; "" for none.
+        restart_reason: of the last restart, "RankDied: rank 2 of 4 was killed by SIGKILL"; "" before the first.
+        hang: where the ranks are when none has made progress for a while: a summary in the first line, then each
+            rank's stack; "" if the run does not hang.
+        remark: a line about a finished run that is not an error; "" if none.
     """
 
     name: str
@@ -73,8 +73,8 @@ class Status:
         return self.state in ("finished", "failed", "stopped")
 
 
-class Source(Protocol):
-    """A run, as a view may ask for it and steer it. May be used from any thread."""
+class Viewable(Protocol):
+    """A run, as far as a view may read and control it. May be used from any thread."""
 
     @property
     def history(self) -> History: ...
@@ -85,24 +85,25 @@ class Source(Protocol):
         """At most ``limit`` bytes of that rank's output from this position on.
 
         Returns:
-            the text, the position after it, and whether it follows on what was before: not when
-            there was too much to keep up, or the run is over and only the end is kept.
+            the text, the position after it, and whether the text continues the text before ``position``. It does not
+            if output was skipped because there was too much, or because the run is over and only the end is kept.
         """
 
     def stop(self) -> None:
-        """Ask for the run's end, and return at once."""
+        """Request the run's end, and return at once."""
 
 
 class View(Protocol):
-    """Shows a run. Called on one thread, at most five times a second, and once more when it is over.
+    """Shows a run. Called on one thread, at most five times a second, and once more when the run is over.
 
     Attributes:
-        live: does it change after its first update without a cell that waits?
+        live: the view can be updated after its cell has ended.
     """
 
     live: bool
 
-    def update(self, status: Status, history: History) -> None: ...
+    def update(self, status: Status) -> None:
+        """Show the run as it is now; ``status`` is its :meth:`Viewable.status`."""
 
     def write(self, text: str) -> None:
-        """Rank 0's output, as it comes."""
+        """Show a piece of rank 0's output."""

@@ -1,4 +1,4 @@
-"""Kernel side. The widget itself: what it sends and hears. The one module that imports the widget packages."""
+"""The panel's widget, and the state that it shares with the page. No other module imports the widget packages."""
 
 from __future__ import annotations
 
@@ -12,24 +12,20 @@ import traitlets
 _STATIC = pathlib.Path(__file__).with_name("static")
 
 
-def _take_snapshot(_value: object, widget: PanelWidget) -> dict[str, Any]:
-    return widget.take_snapshot()
-
-
 class PanelWidget(anywidget.AnyWidget):
     """One live panel in the page.
 
     Attributes:
-        snapshot: all that there is to show, made when somebody asks for the state: a reloaded page, a second view.
-        heard: how many messages of the page have arrived; 0 is a front end that cannot reach a busy kernel.
+        snapshot: everything to show, built when the state is requested: by a reloaded page, for a second view.
+        heard: how many messages of the page have arrived; 0 means that the page cannot reach a busy kernel.
         stopping: the Stop button's message has arrived.
-        kernel_id: by which the server knows this kernel, "" when not known.
-        place: class of the element in whose place it is shown; "": as a widget's view.
+        kernel_id: the Jupyter server's id of this kernel, "" if not known.
+        place: class of the element that the panel replaces in the page; "": it is shown as a widget's view.
     """
 
     _esm = (_STATIC / "panel.js").read_text("utf-8")
     _css = (_STATIC / "panel.css").read_text("utf-8")
-    snapshot = traitlets.Dict().tag(sync=True, to_json=_take_snapshot)
+    snapshot = traitlets.Dict().tag(sync=True, to_json=lambda _value, widget: widget.take_snapshot())
     heard = traitlets.Int(0).tag(sync=True)
     stopping = traitlets.Bool(False).tag(sync=True)
     kernel_id = traitlets.Unicode("").tag(sync=True)
@@ -38,10 +34,13 @@ class PanelWidget(anywidget.AnyWidget):
     def __init__(self, kernel_id: str, snapshot: Callable[[], tuple[dict[str, Any], bytes]], place: str = "") -> None:
         self._make_snapshot = snapshot
         super().__init__(kernel_id=kernel_id, place=place)
-        self._be_heard_while_busy()
+        # ipykernel 7.4 sends the page's messages to the thread that spoke last, which is the busy main thread. These
+        # messages go where the page sends them, to the subshell, as in ipykernel 7.0 to 7.3.
+        if hasattr(self.comm, "_reply_subshell_for"):
+            self.comm._reply_subshell_for = lambda _data, default: default
 
     def bundle(self) -> dict[str, Any]:
-        """What ``display(..., raw=True)`` takes: its view."""
+        """The data for ``display(..., raw=True)`` that shows this widget."""
         bundle = self._repr_mimebundle_()
         return dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
 
@@ -50,12 +49,6 @@ class PanelWidget(anywidget.AnyWidget):
         return {"content": content, "data": data}
 
     def leave(self) -> None:
-        """Close it in the page, and the layout that ipywidgets has made for it."""
+        """Close the widget in the page, and the layout that ipywidgets has made for it."""
         self.layout.close()
         self.close()
-
-    def _be_heard_while_busy(self) -> None:
-        # ipykernel 7.4 sends the page's answers to the thread that spoke last, which is the busy
-        # one. Ours go where the page sends them: to the subshell, as in 7.0 to 7.3.
-        if hasattr(self.comm, "_reply_subshell_for"):
-            self.comm._reply_subshell_for = lambda _data, default: default

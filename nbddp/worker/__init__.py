@@ -1,1 +1,1 @@
-"""Worker side. What runs in the fresh processes; imports no kernel/, IPython or ipywidgets."""
+"""Code that runs in a rank; it does not import ``nbddp.kernel``, IPython or ipywidgets."""

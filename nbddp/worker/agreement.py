@@ -1,6 +1,6 @@
-"""Worker side. What ranks leave for each other in the process group's store: no rank waits for another.
+"""Lets ranks compare values through the process group's store, without waiting for each other.
 
-The first rank to come to a point of the program says what it has there, and the later ones compare.
+The first rank at a point of the program stores its value, and later ranks compare theirs with it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from torch.distributed import distributed_c10d
 from nbddp.worker import context
 
 
-def collectives() -> int | None:
-    """How many collectives this rank has begun in the default group; None where there is nobody to compare with.
+def collectives_begun() -> int | None:
+    """The number of collectives that this rank has begun in the default group; None without other ranks.
 
-    Ranks with the same number that do the same are at the same point of their program.
+    Ranks that run the same code with the same number are at the same point of the program.
     """
     if context.world_size() == 1 or not dist.is_initialized():
         return None
@@ -25,10 +25,10 @@ def collectives() -> int | None:
         return None
 
 
-def first_to_say(key: str, value: str) -> str:
-    """What the first rank with this key has left in the group's store; ``value`` if that is this one."""
+def set_default(key: str, value: str) -> str:
+    """Store the value unless another rank has stored one under this key; returns the stored value."""
     find = getattr(distributed_c10d, "_get_default_store", None)  # torch 2.6 to 2.13
     try:
         return str(find().compare_set(f"nbddp {key}", "", value), "utf-8") if find is not None else value
-    except (RuntimeError, ValueError):  # no store (MPI), or it has gone with the run
+    except (RuntimeError, ValueError):  # no store (MPI), or the run has closed it
         return value

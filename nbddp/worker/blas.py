@@ -1,7 +1,7 @@
-"""Threads of numpy's OpenBLAS in a rank: found in the fork server, set in the rank.
+"""Sets the number of threads of numpy's OpenBLAS in a rank; the fork server finds the libraries.
 
-OpenBLAS reads OMP_NUM_THREADS when it is loaded, and ``torch.set_num_threads`` does not reach it (torch 2.13): each
-rank would compute numpy's products with all cores.
+OpenBLAS reads OMP_NUM_THREADS when it is loaded, and ``torch.set_num_threads`` does not change it (torch 2.13), so
+each rank would compute numpy's matrix products with all cores.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import os
 import re
 from collections.abc import Mapping
 
-# numpy's wheels, scipy's, and a system's own build name it differently. Those ending in _ and _64_ are Fortran's.
+# The wheels of numpy and scipy and the system's builds use different names. Those ending in _ and _64_ are Fortran's.
 _NAMES = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_", "_64")]
-_ITS_OWN = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
+_OPENBLAS_ENVIRON = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
 _VARIABLES = ("blas_server_avail", "blas_num_threads", "blas_cpu_number")
 
 _libraries: list[ctypes.CDLL] = []
 
 
 def find() -> None:
-    """Look for the copies of OpenBLAS that are loaded."""
+    """Find the loaded copies of OpenBLAS."""
     if not os.path.exists("/proc/self/maps"):
         return
     with open("/proc/self/maps") as maps:
@@ -29,17 +29,18 @@ def find() -> None:
 
 
 def set_num_threads(threads: int, environ: Mapping[str, str]) -> None:
-    """As OMP_NUM_THREADS would have had it, unless OpenBLAS has variables of its own."""
-    if not any(name in environ for name in _ITS_OWN):
+    """Set the number as OMP_NUM_THREADS would have, unless a variable of OpenBLAS itself is set."""
+    if not any(name in environ for name in _OPENBLAS_ENVIRON):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         for library in _libraries:
             _set(library, min(threads, cores))
 
 
 def _set(library: ctypes.CDLL, threads: int) -> None:
-    """Its own function starts threads at once, which turn for 25 ms each before they sleep: half of a rank's start.
+    """Set OpenBLAS's variables if it runs no threads yet, as after a fork; otherwise call its function.
 
-    A fork has none; the first product that wants some starts them, as many as these variables say (OpenBLAS 0.3).
+    The function starts threads at once, which spin for 25 ms each before they sleep: half of a rank's start. The
+    variables say how many threads the first product starts that uses several (OpenBLAS 0.3).
     """
     try:
         running, *numbers = (ctypes.c_int.in_dll(library, name) for name in _VARIABLES)

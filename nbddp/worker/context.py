@@ -1,4 +1,4 @@
-"""Worker side. Where am I: rank, world size, device. In the notebook itself: rank 0 of 1."""
+"""This process's rank, world size and device; the notebook itself is rank 0 of 1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """One rank's place in its run."""
+    """One rank's identity in its run."""
 
     rank: int
     local_rank: int
@@ -27,35 +27,35 @@ _current: Context | None = None
 
 
 def enter(context: Context) -> None:
-    """Make this process that rank; called once, before the user's code."""
+    """Make this process a rank; called once, before the user's code."""
     global _current
     _current = context
 
 
 def rank() -> int:
-    """This process's rank, 0 to ``world_size() - 1``; 0 in the notebook."""
+    """Return this process's rank, 0 to ``world_size() - 1``; 0 in the notebook."""
     return _current.rank if _current else _from_group("get_rank", 0)
 
 
 def local_rank() -> int:
-    """The rank on this machine, which is also the index of its device; 0 in the notebook."""
+    """Return the rank on this machine, which is also the index of its device; 0 in the notebook."""
     return _current.local_rank if _current else 0
 
 
 def world_size() -> int:
-    """How many ranks the run has; 1 in the notebook."""
+    """Return the number of ranks of the run; 1 in the notebook."""
     return _current.world_size if _current else _from_group("get_world_size", 1)
 
 
 def is_primary() -> bool:
-    """Is this rank 0, the one that prints and saves?"""
+    """Return whether this is rank 0, which prints and saves."""
     return rank() == 0
 
 
 def device() -> torch.device:
-    """This rank's device: ``cuda:<local_rank>``, ``cpu`` or another accelerator's.
+    """Return this rank's device: ``cuda:<local_rank>``, ``cpu`` or another accelerator's.
 
-    In the notebook: the current accelerator if there is one, else the CPU.
+    In the notebook it is the current accelerator if there is one, else the CPU.
     """
     import torch
 
@@ -68,12 +68,12 @@ def device() -> torch.device:
 
 
 def restart_count() -> int:
-    """How often this run has started again after a failure (``max_restarts``); 0 the first time."""
+    """Return how often this run has been restarted after a failure (``max_restarts``)."""
     return _current.restart_count if _current else 0
 
 
 def seed() -> int:
-    """The run's seed, the same on every rank; 0 when it has none."""
+    """Return the run's seed, the same on every rank; 0 if it has none."""
     return (_current.seed or 0) if _current else 0
 
 
@@ -84,7 +84,7 @@ def print(*args: Any, **kwargs: Any) -> None:
 
 
 def _from_group(function: str, default: int) -> int:
-    # A process that nbddp did not start may have a group of its own (torchrun, the notebook as rank 0).
+    # A process that nbddp did not start may have opened a group itself (torchrun, the notebook as rank 0).
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return default

@@ -1,4 +1,4 @@
-"""Worker side. One worker's life: arm the switch, set up, report ready, call the function, report, leave."""
+"""One rank's life: arm the dead man's switch, set up, report ready, call the function, report, leave."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
@@ -26,18 +25,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nbddp import copies, culprit, leftovers, payload, process_state, remains, wire
-from nbddp.errors import CAUSE_CHARS, bounded
-from nbddp.known import Known
+from nbddp import payload, process_state, versions, wire
+from nbddp.errors import CAUSE_CHARS
+from nbddp.payload import partial, unpicklable
+from nbddp.payload.known import Known
+from nbddp.text import bounded
 from nbddp.tracebacks import drop_our_frames, make_picklable
-from nbddp.worker import blas, context, counted, group, main_module, metrics, output, switch, wanted
+from nbddp.worker import (
+    blas,
+    context,
+    dead_man_switch,
+    inherited,
+    leftovers,
+    main_module,
+    metrics,
+    output,
+    process_group,
+)
 
-_EXIT_CHARS = 1000  # of what sys.exit() was given
+_EXIT_CHARS = 1000  # longest text of sys.exit() that is reported
 
 
 @dataclass(frozen=True)
 class Ends:
-    """This rank's ends of what the kernel opened for it: file descriptors."""
+    """File descriptors: this rank's ends of what the notebook kernel opened for it."""
 
     metrics: int
     output: int
@@ -47,38 +58,40 @@ class Ends:
     store: int | None
 
 
-def main(channel: Connection, ends: Ends, inherited: Sequence[Any]) -> None:
-    """Live as one rank. The only function that the kernel side calls, and only in a new process."""
-    switch.arm()
+def main(channel: Connection, ends: Ends, handed: Sequence[Any]) -> None:
+    """Run one rank. The only function that the notebook's side calls, and only in a new process."""
+    dead_man_switch.arm()
     output.redirect(ends.output)
-    _forget_the_fork_server()
+    _detach_from_fork_server()
     job = wire.decode(channel.recv_bytes())
     assert isinstance(job, wire.Job), job
-    report = _live(job, channel, ends, inherited)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the report is due; the kernel has SIGKILL for the rest
+    report = _live(job, channel, ends, handed)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # must not interrupt the report; the notebook kernel can use SIGKILL
     channel.send_bytes(wire.encode(report))
     _leave(channel)
 
 
-def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[Any]) -> wire.Message:
-    """Set up, call, and say in one message how it ended. The one broad ``except`` of the worker side."""
+def _live(job: wire.Job, channel: Connection, ends: Ends, handed: Sequence[Any]) -> wire.Message:
+    """Set up, call the function, and return one message with the result. The worker's only broad ``except``."""
     phase = "setup"
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         notebook = set_up(job, ends)
-        channel.send_bytes(wire.encode(wire.Ready(copies.folder())))
+        channel.send_bytes(wire.encode(wire.Ready(versions.package_folder())))
         phase = "unpack"
-        call, known = unpack(job, ends.payload, notebook, inherited)
+        call, known = unpack(job, ends.payload, notebook, handed)
         phase = "call"
         channel.send_bytes(wire.encode(wire.Called()))
         value = call()
         phase = "pack"
         return _finished(value, ends.result, known, job)
-    except _BadFork as error:
-        return wire.Failed(0, time.monotonic(), error.phase, error.why)
+    except _UnfitServer as error:
+        return wire.Unfit(time.monotonic(), error.preloaded, error.outdated)
     except BaseException as error:
-        at = time.monotonic()  # before anything slow: the first failure in time is the run's
-        _let_nothing_else_raise()
+        at = time.monotonic()  # before anything slow: the run reports its earliest failure
+        # An interrupt, or torch's handler that raises when a DataLoader worker dies, must not replace the error.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if isinstance(error, SystemExit) and phase == "call":
             return _exited(error, ends.result)
         failed = _failed(error, at, phase, ends.result)
@@ -89,49 +102,38 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, inherited: Sequence[An
 # ---------------------------------------------------------------------------- setting up
 
 
-def _forget_the_fork_server() -> None:
-    """Be a process of our own: nothing here is shared with the server this one was forked from."""
+def _detach_from_fork_server() -> None:
+    """Drop the state that was inherited from the fork server, including its start method.
+
+    The user's processes get the platform's default start method, but fork if that is a fork server, as on Linux from
+    Python 3.14 on. A rank's own fork server would import torch before each epoch's DataLoader workers (10 s), and leave
+    semaphores in /dev/shm when it is killed. Forking with threads that hold locks is dangerous, but has not been a
+    problem for DataLoader workers.
+    """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if _is_forked():
-        atexit._clear()  # the server's; those of a spawned rank are its own
-    _choose_start_method()
-    # Processes that the user's code starts are this rank's children, and so in its session; a child
-    # of the server would be out of the switch's reach (the default method from Python 3.14 on).
-    server: Any = forkserver._forkserver
-    if getattr(server, "_forkserver_alive_fd", None) is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
-
-
-def _choose_start_method() -> None:
-    """For what the user's code starts: the platform's own default, whatever started this rank; but not a fork server.
-
-    That is Linux's from Python 3.14 on. The rank's own server would import torch before each epoch's DataLoader
-    workers (10 s), and leave semaphores in /dev/shm when it is killed. What makes a fork dangerous, threads that hold
-    locks, was no danger to DataLoader workers in all the years before.
-    """
+    if inherited.forked:
+        atexit._clear()  # the server's handlers; a spawned rank has only its own
     multiprocessing.set_start_method(None, force=True)
     default: Any = multiprocessing.context._default_context
     if hasattr(default, "_default_context") and default._default_context._name == "forkserver":  # Python 3.10 to 3.14
         default._default_context = multiprocessing.get_context("fork")
 
 
-def _is_forked() -> bool:
-    return "nbddp.worker.preload" in sys.modules
-
-
 def set_up(job: wire.Job, ends: Ends) -> ModuleType:
-    """Become that rank. Returns its ``__main__``, which stands for the notebook's."""
-    if wanted.trouble:
-        raise _BadFork(UNFIT, wanted.trouble)
-    if job.copy and (difference := copies.difference(job.copy, copies.folder())):
+    """Turn this process into the job's rank. Returns its ``__main__``, which stands for the notebook's."""
+    if inherited.unfit:
+        raise _UnfitServer(preloaded=inherited.unfit)
+    if job.copy and (difference := versions.difference_of_copies(job.copy, versions.package_folder())):
         raise RuntimeError(difference)
     _set_environ(job.environ)
-    _inherit_from_the_notebook(job)
+    # The state that a child of the notebook would inherit; for some of it a fork comes too late.
+    refused = process_state.become(job.process_state, forked=inherited.forked) if job.process_state is not None else []
+    if inherited.forked and (outdated := refused + inherited.outdated(job.environ)):
+        raise _UnfitServer(outdated=outdated)
     os.chdir(job.cwd)
     if job.temp_dir:
-        # DataLoader workers open a socket there per batch, and leave it when they are killed.
+        # DataLoader workers open a socket there per batch, and leave it behind when they are killed.
         multiprocessing.current_process()._config["tempdir"] = job.temp_dir  # type: ignore[attr-defined]
     if job.mark:
         leftovers.sign(job.mark, job.temp_dir)
@@ -141,22 +143,22 @@ def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     notebook = main_module.install()
     context.enter(context.Context(job.rank, job.local_rank, job.world_size, job.device, job.seed, job.restart_count))
     metrics.enter(ends.metrics)
-    output.answer_stacks(ends.stacks)
-    sys.breakpointhook = _no_terminal
-    builtins.input = _no_input
-    output.show_no_figures()
+    output.dump_stacks_on_signal(ends.stacks)
+    sys.breakpointhook = _refuse_breakpoint
+    builtins.input = _refuse_input
+    output.replace_inline_backend()
     _set_up_torch(job, ends.store)
     return notebook
 
 
-def _no_terminal(*args: Any, **kwargs: Any) -> None:
+def _refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
-        "a rank has no terminal for breakpoint(); call the function itself in the notebook (rank 0 of 1)"
+        "breakpoint() needs a terminal, which a rank does not have; call the function in the notebook (rank 0 of 1)"
     )
 
 
-def _no_input(prompt: object = "", /) -> str:
-    raise EOFError("a rank has no input(); ask in the notebook and pass the answer as an argument, run(fn, args=...)")
+def _refuse_input(prompt: object = "", /) -> str:
+    raise EOFError("input() does not work on a rank; ask in the notebook and pass the answer with run(fn, args=...)")
 
 
 def _set_environ(environ: dict[str, str]) -> None:
@@ -165,19 +167,11 @@ def _set_environ(environ: dict[str, str]) -> None:
     os.environ.update((name, value) for name, value in environ.items() if os.environ.get(name) != value)
 
 
-def _inherit_from_the_notebook(job: wire.Job) -> None:
-    """Have what a plain child of it would have now. Raises _BadFork where that is too late."""
-    forked = _is_forked()
-    refused = process_state.become(job.process_state, forked=forked) if job.process_state is not None else []
-    if forked and (outdated := refused + counted.outdated(job.environ)):
-        raise _BadFork(OUTDATED, ", ".join(outdated))
-
-
 def _forget_missing_folders(paths: list[str]) -> None:
-    """A folder of the path that did not exist when the fork server looked may do so now.
+    """Make Python look again for folders of ``sys.path`` that did not exist when the fork server looked.
 
-    Changes inside a folder are seen anyway (by its time); ``importlib.invalidate_caches()`` would touch
-    every finder, and so copy 400 pages of the server's memory.
+    Python detects changes inside a folder by its modification time; ``importlib.invalidate_caches()`` would write
+    to every finder and copy 400 pages of the server's memory.
     """
     for path in paths:
         if sys.path_importer_cache.get(path, path) is None:
@@ -186,10 +180,10 @@ def _forget_missing_folders(paths: list[str]) -> None:
 
 def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     if torch.cuda._is_in_bad_fork():
-        raise _BadFork(UNFIT, "")
+        raise _UnfitServer
     torch.set_num_threads(job.threads)
     blas.set_num_threads(job.threads, job.environ)
-    dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # TORCH_DISTRIBUTED_DEBUG, else read at import
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # else TORCH_DISTRIBUTED_DEBUG is read at import only
     if job.device != "cpu":
         torch.get_device_module(job.device).set_device(job.local_rank)
     if job.seed is None:
@@ -200,9 +194,9 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
-    group.remember_stores(job.store_host, job.store_port, store_file)
+    process_group.remember_stores(job.store_host, job.store_port, store_file)
     if job.backend is not None:
-        group.open_group(
+        process_group.open_group(
             backend=job.backend,
             rank=job.rank,
             world_size=job.world_size,
@@ -212,45 +206,39 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
             prefix=job.store_prefix,
             timeout_s=job.pg_timeout_s,
         )
-    group.let_users_make_their_own()  # after ours, whose store it would take for a foreign one
+    process_group.wrap_init_process_group()  # after ours, whose store it would take for another
 
 
-# Instead of "setup": this server can give no rank, or has what is not the run's. The kernel side then has another way.
-UNFIT, OUTDATED = "unfit", "outdated"
+class _UnfitServer(Exception):
+    """This rank cannot be forked from this server; see ``wire.Unfit``."""
 
-
-class _BadFork(Exception):
-    """This rank cannot come from this fork server; ``phase`` is UNFIT or OUTDATED."""
-
-    def __init__(self, phase: str, why: str) -> None:
-        super().__init__(why)
-        self.phase = phase
-        self.why = why
+    def __init__(self, preloaded: str = "", outdated: Sequence[str] = ()) -> None:
+        super().__init__(preloaded or ", ".join(outdated))
+        self.preloaded = preloaded
+        self.outdated = tuple(outdated)
 
 
 def _draw_fresh_seeds() -> None:
-    """New numbers on every rank of every run, as in a new interpreter; a fork begins with its server's.
+    """Seed numpy and torch as in a new interpreter; a forked rank begins with the server's generators.
 
-    Python's own generator sees to it by itself; an accelerator's is made in the rank.
+    Python reseeds its own generator after a fork; an accelerator's generator is created in the rank.
     """
     np.random.seed()
     torch.default_generator.seed()
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python, numpy and torch (all devices) on this rank."""
+    """Seed Python, numpy and torch (all devices) on this rank."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
-def unpack(
-    job: wire.Job, fd: int, notebook: ModuleType, inherited: Sequence[Any] = ()
-) -> tuple[Callable[[], Any], Known]:
-    """The function with its arguments, out of the block ``fd``, and what is known with them of the notebook."""
-    unpacked = payload.unpack(fd, job.payload_nbytes, inherited=inherited, device=context.device())
+def unpack(job: wire.Job, fd: int, notebook: ModuleType, handed: Sequence[Any] = ()) -> tuple[Callable[[], Any], Known]:
+    """Unpack the function with its arguments from the block ``fd``, and the objects known from the notebook."""
+    unpacked = payload.unpack(fd, job.payload_nbytes, inherited=handed, device=context.device())
     known = main_module.publish(notebook, unpacked)
-    group.stand_aside_too()
+    process_group.adopt_group()
     os.close(fd)
     function, args, kwargs = unpacked.value
     if job.pass_rank:
@@ -261,31 +249,25 @@ def unpack(
 # ---------------------------------------------------------------------------- reporting
 
 
-def _let_nothing_else_raise() -> None:
-    """An interrupt, or torch's handler that raises when a DataLoader worker dies, would take the error's place."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
 def _finished(value: Any, fd: int, known: Known, job: wire.Job) -> wire.Message:
     try:
         nbytes = payload.pack(value, fd, known=known, back=True).nbytes
-        return wire.Finished(nbytes, time.monotonic(), group.has_met())
+        return wire.Finished(nbytes, time.monotonic(), process_group.has_met())
     except Exception as error:  # whatever a user's __reduce__ raises
-        what = f"what {job.run_name} returned on rank {job.rank} cannot come back to the notebook"
-        explained = culprit.explain({"the result": value}, error, what=what, back=True)
+        what = f"the value that {job.run_name} returned on rank {job.rank} cannot be sent to the notebook"
+        explained = unpicklable.explain({"the result": value}, error, what=what, back=True)
     if not explained.path:
         raise explained
-    nbytes = payload.pack(remains.parts_of(value, known), fd, known=known, back=True).nbytes
-    return wire.Finished(nbytes, time.monotonic(), group.has_met(), str(explained), explained.path)
+    nbytes = payload.pack(partial.parts_of(value, known), fd, known=known, back=True).nbytes
+    return wire.Finished(nbytes, time.monotonic(), process_group.has_met(), str(explained), explained.path)
 
 
 def _exited(error: SystemExit, fd: int) -> wire.Message:
     at = time.monotonic()
     if error.code is None or error.code == 0:
-        return wire.Finished(payload.pack(None, fd, back=True).nbytes, at, group.has_met())
+        return wire.Finished(payload.pack(None, fd, back=True).nbytes, at, process_group.has_met())
     if isinstance(error.code, int):
-        return wire.Exited(error.code & 0xFF, "", at)  # as the system would tell it
+        return wire.Exited(error.code & 0xFF, "", at)  # as in a process's exit status
     text = _text_of(error.code)
     print(text, file=sys.stderr)
     return wire.Exited(1, bounded(text, _EXIT_CHARS, f"run.logs({context.rank()})"), at)
@@ -299,7 +281,7 @@ def _text_of(value: object) -> str:
 
 
 def _failed(error: BaseException, at: float, phase: str, fd: int) -> wire.Failed:
-    """With what stands for an exception that does not pickle: its name, text and frames."""
+    """The report, with a stand-in that pickles: an exception of the same name, text and frames."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     summary = bounded(text, CAUSE_CHARS)
     drop_our_frames(error)
@@ -311,7 +293,7 @@ def _failed(error: BaseException, at: float, phase: str, fd: int) -> wire.Failed
 
 
 def _with_the_exception(failed: wire.Failed, error: BaseException, fd: int, known: Known | None) -> wire.Failed:
-    """The same with the exception itself, if it pickles."""
+    """The same report with the exception itself, if it pickles."""
     make_picklable(error)
     try:
         nbytes = payload.pack(error, fd, known=known, back=True).nbytes
@@ -321,16 +303,16 @@ def _with_the_exception(failed: wire.Failed, error: BaseException, fd: int, know
 
 
 def _leave(channel: Connection) -> None:
-    """Flush, wait until every rank has reported, and end as the interpreter does: threads, then exit handlers."""
+    """Flush, wait until every rank has reported, and end as Python does: first threads, then exit handlers."""
     output.flush()
     metrics.flush()
     try:
-        channel.recv_bytes()  # Leave: a rank that left early would tear its peers' connections
+        channel.recv_bytes()  # Leave: a rank that left early would break its peers' connections
     except (EOFError, OSError):
         return
-    group.close_group()
-    # First: executors end their processes there, which multiprocessing's exit handler joins. It is also what the end
-    # of a process of multiprocessing's calls (Python 3.10 to 3.14), and does nothing a second time.
+    process_group.close_group()
+    # Before the exit handlers, because executors end their processes here and multiprocessing's handler joins those.
+    # multiprocessing calls it again when this process ends (Python 3.10 to 3.14), which does nothing.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     output.flush()

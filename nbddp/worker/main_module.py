@@ -1,4 +1,4 @@
-"""Worker side. This rank's ``__main__``, which stands for the notebook's."""
+"""Installs this rank's ``__main__`` module, which stands for the notebook's."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from typing import Any
 
 import cloudpickle
 
-from nbddp.known import Known
 from nbddp.payload import Unpacked
+from nbddp.payload.known import Known
 
-known = Known()  # what came from the notebook
+known = Known()  # the objects that came from the notebook
 
 
 def install() -> types.ModuleType:
-    """Give this process an empty ``__main__``, and let its own children receive what is defined there."""
+    """Give this process an empty ``__main__``, whose functions and classes its spawned children can unpickle."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
-    # A child that a rank starts by spawn (a DataLoader worker, say) cannot import the notebook:
-    # classes and functions of __main__ travel to it by value, too.
+    # A child that a rank spawns (e.g. a DataLoader worker) cannot import the notebook, so it gets classes and
+    # functions of __main__ by value, too.
     multiprocessing.reduction.ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign]
     return main
 
 
 def publish(main: types.ModuleType, unpacked: Unpacked) -> Known:
-    """Name in ``__main__`` what the notebook has there now, so that pickle and torch.save find it; and keep in mind all
-    that came.
-    """
+    """Define the notebook's names in ``__main__``, for pickle and torch.save, and remember all unpacked objects."""
     global known
     for name, obj in unpacked.named.items():
         main.__dict__.setdefault(name, obj)

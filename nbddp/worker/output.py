@@ -1,6 +1,6 @@
-"""Worker side. Everything this rank prints, from Python, C or a subprocess, goes to one file of its own.
+"""Redirects everything that this rank prints, from Python, C or a subprocess, to one file per rank.
 
-A file and not a pipe: a rank never waits for the notebook to read, and nothing is lost when it dies.
+It is a file and not a pipe, so a rank never waits for the notebook to read, and nothing is lost when the rank dies.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 # Not SIGUSR1 or SIGUSR2: job schedulers and users' programs use those.
 STACKS_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
-# As ipykernel sets it, in its older versions and now.
+# The values that old and new versions of ipykernel set.
 _INLINE = ("module://matplotlib_inline.backend_inline", "module://ipykernel.pylab.backend_inline", "inline")
-_BACKEND = "module://nbddp.worker.figures"
+_BACKEND = "module://nbddp.worker.pyplot_backend"
 
 
 def redirect(fd: int) -> None:
@@ -31,19 +31,19 @@ def redirect(fd: int) -> None:
     faulthandler.enable(file=2)
 
 
-def answer_stacks(fd: int) -> None:
-    """Write the Python stacks of all threads to ``fd`` whenever ``STACKS_SIGNAL`` comes, and when this rank crashes.
+def dump_stacks_on_signal(fd: int) -> None:
+    """Write the Python stacks of all threads to ``fd`` on each ``STACKS_SIGNAL``, and when this rank crashes.
 
-    Done by faulthandler in the signal handler itself, so it works inside a C call or a collective. The kernel puts
-    a crash into the output, without our frames.
+    faulthandler writes in the signal handler itself, even inside a C call or a collective. The notebook
+    kernel adds the stacks of a crash to the output, without our frames.
     """
     faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
     faulthandler.enable(file=fd)
-    os.register_at_fork(after_in_child=lambda: faulthandler.enable(file=2))  # a child is none of the kernel's
+    os.register_at_fork(after_in_child=lambda: faulthandler.enable(file=2))  # the notebook reads fd for ranks only
 
 
-def show_no_figures() -> None:
-    """Where matplotlib would show figures in the notebook's page, which a rank does not have, say what to do."""
+def replace_inline_backend() -> None:
+    """Replace matplotlib's inline backend, which needs a notebook's page, by one that shows the user what to do."""
     if os.environ.get("MPLBACKEND", "") not in _INLINE:
         return  # the user's own choice, or none
     os.environ["MPLBACKEND"] = _BACKEND
@@ -52,7 +52,7 @@ def show_no_figures() -> None:
 
 
 def flush() -> None:
-    """Push what Python still buffers into the file."""
+    """Write Python's buffers to the file."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -60,8 +60,8 @@ def flush() -> None:
             continue
 
 
-class _NeverFull(io.FileIO):
-    """A full disk loses lines of output; it does not end a training."""
+class _LossyFile(io.FileIO):
+    """Drops output when the disk is full, so that the training continues."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -73,5 +73,5 @@ class _NeverFull(io.FileIO):
 
 
 def _text(fd: int) -> io.TextIOWrapper:
-    raw = _NeverFull(fd, "wb", closefd=False)
+    raw = _LossyFile(fd, "wb", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)

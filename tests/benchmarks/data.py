@@ -1,4 +1,4 @@
-"""The notebook's data to the ranks, and a result back."""
+"""Measures sending the notebook's data to the ranks, and a result back."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _round(
             kernel.cell(f"data = {MAKE[kind].format(nbytes=nbytes)}")
             if index == 0:
                 cost.add(COPY[kind].replace("data", kind.split()[-1]), _copy_seconds(kernel, kind), column)
-                cost.add(ALONE, _block_seconds(kernel), column)
+                cost.add(ALONE, _block_seconds(kernel, nbytes), column)
             empty = kernel.cell(peer.cell("together", nprocs=ranks)).seconds
             with _Peak() as used:
                 run = kernel.end_of(kernel.begin(peer.cell("touch", "data", nprocs=ranks)), _LIMIT_S)
@@ -112,9 +112,9 @@ def _copy_seconds(kernel: Kernel, kind: str) -> float:
     return float(kernel.cell(timed).shown)
 
 
-def _block_seconds(kernel: Kernel) -> float:
+def _block_seconds(kernel: Kernel, nbytes: int) -> float:
     """Without the ranks' page faults and the block's end."""
-    kernel.cell("from nbddp import payload; block = payload.open_block('benchmark')")
+    kernel.cell(f"from nbddp import payload; block = payload.open_block('benchmark', {nbytes})")
     timed = "began = time.perf_counter(); payload.pack(data, block); print(time.perf_counter() - began)"
     seconds = float(kernel.cell(timed).shown)
     kernel.cell("os.close(block)")

@@ -1,4 +1,4 @@
-"""How long the end takes: an error, an interrupt, the kernel's death; and a start over after a rank's."""
+"""Measures how long an end takes (an error, an interrupt, the kernel's death) and a restart after a rank's death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a CUDA device shows: starts beside a context in the notebook, logging without a wait, transfers."""
+"""Measures what needs a CUDA device: starts while the notebook has a context, logging without waiting, transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does on a CUDA device."""
+"""The code that a rank runs on a CUDA device."""
 
 from __future__ import annotations
 

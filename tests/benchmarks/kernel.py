@@ -1,4 +1,4 @@
-"""A real kernel, spoken to as a front end does, with the time of everything that it says."""
+"""A real kernel, driven as a front end drives it, with the arrival time of every message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one step of logging costs the training thread, beside what else shows a loss."""
+"""Measures what one step of logging costs the training thread, compared with other ways to show a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of what is measured, and where it was."""
+"""The tables of measurements, and a description of the machine."""
 
 from __future__ import annotations
 

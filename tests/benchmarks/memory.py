@@ -1,4 +1,4 @@
-"""What a rank's memory is that has trained one step: private, proportional, and of all that was started."""
+"""Measures the memory of a rank that has trained one step: private, proportional, and of all started processes."""
 
 from __future__ import annotations
 

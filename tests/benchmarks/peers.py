@@ -1,4 +1,4 @@
-"""What a user would pick, each as the cells that they would write."""
+"""The alternatives that a user might pick, each as the cells that they would write."""
 
 from __future__ import annotations
 

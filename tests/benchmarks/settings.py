@@ -1,4 +1,4 @@
-"""How much is measured."""
+"""The settings of a measurement: rounds, ranks, sizes and candidates."""
 
 from __future__ import annotations
 

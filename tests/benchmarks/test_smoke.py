@@ -1,4 +1,4 @@
-"""The benchmarks run to their end and fill their tables; how fast anything is, no test says."""
+"""The benchmarks run to the end and fill their tables; no test says how fast anything is."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_warm_runs_are_timed_by_number_of_ranks() -> None:
     assert list(growth.columns) == ["1 to 2"]
 
 
-def test_the_timeline_has_both_sides_in_order() -> None:
+def test_the_timeline_lists_kernel_and_rank_events_in_order() -> None:
     (table,) = timeline.measure(SHORT)
     rows = list(table.values)
     assert any(row.startswith("kernel: ") for row in rows)
@@ -68,7 +68,7 @@ def test_the_timeline_has_both_sides_in_order() -> None:
     assert table.median("kernel: copy the data", "last ends") <= table.median("rank: is there", "first begins")  # type: ignore[operator]
 
 
-def test_memory_is_seen_of_every_rank() -> None:
+def test_memory_is_measured_for_every_rank() -> None:
     private, share, whole = memory.measure(replace(SHORT, peers=[NBDDP_SILENT]))
     filled([private, share, whole], {NBDDP_SILENT.name})
     assert len(private.values[NBDDP_SILENT.name]["2"]) == 2
@@ -77,7 +77,7 @@ def test_memory_is_seen_of_every_rank() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensor", "numpy array", "pandas frame"])
-def test_data_goes_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sending_data_is_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "INTO", [(kind, 2, (1,))])
     cost, peak = data.into(SHORT)
     copy = next(iter(cost.values))
@@ -88,13 +88,13 @@ def test_data_goes_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(peak.values) == NAMES
 
 
-def test_a_result_comes_back() -> None:
+def test_returning_a_result_is_measured() -> None:
     tables = data.back(SHORT)
     assert [next(iter(table.values)) for table in tables] == ["tensor.clone()", "array.copy()"]
     filled(tables, differences=True)
 
 
-def test_what_does_not_fit_into_memory_is_left_out_and_says_so() -> None:
+def test_data_larger_than_memory_is_left_out_with_the_reason() -> None:
     with pytest.raises(LeftOut, match="may need"):
         data._check_memory(NBDDP, 1 << 45, 4)
 
@@ -117,16 +117,16 @@ def test_training_is_timed_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("part", [ends.failure, ends.stop, ends.death], ids=lambda part: part.__name__)
-def test_an_end_is_timed(part: object) -> None:
+def test_failure_stop_and_death_are_timed(part: object) -> None:
     filled(part(SHORT), NAMES)  # type: ignore[operator]
 
 
-def test_a_start_over_is_timed() -> None:
+def test_a_restart_is_timed() -> None:
     filled(ends.restart(SHORT), {NBDDP_SILENT.name})
 
 
 @pytest.mark.gpu
-def test_a_device_is_measured() -> None:
+def test_gpu_steps_are_measured_with_and_without_logging() -> None:
     tables = gpu.measure(replace(SHORT, rounds=2))
     assert len(tables) == 4
     waits = tables[2]
@@ -148,7 +148,7 @@ def test_peers_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch)
     assert "ipyparallel, engines kept" not in [peer.name for peer in installed(CANDIDATES)]
 
 
-def test_what_is_cut_off_has_kept_its_figures(tmp_path: Path) -> None:
+def test_a_killed_benchmark_keeps_the_figures_measured_so_far(tmp_path: Path) -> None:
     program = """
 import os, signal, sys
 from tests.benchmarks import __main__ as program
@@ -171,7 +171,7 @@ sys.exit(program.main())
     assert json.loads(figures.read_text())["tables"][0]["values"] == {"a row": {"": [0.25]}}
 
 
-def test_a_part_that_breaks_costs_no_other_part_its_tables(tmp_path: Path) -> None:
+def test_other_parts_keep_their_tables_when_one_part_fails(tmp_path: Path) -> None:
     program = """
 import sys
 from tests.benchmarks import __main__ as program

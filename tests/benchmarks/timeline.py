@@ -1,4 +1,4 @@
-"""Where the time of a warm run goes, from Shift-Enter to the idle kernel."""
+"""Measures where the time of a warm run goes, from Shift-Enter to the idle kernel."""
 
 from __future__ import annotations
 

@@ -45,25 +45,27 @@ def write() -> None:
 
 def in_kernel() -> None:
     """Wrap the kernel side, and have the fork server wrap the ranks'."""
-    from nbddp.kernel import forkserver, launcher, local, local_worker, runner, supervisor
+    from nbddp.forkserver import server as forkserver
+    from nbddp.forkserver import server_process
+    from nbddp.kernel import attempt, runner, site, supervisor, views
+    from nbddp.launch import crew, rank
 
-    forkserver.PRELOAD.append("tests.benchmarks.trace")
+    server_process.IMPORTS.append("tests.benchmarks.trace")
     if forkserver.pid() is not None:  # importing nbddp has started one, without this
-        os.unlink(forkserver._server.get()._forkserver_address)
-        forkserver._server._give_up(forkserver._server._current)
+        forkserver.shut_down()
     timed(runner, "make_plan", "kernel: check the arguments")
-    timed(runner, "_pickled", "kernel: pickle")
-    timed(local.Local, "take", "kernel: copy the data")
-    timed(runner.Run, "_open_view", "kernel: open the panel")
-    timed(local.LocalCrew, "_jobs", "kernel: make the jobs")
-    timed(launcher.Crew, "_start_one", "kernel: start a process")
-    timed(supervisor.Supervisor, "_result_of", "kernel: unpack a result")
-    timed(launcher.Crew, "__exit__", "kernel: see that all are gone")
-    timed(supervisor.Supervisor, "_let_go", "kernel: close all fds")
-    timed(supervisor.Supervisor, "_follow", "kernel: follow the ranks")
-    timed(supervisor.Supervisor, "_live", "kernel: the run's thread")
-    timed(runner.Run, "_redraw", "kernel: redraw the panel")
-    original = local.open_rendezvous
+    timed(runner, "_pickle_call", "kernel: pickle")
+    timed(site.LocalSite, "copy_data", "kernel: copy the data")
+    timed(views.RunViews, "open", "kernel: open the panel")
+    timed(site.NotebookCrew, "_jobs", "kernel: make the jobs")
+    timed(crew.LocalCrew, "_start_one", "kernel: start a process")
+    timed(attempt.Attempt, "_result_of", "kernel: unpack a result")
+    timed(crew.LocalCrew, "__exit__", "kernel: see that all are gone")
+    timed(crew.LocalCrew, "close", "kernel: close all fds")
+    timed(attempt.Attempt, "_follow", "kernel: follow the ranks")
+    timed(supervisor.Supervisor, "_run", "kernel: the run's thread")
+    timed(views.RunViews, "update", "kernel: redraw the panel")
+    original = site.open_rendezvous
 
     def open_rendezvous(world_size: int) -> Any:
         manager = original(world_size)
@@ -84,15 +86,15 @@ def in_kernel() -> None:
 
         return Timed()
 
-    local.open_rendezvous = open_rendezvous  # type: ignore[assignment]
-    take = local_worker.Worker._take
+    site.open_rendezvous = open_rendezvous  # type: ignore[assignment]
+    handle = rank.LocalRank._handle
 
-    def _take(self: Any, message: Any) -> None:
+    def _handle(self: Any, message: Any) -> None:
         now = time.monotonic()
         add(f"kernel: hears {type(message).__name__}", now, now)
-        take(self, message)
+        handle(self, message)
 
-    local_worker.Worker._take = _take  # type: ignore[method-assign]
+    rank.LocalRank._handle = _handle  # type: ignore[method-assign]
 
 
 def in_ranks() -> None:
@@ -100,20 +102,20 @@ def in_ranks() -> None:
     from torch import distributed
 
     from nbddp import payload
-    from nbddp.worker import entry, group, main_module, metrics, output, switch
+    from nbddp.worker import dead_man_switch, entry, main_module, metrics, output, process_group
 
     for owner, name, label in (
-        (switch, "arm", "arm the switch"),
+        (dead_man_switch, "arm", "arm the switch"),
         (output, "redirect", "redirect the output"),
-        (entry, "_forget_the_fork_server", "forget the fork server"),
+        (entry, "_detach_from_fork_server", "detach from the fork server"),
         (entry, "_set_environ", "set the environment"),
         (main_module, "install", "make __main__"),
         (metrics, "enter", "open metrics"),
         (entry, "_draw_fresh_seeds", "draw seeds"),
-        (group, "TCPStore", "connect to the store"),
+        (process_group, "TCPStore", "connect to the store"),
         (distributed, "init_process_group", "make the group"),
-        (group, "open_group", "store and group"),
-        (group, "let_users_make_their_own", "wrap init_process_group"),
+        (process_group, "open_group", "store and group"),
+        (process_group, "wrap_init_process_group", "wrap init_process_group"),
         (entry, "set_up", "set up, all of it"),
         (payload, "unpack", "unpack"),
         (payload, "pack", "pack the result"),

@@ -1,4 +1,4 @@
-"""The servers and the browser live as long as the session; what a test leaves is looked for below its server."""
+"""Fixtures: servers and browser for the whole session; processes that a test leaves are looked for below its server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The panel as a user meets it: a real JupyterLab, a real browser, a cell that is busy."""
+"""The panel in a real JupyterLab and a real browser, while a cell is busy and afterwards."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def train(epochs=3, steps=200, pause=0.01, fail_at=None):
 LONG = "run = nbddp.run(train, (1, 100_000), nprocs=2, device='cpu')"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_browser() -> Iterator[Browser]:
     with browser() as started:
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def labs() -> Iterator[Callable[..., Lab]]:
     with contextlib.ExitStack() as stack:
         made: dict[Any, Lab] = {}
@@ -77,7 +77,7 @@ def labs() -> Iterator[Callable[..., Lab]]:
         yield get
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_lab(labs: Callable[..., Lab]) -> Lab:
     return labs()  # before the first test looks at which processes there are
 
@@ -175,7 +175,7 @@ def test_the_curve_grows_while_the_cell_is_busy(notebook: Notebook) -> None:
     assert notebook.page.locator(".jp-CodeCell").nth(1).locator(".jp-InputPrompt").inner_text() == "[*]:"
 
 
-def test_nothing_is_asked_of_another_host(notebook: Notebook) -> None:
+def test_the_page_requests_nothing_from_another_host(notebook: Notebook) -> None:
     asked: list[str] = []
     notebook.page.on("request", lambda request: asked.append(request.url))
     notebook.open("nbddp.run(train, (1, 20), nprocs=2, device='cpu');")
@@ -234,7 +234,7 @@ def test_stop_works_in_notebook_7(labs: Callable[..., Lab], page: Page) -> None:
 
 
 @pytest.mark.parametrize("folder", OTHER_KERNELS, ids=lambda path: path.name)
-def test_stop_works_on_other_ipykernels(folder: Path, labs: Callable[..., Lab], page: Page) -> None:
+def test_stop_works_with_other_ipykernel_versions(folder: Path, labs: Callable[..., Lab], page: Page) -> None:
     version = next(importlib.metadata.distributions(path=[str(folder)], name="ipykernel")).version
     with contextlib.closing(_notebook(labs("lab", str(folder)), page)) as made:
         notebook = next(made)
@@ -267,7 +267,7 @@ def test_a_background_run_is_drawn_in_its_own_cell(notebook: Notebook) -> None:
 # ---------------------------------------------------------------------------- failure
 
 
-def test_a_failure_shows_the_rank(notebook: Notebook) -> None:
+def test_a_failure_shows_the_rank_and_its_output(notebook: Notebook) -> None:
     notebook.open("run = nbddp.run(train, (3, 200, 0.01, 100), nprocs=3, device='cpu')", "nbddp.last_run().show()")
     notebook.run_to_end(1)
     picture = notebook.output(1).locator(".nbddp-picture")
@@ -304,7 +304,7 @@ def first_loss(rank: int) -> float:
     return 2.4 * math.exp(-1 / 160) + 0.2 + random.Random(rank).gauss(0, 0.06)
 
 
-def test_a_reload_loses_nothing(notebook: Notebook) -> None:
+def test_a_page_reload_keeps_all_points_and_output(notebook: Notebook) -> None:
     steps = "print(nbddp.last_run().stop(), list(map(int, set(np.diff(nbddp.last_run().history['train/loss'].steps)))))"
     notebook.open(
         "run = nbddp.run(train, (50, 1000, 0.005), nprocs=2, device='cpu', wait=False)",
@@ -342,7 +342,7 @@ def test_a_reload_loses_nothing(notebook: Notebook) -> None:
     expect(panel.locator("canvas")).to_have_count(2)
 
 
-def test_a_browser_that_is_killed_ends_no_run(shared_lab: Lab, shared_browser: Browser, tmp_path: Path) -> None:
+def test_a_run_goes_on_when_the_browser_is_killed(shared_lab: Lab, shared_browser: Browser, tmp_path: Path) -> None:
     """A laptop's battery, while a cell is busy: the run goes on to its end, and the kernel to its next."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     doomed = shared_browser.browser_type.launch(executable_path=chromium(), args=CHROMIUM_FLAGS)
@@ -388,7 +388,7 @@ def test_the_saved_notebook_shows_the_picture_without_a_kernel(notebook: Noteboo
     assert "data:image/svg+xml;base64," in html
 
 
-def test_show_of_a_run_that_is_over_is_the_panel_and_in_the_file_the_picture(notebook: Notebook, page: Page) -> None:
+def test_show_after_a_run_displays_the_panel_and_saves_the_picture(notebook: Notebook, page: Page) -> None:
     notebook.open("run = nbddp.run(train, (2, 100), nprocs=2, device='cpu', show=False)", "run.show()")
     notebook.run_to_end(1)
     notebook.run_to_end(2)
@@ -410,7 +410,7 @@ def test_show_of_a_run_that_is_over_is_the_panel_and_in_the_file_the_picture(not
     assert "data:image/svg+xml;base64," in _nbconvert(path)
 
 
-def test_a_panel_in_a_pictures_place_goes_with_its_output(notebook: Notebook) -> None:
+def test_a_panel_shown_instead_of_a_picture_is_removed_with_its_output(notebook: Notebook) -> None:
     notebook.open("run = nbddp.run(train, (1, 50), nprocs=2, device='cpu', show=False); run.show()", "1")
     notebook.run_to_end(1)
     expect(notebook.panel.locator("canvas")).to_have_count(2)
@@ -434,17 +434,17 @@ FAKES = f"""
 import dataclasses, sys, time
 sys.path.insert(0, {str(Path(__file__).parents[1] / "panel")!r})
 from fakes import FakeRun, Rank, status
-from nbddp.kernel.history import History
+from nbddp.history.history import History
 from nbddp.panel.live import PanelView
 
 def show(run, **more):
-    view = PanelView(run, echo=False, **more)
-    view.update(run.now, run.history)
+    view = PanelView(run, with_output=False, **more)
+    view.update(run.now)
     return view
 
 def tell(view, run, **more):
     run.now = dataclasses.replace(run.now, **more)
-    view.update(run.now, run.history)
+    view.update(run.now)
 
 run = FakeRun(History(2), status("running", ranks=2, max_restarts=3))
 for rank in range(2):
@@ -461,7 +461,7 @@ tell(view, run, restarts=1, restart_reason=reason)
 """
 
 
-def test_a_restart_is_marked_on_the_curves_and_told(notebook: Notebook) -> None:
+def test_a_restart_is_marked_on_the_curves_and_reported(notebook: Notebook) -> None:
     notebook.open(
         FAKES, "view = show(run)", RESTART, "tell(view, run, state='failed', error='rank 1 of 2 failed', failed_rank=1)"
     )
@@ -488,7 +488,7 @@ def test_a_restart_is_marked_on_the_curves_and_told(notebook: Notebook) -> None:
     expect(picture).to_contain_text(told)
 
 
-def test_a_run_that_stands_still_says_where(notebook: Notebook) -> None:
+def test_a_stalled_run_shows_where_each_rank_is(notebook: Notebook) -> None:
     hang = "rank 1 finished the loop at step 120; rank 0 waits\\n\\nrank 0 is here:\\n  File <b>x</b>, line 14"
     tells = [f"tell(view, run, hang={text!r})".replace("\\\\", "\\") for text in (hang, hang + " now", "", hang)]
     notebook.open(FAKES, "view = show(run)", *tells)
@@ -529,7 +529,7 @@ Rank(bad.history).bar(0, evil, 5, 2)
 """
 
 
-def test_no_text_becomes_an_element_or_runs(notebook: Notebook) -> None:
+def test_no_text_becomes_an_element_or_script(notebook: Notebook) -> None:
     page = notebook.page
     dialogs: list[str] = []
     page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
@@ -559,8 +559,8 @@ def test_no_text_becomes_an_element_or_runs(notebook: Notebook) -> None:
         assert "<script>window.hit=1</script>" in shown.inner_text(), "text stays text"
 
 
-def test_a_front_end_where_stop_cannot_work_names_the_way_that_does(notebook: Notebook) -> None:
-    deaf = "view._widget.on_msg(view._hear, remove=True)"
+def test_where_stop_cannot_work_the_panel_names_the_toolbar_button(notebook: Notebook) -> None:
+    deaf = "view._widget.on_msg(view._on_message, remove=True)"
     one = f"view = show(run); {deaf}; view._widget.heard = 0"
     notebook.open(FAKES, one, f"{one}; view._widget.kernel_id = ''")
     notebook.page.route("**/interrupt", lambda route: route.fulfill(status=403))
@@ -578,7 +578,7 @@ def test_a_front_end_where_stop_cannot_work_names_the_way_that_does(notebook: No
     expect(panel.locator(".nbddp-stop")).to_be_hidden()
 
 
-def test_nothing_moves_for_who_asked_for_less_motion(notebook: Notebook) -> None:
+def test_nothing_is_animated_with_prefers_reduced_motion(notebook: Notebook) -> None:
     notebook.open(FAKES, "view = show(run)")
     notebook.run_to_end(1)
     notebook.run_to_end(2)
@@ -611,7 +611,7 @@ def fail(run, rank):
 """
 
 
-def test_ranks_stand_under_their_hosts_and_fold_by_keyboard(notebook: Notebook) -> None:
+def test_ranks_are_grouped_by_host_and_fold_by_keyboard(notebook: Notebook) -> None:
     few, many = "run = cluster(2, 2); view = show(run)", "run = cluster(8, 8); view = show(run)"
     notebook.open(FAKES + HOSTS, few, "fail(run, 3)", many, "fail(run, 42)")
     page = notebook.page
@@ -663,7 +663,7 @@ def test_ranks_stand_under_their_hosts_and_fold_by_keyboard(notebook: Notebook) 
 # ---------------------------------------------------------------------------- the look and the hands
 
 
-def test_sixty_lines_do_not_push_their_chart_off_the_screen(notebook: Notebook) -> None:
+def test_a_chart_of_sixty_lines_lists_eight_until_asked_for_more(notebook: Notebook) -> None:
     notebook.open(MANY)
     notebook.run_to_end(1)
     panel, page = notebook.panel, notebook.page
@@ -712,7 +712,7 @@ def test_twenty_thousand_names_leave_the_page_responsive(notebook: Notebook) -> 
     assert not notebook.problems
 
 
-def test_widths_keyboard_zoom_search(notebook: Notebook) -> None:
+def test_the_panel_fits_every_width_and_keyboard_zoom_and_search_work(notebook: Notebook) -> None:
     notebook.open("run = nbddp.run(train, (3, 200, 0.001), nprocs=2, device='cpu', show=False)", "run.show()")
     notebook.run_to_end(1)
     notebook.run_to_end(2)

@@ -1,4 +1,4 @@
-"""Does the harm of a case to a driver's run, at its moment, and notes in ``case.applied`` what it has done.
+"""Applies a case's fault to a driver's run at its moment, and notes in ``case.applied`` what it did.
 
 Every function returns when the harm is done, or when the run is over and there was nothing to harm.
 """

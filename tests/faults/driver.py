@@ -1,4 +1,4 @@
-"""A kernel that stays for many cases: runs what it is told on its main thread, and looks at itself afterwards.
+"""A kernel that serves many cases: it runs what it is told on its main thread and checks itself afterwards.
 
 Commands come as lines of JSON on one socket; on a second one a thread answers while a run is under way,
 as a notebook's control channel does. What this process writes to stdout and stderr is for nobody: it is a fault.
@@ -27,7 +27,8 @@ import psutil
 import torch
 
 import nbddp
-from nbddp.kernel import runner, source
+from nbddp.kernel import run as runs
+from nbddp.kernel import state
 from tests.faults import programs
 from tests.faults.pace import Patience
 from tests.support import Surroundings, fresh_main
@@ -137,7 +138,7 @@ class Driver:
         return self._execute(case, lambda: self._say({"began": time.monotonic()}))
 
     def _execute(self, case: dict[str, Any], tell: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        source.STOP_GRACE_S = case.get("grace_s", 5.0)
+        state.STOP_GRACE_S = case.get("grace_s", 5.0)
         self._runs = [None] * len(case["runs"])
         outcomes: list[dict[str, Any]] = [{} for _ in case["runs"]]
         at_line = _InterruptAtLine(case.get("at_line", 0))
@@ -152,7 +153,7 @@ class Driver:
         for outcome in outcomes:
             if not outcome.get("ended"):  # the cell left before it came to this one
                 outcome |= {"ended": ended, **_told(error)}
-        for run in [*self._runs, *runner.going()]:
+        for run in [*self._runs, *runs.going()]:
             if run is not None and run.state in ("starting", "running"):
                 run.stop(0.2)
         last = nbddp.last_run()
@@ -229,7 +230,7 @@ class Driver:
         next_run = self._next()
         seconds = time.monotonic() - began
         changed = self._changes()
-        return {"next_run": next_run, "next_seconds": seconds, "changed": changed, "going": len(runner.going())}
+        return {"next_run": next_run, "next_seconds": seconds, "changed": changed, "going": len(runs.going())}
 
     def _next(self) -> str:
         try:
@@ -266,7 +267,7 @@ class Driver:
     def _going(self, index: int) -> nbddp.Run | None:
         if index < len(self._runs) and self._runs[index] is not None:
             return self._runs[index]
-        going = runner.going() if len(self._runs) == 1 else []
+        going = runs.going() if len(self._runs) == 1 else []
         return going[-1] if going else None
 
     def _ask_pids(self, index: int) -> dict[str, Any]:
@@ -274,8 +275,8 @@ class Driver:
         if run is None:
             return {"pids": [], "states": [], "state": "none"}
         return {
-            "pids": list(run._supervisor.pids()),
-            "states": list(run._supervisor.rank_states()),
+            "pids": list(run.pids),
+            "states": list(run._state.rank_states()),
             "state": run.state,
         }
 
@@ -289,7 +290,7 @@ class Driver:
         """What the panel's message handler does."""
         run = self._going(index)
         if run is not None:
-            run._source.stop()
+            run._viewable.stop()
         return {"stopped": run is not None}
 
 
@@ -305,6 +306,7 @@ def _told(error: BaseException | None) -> dict[str, Any]:
         "signal": getattr(error, "signal_name", None),
         "cause": type(error.__cause__).__name__ if error.__cause__ is not None else None,
         "cause_text": str(error.__cause__)[:500],
+        "raised_during": str(getattr(error.__cause__, "__context__", None))[:500],
     }
 
 

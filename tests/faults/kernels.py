@@ -1,4 +1,4 @@
-"""A driver from outside: its folder, its mounts and limits, its processes, and talk with it."""
+"""A driver from outside: its folder, mounts, limits and processes, and the messages to and from it."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class DriverKernel:
     def fork_server(self) -> int | None:
         for child in psutil.Process(self.pid).children():
             with contextlib.suppress(psutil.Error):
-                if "multiprocessing.forkserver" in " ".join(child.cmdline()):
+                if "the fork server of nbddp" in " ".join(child.cmdline()):
                     return child.pid
         return None
 
@@ -168,7 +168,7 @@ class DriverKernel:
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 command = " ".join(process.cmdline())
-                kept = "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+                kept = "the fork server of nbddp" in command or "multiprocessing.resource_tracker" in command
                 if process.pid != self.pid and not (kept and process.ppid() == self.pid):
                     found.append(f"{process.pid} {process.status()} ppid {process.ppid()} {command[:200]}")
         return found

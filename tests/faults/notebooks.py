@@ -1,4 +1,4 @@
-"""The same in real Jupyter kernels: what only they can suffer, or suffer differently."""
+"""Faults in real Jupyter kernels, for what only they can suffer or suffer differently."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _SETUP = f"""
 %load_ext nbddp
 import json
 from collections import Counter
-from nbddp.kernel import runner, source
+from nbddp.kernel import state
 from tests.support import Surroundings, _kind, open_fds, wait_until
-source.STOP_GRACE_S = {_GRACE_S}
+state.STOP_GRACE_S = {_GRACE_S}
 
 def _changed():
     found = _before.changed()
@@ -112,7 +112,7 @@ class NotebookKernel:
                         continue
                 process = psutil.Process(int(entry))
                 command = " ".join(process.cmdline())
-                kept = "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+                kept = "the fork server of nbddp" in command or "multiprocessing.resource_tracker" in command
                 if process.pid != self.pid and not (kept and process.ppid() == self.pid):
                     found[process.pid] = f"{process.status()} {command[:150]}"
         return found
@@ -178,6 +178,16 @@ class _Watch:
 
     ename = ""
 
+    def read_reply(self) -> dict[str, Any]:
+        """The cell's reply, which names its error even if an interrupt cut short what IPython shows of it."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                reply: dict[str, Any] = self._client.get_shell_msg(timeout=2.0)
+                if reply["parent_header"].get("msg_id") == self._id:
+                    self.ename = str(reply["content"].get("ename", ""))
+                    return dict(reply["content"])
+        return {}
+
 
 def run_case(kernel: NotebookKernel, case: Case) -> Verdict:
     """Begin a cell, do the harm, look at what came of it."""
@@ -209,7 +219,10 @@ def _end(watch: _Watch, verdict: Verdict, enames: set[str]) -> None:
     verdict.took_s = took
     if not watch.over:
         verdict.wrong.append(f"the cell has not ended after {took:.2f} s; the limit is {limit_s} + {BUSY_S} s")
-    elif watch.ename not in enames:
+        return
+    if not watch.ename:
+        verdict.evidence["reply"] = watch.read_reply()
+    if watch.ename not in enames:
         verdict.wrong.append(f"the cell ended with {watch.ename or 'ok'!r}; legal is {enames}: {watch.shown}")
 
 

@@ -1,4 +1,4 @@
-"""What the ranks do while faults come. Every program ends by itself, with a value that can be checked."""
+"""What the ranks run while faults are applied; every program ends by itself with a value that can be checked."""
 
 from __future__ import annotations
 

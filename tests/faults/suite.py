@@ -1,4 +1,4 @@
-"""One case after the other: the fault, how the runs ended, what is left; and the table at the end."""
+"""Runs one case after the other: the fault, how the runs ended, what is left; and prints the table at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fault suite in short: other faults each time, from a seed that the report shows."""
+"""A short run of the fault suite: new faults each time, drawn from a seed that the report shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IN_DRIVERS, IN_NOTEBOOKS = 30, 4
 @pytest.mark.flaky(reruns=0)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_faults_at_random_moments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_faults_at_random_moments_end_as_specified(capsys: pytest.CaptureFixture[str]) -> None:
     possible = {sort for sort, why in able().items() if not why} - {"notebook"}
     drawn = [cases.draw(f"{SEED}:{number}", kernels=possible) for number in range(IN_DRIVERS)]
     drawn += [cases.draw(f"{SEED}:n{number}", kernels={"notebook"}) for number in range(IN_NOTEBOOKS)]
@@ -32,7 +32,7 @@ def test_faults_at_random_moments(capsys: pytest.CaptureFixture[str]) -> None:
     assert not failed, "\n".join(failed)
 
 
-def test_a_fault_that_nobody_sees() -> None:
+def test_the_judge_rejects_each_kind_of_wrong_outcome() -> None:
     """The judge itself: it must not let pass what is wrong."""
     case = cases.draw("1:1", only="rank SIGKILL", kernels={"shared"})
     run = {"program": "plain", "nprocs": 2, "token": 7, "seconds": 0.0}

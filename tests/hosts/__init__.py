@@ -1,1 +1,1 @@
-"""Several machines: hosts that are network namespaces, each with its own ssh server."""
+"""Tests on several hosts, which are network namespaces, each with its own ssh server."""

@@ -1,4 +1,4 @@
-"""Hosts for the tests, and a look at what a run has left on each."""
+"""Fixtures: hosts for the tests, and a check of what a run has left on each."""
 
 from __future__ import annotations
 

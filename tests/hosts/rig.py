@@ -159,12 +159,12 @@ class Machine:
 
     def agent(self) -> psutil.Process:
         """The process between kernel and ranks there."""
-        found = [process for process in self.processes() if _says(process, "nbddp.host") and not _is_shell(process)]
+        found = [process for process in self.processes() if _says(process, "nbddp.agent") and not _is_shell(process)]
         return min(found, key=lambda process: process.pid)
 
     def ranks(self) -> list[psutil.Process]:
         """Its ranks: the children of the fork server."""
-        servers = [process for process in self.processes() if _says(process, "multiprocessing.forkserver")]
+        servers = [process for process in self.processes() if _says(process, "the fork server of nbddp")]
         pids = {process.pid for process in servers}
         return [process for process in servers if process.ppid() in pids]
 

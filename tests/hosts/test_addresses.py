@@ -1,4 +1,4 @@
-"""Ranks that wait for each other at an address that is another machine for each of them."""
+"""The choice of rendezvous address and interface when hosts have several networks, some with the same address."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nbddp
-from nbddp.host.facts import asked_at
-from nbddp.kernel.addresses import meeting_of
+from nbddp.agent.facts import asked_at
+from nbddp.hosts.addresses import choose_addresses
 
 DOCKER = ("docker0", "172.17.0.1", "172.17.0.0/16")
 Network = tuple[str, str, str]
@@ -22,9 +22,9 @@ def told(*networks: Network, asked_at: str = "") -> dict[str, Any]:
 
 
 def chosen(**facts: dict[str, Any]) -> dict[str, tuple[str, str | None]]:
-    meeting = meeting_of(facts)
-    assert meeting.address.keys() == meeting.interface.keys() == facts.keys()
-    return {host: (meeting.address[host], meeting.interface[host]) for host in facts}
+    addresses = choose_addresses(facts)
+    assert addresses.address.keys() == addresses.interface.keys() == facts.keys()
+    return {host: (addresses.address[host], addresses.interface[host]) for host in facts}
 
 
 def lan(i: int, name: str = "eth0") -> Network:
@@ -35,60 +35,60 @@ def fast(i: int, name: str = "ib0") -> Network:
     return name, f"10.9.0.{i}", "10.9.0.0/16"
 
 
-def test_dockers_address_is_the_same_on_all() -> None:
+def test_dockers_address_which_all_hosts_share_is_not_chosen() -> None:
     assert chosen(a=told(DOCKER, lan(1)), b=told(DOCKER, lan(2))) == {
         "a": ("10.0.0.1", "eth0"),
         "b": ("10.0.0.2", "eth0"),
     }
 
 
-def test_dockers_address_is_chosen_where_there_is_no_common_network_and_no_ssh() -> None:
+def test_without_a_common_network_or_ssh_dockers_address_is_still_not_chosen() -> None:
     """srun tells no address; cloud machines have networks of one address."""
     a = told(DOCKER, ("ens4", "10.0.0.1", "10.0.0.1/32"))
     b = told(DOCKER, ("ens4", "10.0.0.2", "10.0.0.2/32"))
     assert chosen(a=a, b=b) == {"a": ("10.0.0.1", "ens4"), "b": ("10.0.0.2", "ens4")}
 
 
-def test_interfaces_with_other_names_are_the_same_network() -> None:
+def test_interfaces_with_different_names_can_be_on_the_same_network() -> None:
     found = chosen(a=told(lan(1, "eno1")), b=told(lan(2, "enp3s0")))
     assert found == {"a": ("10.0.0.1", "eno1"), "b": ("10.0.0.2", "enp3s0")}
 
 
-def test_the_way_that_ssh_came_is_known_to_work() -> None:
+def test_the_address_that_ssh_connected_to_is_preferred() -> None:
     a, b = told(fast(1), lan(1), asked_at="10.0.0.1"), told(fast(2), lan(2), asked_at="10.0.0.2")
     assert chosen(a=a, b=b) == {"a": ("10.0.0.1", "eth0"), "b": ("10.0.0.2", "eth0")}
 
 
-def test_ssh_came_by_networks_that_the_hosts_do_not_share() -> None:
+def test_ssh_addresses_on_different_networks_give_way_to_a_shared_network() -> None:
     a = told(("wan0", "203.0.113.5", "203.0.113.0/24"), lan(1), asked_at="203.0.113.5")
     b = told(("wan0", "198.51.100.7", "198.51.100.0/24"), lan(2), asked_at="198.51.100.7")
     assert chosen(a=a, b=b) == {"a": ("10.0.0.1", "eth0"), "b": ("10.0.0.2", "eth0")}
 
 
-def test_machines_of_a_cloud_have_a_router_between() -> None:
+def test_cloud_hosts_with_one_address_networks_use_the_address_of_ssh() -> None:
     a = told(DOCKER, ("ens4", "10.0.0.1", "10.0.0.1/32"), asked_at="10.0.0.1")
     b = told(DOCKER, ("ens4", "10.0.0.2", "10.0.0.2/32"), asked_at="10.0.0.2")
     assert chosen(a=a, b=b) == {"a": ("10.0.0.1", "ens4"), "b": ("10.0.0.2", "ens4")}
 
 
-def test_a_name_for_the_outside_is_no_address_of_the_host() -> None:
+def test_an_ssh_address_that_is_not_on_the_host_is_ignored() -> None:
     """ssh goes through a jump host or a forwarded port: what it reached is none of the host's interfaces."""
     a = told(lan(1), asked_at="127.0.0.1")
     b = told(lan(2), asked_at="2001:db8::7")
     assert chosen(a=a, b=b) == {"a": ("10.0.0.1", "eth0"), "b": ("10.0.0.2", "eth0")}
 
 
-def test_one_host_alone_is_on_the_network() -> None:
+def test_one_host_alone_uses_the_loopback_address() -> None:
     assert chosen(a=told(lan(1))) == {"a": ("127.0.0.1", None)}
 
 
-def test_a_host_without_a_network() -> None:
+def test_a_host_without_a_network_is_refused_by_name() -> None:
     with pytest.raises(nbddp.LaunchError, match="b has no network"):
-        meeting_of({"a": told(lan(1)), "b": told()})
+        choose_addresses({"a": told(lan(1)), "b": told()})
 
 
 @given(st.integers(2, 5), st.data())
-def test_two_hosts_have_one_address(count: int, data: st.DataObject) -> None:
+def test_each_host_gets_a_different_address_of_its_own_interfaces(count: int, data: st.DataObject) -> None:
     pool = st.sampled_from([lambda i: DOCKER, lan, fast, lambda i: ("virbr0", "192.168.122.1", "192.168.122.0/24")])
     facts = {}
     for i in range(count):
@@ -106,7 +106,7 @@ def test_two_hosts_have_one_address(count: int, data: st.DataObject) -> None:
     ("connection", "address"),
     [("192.0.2.1 50000 10.0.0.7 22", "10.0.0.7"), ("UNKNOWN 65535 UNKNOWN 65535", ""), ("", "")],
 )
-def test_the_address_that_ssh_came_by_is_one_or_nothing(
+def test_the_ssh_address_is_read_from_ssh_connection_or_is_empty(
     monkeypatch: pytest.MonkeyPatch, connection: str, address: str
 ) -> None:
     monkeypatch.setenv("SSH_CONNECTION", connection)

@@ -1,4 +1,4 @@
-"""Hosts that cannot be used: one error that names the host and the remedy, and nothing is left running anywhere."""
+"""Hosts that cannot be used: one error names the host and the remedy, and nothing is left running on any machine."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def as_it_is(_rig: Rig) -> contextlib.AbstractContextManager[None]:
         pytest.param(other_keys, ["gpu1"], "gpu1", ["host key", "ssh gpu1"], id="it may be another"),
     ],
 )
-def test_a_host_that_cannot_be_logged_in_to(
+def test_a_failed_login_is_an_error_that_names_the_host_and_the_remedy(
     rig: Rig,
     spoilt: Callable[[Rig], contextlib.AbstractContextManager[None]],
     hosts: list[str],
@@ -109,21 +109,21 @@ def test_a_host_that_cannot_be_logged_in_to(
 # ---------------------------------------------------------------------------- what is missing there
 
 
-def test_a_host_without_that_python(rig: Rig) -> None:
+def test_a_missing_python_is_named_with_its_host(rig: Rig) -> None:
     said = refused(rig, "gpu1", "gpu2", python="/no/such/python")
     assert said.startswith("gpu1: ")
     assert "/no/such/python" in said
     assert "python=" in said
 
 
-def test_a_host_without_nbddp(rig: Rig, tmp_path: Path) -> None:
+def test_a_host_without_nbddp_is_told_what_to_install(rig: Rig, tmp_path: Path) -> None:
     base = os.path.realpath(sys.executable)
     said = refused(rig, "gpu1", "gpu2", python=only_on("gpu2", tmp_path, f'unset PYTHONPATH; exec {base} -S "$@"'))
     assert said.startswith("gpu2: ")
     assert f"pip install nbddp=={nbddp.__version__}" in said
 
 
-def test_a_host_with_nbddp_and_without_what_it_needs(rig: Rig, tmp_path: Path) -> None:
+def test_a_host_that_lacks_a_dependency_is_named_with_the_package(rig: Rig, tmp_path: Path) -> None:
     base = os.path.realpath(sys.executable)
     body = f'export PYTHONPATH={ROOT}; exec {base} -S "$@"'
     said = refused(rig, "gpu1", "gpu2", python=only_on("gpu2", tmp_path, body))
@@ -133,7 +133,9 @@ def test_a_host_with_nbddp_and_without_what_it_needs(rig: Rig, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("what", "there"), [("torch", "2.1.0"), ("cloudpickle", "1.0")])
-def test_another_version_of_a_package(rig: Rig, tmp_path: Path, what: str, there: str) -> None:
+def test_a_different_package_version_is_refused_with_both_versions(
+    rig: Rig, tmp_path: Path, what: str, there: str
+) -> None:
     source = f"""
         import importlib.metadata as metadata
         found = metadata.version
@@ -144,18 +146,19 @@ def test_another_version_of_a_package(rig: Rig, tmp_path: Path, what: str, there
     assert "install the same version" in said
 
 
-def test_another_python(rig: Rig, tmp_path: Path) -> None:
+def test_a_different_python_version_is_refused_with_both_versions(rig: Rig, tmp_path: Path) -> None:
     source = "import platform; platform.python_version_tuple = lambda: ('3', '8', '10')"
     said = refused(rig, "gpu1", "gpu2", python=preloading("gpu2", tmp_path, source))
     assert said.startswith("gpu2 has Python 3.8, this notebook Python 3.")
 
 
-def test_another_nbddp(rig: Rig, tmp_path: Path) -> None:
-    said = refused(rig, "gpu1", "gpu2", python=preloading("gpu2", tmp_path, "import nbddp; nbddp.__version__ = '0.0'"))
+def test_a_different_nbddp_version_is_refused_with_both_versions(rig: Rig, tmp_path: Path) -> None:
+    source = "from nbddp import versions; versions.__version__ = '0.0'"
+    said = refused(rig, "gpu1", "gpu2", python=preloading("gpu2", tmp_path, source))
     assert said.startswith(f"gpu2 has nbddp 0.0, this notebook nbddp {nbddp.__version__}")
 
 
-def test_a_python_that_crashes_at_once(rig: Rig, tmp_path: Path) -> None:
+def test_a_python_that_crashes_at_once_is_reported_with_its_exit_code(rig: Rig, tmp_path: Path) -> None:
     python = only_on("gpu2", tmp_path, "kill -SEGV $$")
     with pytest.raises(nbddp.LaunchError, match=r"gpu2: .*exit code"):
         nbddp.cluster(["gpu1", "gpu2"], launcher=rig.ssh, python=python)
@@ -164,16 +167,16 @@ def test_a_python_that_crashes_at_once(rig: Rig, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------- what is no list of hosts
 
 
-def test_a_host_that_is_named_twice(rig: Rig) -> None:
+def test_a_host_named_twice_is_refused(rig: Rig) -> None:
     assert refused(rig, "gpu1", "gpu2", "gpu1").startswith("gpu1 is named twice: name it once")
 
 
-def test_two_names_of_one_host(rig: Rig) -> None:
+def test_two_names_of_one_host_are_refused(rig: Rig) -> None:
     said = refused(rig, "gpu1", "gpu1.by-another-name")
     assert said.startswith("gpu1 and gpu1.by-another-name are the same machine")
 
 
-def test_this_machine_under_two_names(rig: Rig) -> None:
+def test_two_names_of_this_machine_are_refused(rig: Rig) -> None:
     here = ["sh", "-c", 'exec "$@"', "{host}"]
     assert "same machine" in refused(rig, "localhost", "me", launcher=here)
 
@@ -195,13 +198,13 @@ def test_this_machine_under_two_names(rig: Rig) -> None:
         ("slurm", {}, "salloc"),
     ],
 )
-def test_what_is_no_list_of_hosts(hosts: Any, options: dict[str, Any], says: str) -> None:
+def test_invalid_hosts_or_launchers_are_refused(hosts: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(nbddp.LaunchError) as raised:
         nbddp.cluster(hosts, **options)
     assert says in str(raised.value)
 
 
-def test_run_takes_the_same_and_says_the_same(cell: Cells) -> None:
+def test_run_refuses_the_same_hosts_with_the_same_messages(cell: Cells) -> None:
     names = cell("def train(): return 1")
     with pytest.raises(nbddp.LaunchError, match="hosts is a list of names"):
         run(names.train, hosts="gpu1")
@@ -215,8 +218,8 @@ def test_run_takes_the_same_and_says_the_same(cell: Cells) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"nprocs": {"gpu1": 2}}, "gpu2: nprocs="),
-        ({"nprocs": {"gpu1": 2, "gpu2": 2, "gpu3": 1}}, "gpu3: nprocs="),
+        ({"nprocs": {"gpu1": 2}}, "does not name gpu2"),
+        ({"nprocs": {"gpu1": 2, "gpu2": 2, "gpu3": 1}}, "names 'gpu3', which is not in hosts="),
         ({"nprocs": {"gpu1": 2, "gpu2": 0}}, "too small"),
         ({"nprocs": 0}, "too small"),
         ({"nprocs": "2"}, "whole number"),
@@ -227,7 +230,9 @@ def test_run_takes_the_same_and_says_the_same(cell: Cells) -> None:
         ({"env": {"RANK": "0"}}, "RANK"),
     ],
 )
-def test_what_cannot_be_run_there(cell: Cells, warm: nbddp.Cluster, options: dict[str, Any], says: str) -> None:
+def test_invalid_nprocs_or_min_hosts_are_refused_and_the_cluster_stays_usable(
+    cell: Cells, warm: nbddp.Cluster, options: dict[str, Any], says: str
+) -> None:
     names = cell("def train(): return 1")
     with pytest.raises(nbddp.LaunchError) as raised:
         nbddp.run(names.train, hosts=warm, show=False, **options)
@@ -235,11 +240,11 @@ def test_what_cannot_be_run_there(cell: Cells, warm: nbddp.Cluster, options: dic
     assert run(names.train, hosts=warm).values == [1] * 4
 
 
-def test_hosts_with_different_numbers_of_gpus(rig: Rig, cell: Cells, tmp_path: Path) -> None:
+def test_hosts_with_different_gpu_counts_need_nprocs_by_host(rig: Rig, cell: Cells, tmp_path: Path) -> None:
     source = """
         import os, socket
         if os.environ.get("FAKE_GPUS") != "no":
-            import nbddp.kernel.devices as devices
+            import nbddp.launch.devices as devices
             devices.accelerator = lambda: ("cuda", 4 if socket.gethostname() == "gpu2" else 8)
     """
     python = preloading("gpu2", tmp_path, source)
@@ -257,7 +262,7 @@ def test_hosts_with_different_numbers_of_gpus(rig: Rig, cell: Cells, tmp_path: P
             nbddp.run(names.train, hosts=hosts, nprocs=8, show=False)
 
 
-def test_min_hosts_without_hosts_is_ignored(cell: Cells) -> None:
+def test_min_hosts_or_a_dict_of_nprocs_without_hosts_is_refused(cell: Cells) -> None:
     names = cell("def train(): return 1")
     with pytest.raises(nbddp.LaunchError, match="min_hosts"):
         run(names.train, min_hosts=1)
@@ -265,7 +270,9 @@ def test_min_hosts_without_hosts_is_ignored(cell: Cells) -> None:
         run(names.train, nprocs={"gpu1": 2})
 
 
-def test_a_host_without_room_for_the_payload(rig: Rig, cell: Cells, tmp_path: Path) -> None:
+def test_a_host_whose_limits_refuse_the_payload_is_named_before_the_heartbeat(
+    rig: Rig, cell: Cells, tmp_path: Path
+) -> None:
     names = cell("def train(big): return len(big)")
     python = only_on("gpu2", tmp_path, "ulimit -f 4000")
     with nbddp.cluster(["gpu1", "gpu2"], launcher=rig.ssh, python=python, heartbeat=60.0) as hosts:
@@ -290,7 +297,7 @@ LIARS = {
 
 
 @pytest.mark.parametrize("liar", LIARS)
-def test_what_answers_there_is_no_nbddp(liar: str, tmp_path: Path) -> None:
+def test_a_host_that_answers_with_something_else_is_refused_within_30_s(liar: str, tmp_path: Path) -> None:
     program = tmp_path / "liar.py"
     program.write_text(
         textwrap.dedent("""
@@ -312,7 +319,7 @@ def test_what_answers_there_is_no_nbddp(liar: str, tmp_path: Path) -> None:
     assert time.monotonic() - began < 30  # the liar itself ends after 60 s
 
 
-def test_the_home_is_the_notebooks(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_python_is_the_home_on_the_host(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``python="~/..."`` is that on the host."""
     monkeypatch.setenv("HOME", str(tmp_path))
     program = "'#!/bin/sh\necho it is the one of the host >&2; exit 3\n'"

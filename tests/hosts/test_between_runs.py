@@ -1,4 +1,4 @@
-"""What hosts keep of a run that is over: nothing."""
+"""Hosts and the notebook keep nothing of a run that is over."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import contextlib
 import gc
 import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nbddp
+from nbddp.payload import huge_pages
 from tests.hosts.rig import Rig
 from tests.support import Cells, run, wait_until
 
 pytestmark = pytest.mark.slow
 
 BIG = bytes(30_000_000)
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def kept(rig: Rig, host: str) -> int:
@@ -31,7 +35,7 @@ def kept(rig: Rig, host: str) -> int:
     return sum(found.values())
 
 
-def test_a_payload_stays_in_the_hosts_memory(cell: Cells, warm: nbddp.Cluster, rig: Rig) -> None:
+def test_hosts_free_the_payload_after_the_run(cell: Cells, warm: nbddp.Cluster, rig: Rig) -> None:
     names = cell("""
         import nbddp
         def train(data):
@@ -44,7 +48,26 @@ def test_a_payload_stays_in_the_hosts_memory(cell: Cells, warm: nbddp.Cluster, r
         wait_until(lambda: kept(rig, "gpu1") == kept(rig, "gpu2") == 0)
 
 
-def test_a_function_stays_in_the_notebooks_memory(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_a_hosts_large_payload_lies_in_huge_pages_after_a_small_one_too(cell: Cells, warm: nbddp.Cluster) -> None:
+    names = cell("""
+        import re
+        def train(data):
+            total = int(data.sum())
+            return total, int(re.search(r"ShmemPmdMapped:\\s+(\\d+)", open("/proc/self/smaps_rollup").read())[1]) << 10
+    """)
+    for nbytes in (1 << 20, huge_pages.FROM_NBYTES):
+        data = torch.ones(nbytes, dtype=torch.uint8)
+        for total, in_huge_pages in run(names.train, data, hosts=warm).values:
+            assert total == nbytes
+            assert in_huge_pages >= (nbytes // 2 if makes_huge_pages() and nbytes == huge_pages.FROM_NBYTES else 0)
+
+
+def makes_huge_pages() -> bool:
+    huge_pages.begin(wait_s=5)
+    return bool(huge_pages._directories) and SHMEM_ENABLED.exists() and "[deny]" not in SHMEM_ENABLED.read_text()
+
+
+def test_the_notebook_frees_a_function_after_the_next_run(cell: Cells, warm: nbddp.Cluster) -> None:
     def forgotten() -> weakref.ref[Any]:
         names = cell("def make(data):\n    def train(): return len(data)\n    return train")
         train = names.make(BIG)

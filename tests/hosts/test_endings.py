@@ -1,4 +1,4 @@
-"""How rounds end on hosts that are well: soon, all of it, and the hosts stay."""
+"""Rounds end quickly and completely on healthy hosts, and the hosts stay usable."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import nbddp
-from nbddp.kernel import far_crew
-from nbddp.kernel.far_worker import FarWorker
+from nbddp.hosts import crew
+from nbddp.hosts.rank import RemoteRank
 from tests.hosts.conftest import GONE_S
 from tests.hosts.rig import Rig
 from tests.hosts.test_lost import SLEEPING, Login, begin, within
@@ -38,18 +38,18 @@ def still_there(cell: Cells, hosts: nbddp.Cluster) -> None:
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_an_error_before_the_round_costs_the_hosts(
+def test_hosts_stay_usable_after_an_error_before_the_round(
     cell: Cells, warm: nbddp.Cluster, monkeypatch: pytest.MonkeyPatch, restarts: int
 ) -> None:
     rounds = itertools.count()
 
-    def meet(facts: Any) -> Any:
+    def choose(facts: Any) -> Any:
         if next(rounds) == restarts:
             raise OSError("no way to meet")
-        return far_meeting(facts)
+        return choose_addresses(facts)
 
-    far_meeting = far_crew.meeting_of
-    monkeypatch.setattr(far_crew, "meeting_of", meet)
+    choose_addresses = crew.choose_addresses
+    monkeypatch.setattr(crew, "choose_addresses", choose)
     names = cell("import nbddp\ndef train():\n    nbddp.barrier()\n    raise ValueError")
     with within(4), pytest.raises(nbddp.NbddpError, match="no way to meet"):
         run(names.train, hosts=warm, max_restarts=1)
@@ -69,7 +69,7 @@ def files_left(spare: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_limit_of_open_files_costs_the_hosts(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_hosts_stay_usable_when_the_notebook_runs_out_of_file_descriptors(cell: Cells, warm: nbddp.Cluster) -> None:
     names = cell("def train(): return 1")
     for spare in range(30):
         with within(4), contextlib.suppress(nbddp.NbddpError, OSError), files_left(spare):
@@ -87,7 +87,7 @@ def test_a_limit_of_open_files_costs_the_hosts(cell: Cells, warm: nbddp.Cluster)
     ("error", "says"),
     [(OSError(errno.ENOSPC, "No space left on device"), "No space left"), (KeyError("rank"), "KeyError: 'rank'")],
 )
-def test_ranks_go_on_after_their_host_cannot_be_heard(
+def test_a_message_the_notebook_cannot_handle_ends_the_run_with_host_lost(
     cell: Cells,
     cluster: Login,
     rig: Rig,
@@ -96,16 +96,16 @@ def test_ranks_go_on_after_their_host_cannot_be_heard(
     error: Exception,
     says: str,
 ) -> None:
-    take = FarWorker.take
+    receive = RemoteRank.receive
 
-    def refuse(self: FarWorker, head: Any, body: bytes, offset_s: float) -> None:
+    def refuse(self: RemoteRank, head: Any, body: bytes, offset_s: float) -> None:
         if head["kind"] == "output" and self.host == "gpu2":
             raise error
-        take(self, head, body, offset_s)
+        receive(self, head, body, offset_s)
 
     hosts = cluster(heartbeat=60.0)
     with monkeypatch.context() as patch:
-        patch.setattr(FarWorker, "take", refuse)
+        patch.setattr(RemoteRank, "receive", refuse)
         names = cell(SLEEPING.replace("time.sleep(1000)", "print(flush=True); time.sleep(1000)"))
         with within(20), pytest.raises(nbddp.HostLost, match="gpu2") as raised:
             run(names.train, hosts=hosts)
@@ -113,12 +113,12 @@ def test_ranks_go_on_after_their_host_cannot_be_heard(
     rig.hosts["gpu2"].wait_until_clean(GONE_S)
 
 
-def test_a_notebook_in_one_long_call_loses_its_hosts_without_a_word(
+def test_a_notebook_silent_past_the_heartbeat_gets_an_error_that_names_a_longer_one(
     cell: Cells, cluster: Login, rig: Rig, in_folder: Path
 ) -> None:
     going = begin(cell(SLEEPING).train, cluster(heartbeat=2.0), 4)
     ctypes.PyDLL(None).sleep(4)  # with the GIL: no thread of this process runs
-    with within(2), pytest.raises(nbddp.HostLost, match=r"nothing came from the notebook for 2 s .*heartbeat=8\)"):
+    with within(2), pytest.raises(nbddp.HostLost, match=r"the notebook sent nothing for 2 s .*heartbeat=8\)"):
         going.wait()
     for name in ("gpu1", "gpu2"):
         rig.hosts[name].wait_until_clean(GONE_S)
@@ -131,7 +131,7 @@ def test_a_notebook_in_one_long_call_loses_its_hosts_without_a_word(
         ({"max_restarts": 2}, "with min_hosts=1 the others would have started again"),
     ],
 )
-def test_a_lost_host_leaves_its_user_without_a_way_on(
+def test_host_lost_names_the_options_that_would_have_restarted(
     cell: Cells, cluster: Login, rig: Rig, in_folder: Path, options: dict[str, int], says: str
 ) -> None:
     going = begin(cell(SLEEPING).train, cluster(heartbeat=60.0), 2, nprocs=1, **options)
@@ -162,19 +162,19 @@ SENDING = """
 @pytest.fixture
 def _slow_results(monkeypatch: pytest.MonkeyPatch, in_folder: Path) -> None:
     """20 MB/s at most, and there is a file when the first has come."""
-    take = FarWorker.take
+    receive = RemoteRank.receive
 
-    def take_slowly(self: FarWorker, head: Any, body: bytes, offset_s: float) -> None:
+    def receive_slowly(self: RemoteRank, head: Any, body: bytes, offset_s: float) -> None:
         if head["kind"] == "result":
             (in_folder / "comes").touch()
             time.sleep(0.05)
-        take(self, head, body, offset_s)
+        receive(self, head, body, offset_s)
 
-    monkeypatch.setattr(FarWorker, "take", take_slowly)
+    monkeypatch.setattr(RemoteRank, "receive", receive_slowly)
 
 
 @pytest.mark.usefixtures("_slow_results")
-def test_a_host_that_sends_a_result_is_taken_for_a_stuck_one(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_a_restart_succeeds_while_a_host_sends_a_slow_result(cell: Cells, warm: nbddp.Cluster) -> None:
     with within(8):
         found = run(cell(SENDING).train, hosts=warm, max_restarts=1)
     assert found.values == [1] * 4
@@ -182,7 +182,7 @@ def test_a_host_that_sends_a_result_is_taken_for_a_stuck_one(cell: Cells, warm: 
 
 
 @pytest.mark.usefixtures("_slow_results")
-def test_a_failure_waits_for_a_result_of_the_same_host(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_a_failure_is_reported_before_a_slow_result_of_the_same_host(cell: Cells, warm: nbddp.Cluster) -> None:
     names = cell(SENDING.replace("rank() == 0", "rank() == 3"))
     with within(5), pytest.raises(nbddp.RankError, match="rank 3"):
         run(names.train, hosts=warm)
@@ -190,7 +190,7 @@ def test_a_failure_waits_for_a_result_of_the_same_host(cell: Cells, warm: nbddp.
 
 
 @pytest.mark.usefixtures("_slow_results")
-def test_a_stop_waits_for_a_result(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_a_stop_does_not_wait_for_a_slow_result(cell: Cells, warm: nbddp.Cluster) -> None:
     going = run(cell(SENDING.replace("raise ValueError", "pass")).train, hosts=warm, wait=False)
     wait_until(lambda: os.path.exists("comes"))
     with within(3):
@@ -217,7 +217,7 @@ PRINTING = """
 """
 
 
-def test_a_rank_that_keeps_printing_never_ends(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_a_run_ends_while_a_child_of_its_rank_keeps_printing(cell: Cells, warm: nbddp.Cluster) -> None:
     with within(5):
         found = run(cell(PRINTING).returns, hosts=warm, nprocs=1)
     assert found.values == [1, 1]
@@ -225,7 +225,7 @@ def test_a_rank_that_keeps_printing_never_ends(cell: Cells, warm: nbddp.Cluster)
     assert repr(warm) == BOTH
 
 
-def test_a_child_that_keeps_printing_hides_the_end_of_its_rank(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_exit_code_3_is_reported_while_a_child_keeps_printing(cell: Cells, warm: nbddp.Cluster) -> None:
     with within(5), pytest.raises((nbddp.RankDied, nbddp.LaunchError), match="exit code 3"):
         run(cell(PRINTING).dies, hosts=warm, nprocs=1)
     assert repr(warm) == BOTH

@@ -1,4 +1,4 @@
-"""What comes over the pipe is cut anywhere, has anything before it, and may be no frames at all."""
+"""Frames over a pipe: cut anywhere, preceded by any output, damaged, or not frames at all."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbddp import frames
-from nbddp.block import fill, open_block, write_piece
+from nbddp.hosts import frames
+from nbddp.payload.block import fill, open_block, write_piece
 from tests.support import wait_until
 
 values = st.recursive(
@@ -41,14 +41,16 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 @given(messages, st.lists(st.integers(0, 10**6), max_size=12))
-def test_a_frame_changes_with_where_it_was_cut(sent: list[tuple[dict[str, Any], bytes]], cuts: list[int]) -> None:
+def test_frames_are_parsed_the_same_wherever_the_stream_is_cut(
+    sent: list[tuple[dict[str, Any], bytes]], cuts: list[int]
+) -> None:
     parser = frames.Parser()
     stream = whole(sent)
     assert [frame for part in cut(stream, cuts) for frame in parser.feed(part)] == sent
 
 
 @given(st.binary(max_size=2000), messages, st.lists(st.integers(0, 10**6), max_size=12))
-def test_noise_before_the_mark_is_taken_for_frames(
+def test_output_before_the_mark_is_kept_apart_from_frames(
     noise: bytes, sent: list[tuple[dict[str, Any], bytes]], cuts: list[int]
 ) -> None:
     stream = noise + frames.MARK + whole(sent)
@@ -61,9 +63,9 @@ def test_noise_before_the_mark_is_taken_for_frames(
 
 
 @given(st.binary(max_size=4000), st.lists(st.integers(0, 10**6), max_size=6), st.booleans())
-def test_garbage_ends_in_another_error(garbage: bytes, cuts: list[int], marked: bool) -> None:
+def test_garbage_raises_only_garbled(garbage: bytes, cuts: list[int], marked: bool) -> None:
     parser = frames.Parser(after_mark=not marked)
-    with contextlib.suppress(frames.Garbled):
+    with contextlib.suppress(frames.ProtocolError):
         for part in cut(garbage, cuts):
             for head, body in parser.feed(part):
                 assert isinstance(head["kind"], str)
@@ -71,13 +73,11 @@ def test_garbage_ends_in_another_error(garbage: bytes, cuts: list[int], marked: 
 
 
 @given(messages, st.data())
-def test_frames_with_a_wrong_byte_end_in_another_error(
-    sent: list[tuple[dict[str, Any], bytes]], data: st.DataObject
-) -> None:
+def test_a_wrong_byte_raises_only_garbled(sent: list[tuple[dict[str, Any], bytes]], data: st.DataObject) -> None:
     stream = bytearray(whole(sent))
     if stream:
         stream[data.draw(st.integers(0, len(stream) - 1))] ^= data.draw(st.integers(1, 255))
-    with contextlib.suppress(frames.Garbled):
+    with contextlib.suppress(frames.ProtocolError):
         list(frames.Parser().feed(bytes(stream)))
 
 
@@ -85,26 +85,26 @@ def test_frames_with_a_wrong_byte_end_in_another_error(
     "text",
     [b"", b"[]", b"7", b'"kind"', b"{}", b'{"kind": 1}', b"{", b"\xff\xfe", b"[" * 100_000, b'{"kind": "x"}}'],
 )
-def test_a_head_that_is_none(text: bytes) -> None:
-    with pytest.raises(frames.Garbled):
+def test_an_invalid_head_is_garbled(text: bytes) -> None:
+    with pytest.raises(frames.ProtocolError):
         list(frames.Parser().feed(struct.pack(">II", len(text), 0) + text))
 
 
 @pytest.mark.parametrize("lengths", [(2**32 - 1, 0), (2, 2**32 - 1), (2**31, 2**31)])
-def test_a_length_that_would_fill_the_memory(lengths: tuple[int, int]) -> None:
-    with pytest.raises(frames.Garbled):
+def test_a_length_beyond_the_limit_is_garbled(lengths: tuple[int, int]) -> None:
+    with pytest.raises(frames.ProtocolError):
         list(frames.Parser().feed(struct.pack(">II", *lengths)))
 
 
-def test_noise_without_an_end_fills_the_memory() -> None:
+def test_endless_output_before_the_mark_is_garbled_before_4_mib() -> None:
     parser = frames.Parser(after_mark=True)
-    with pytest.raises(frames.Garbled):
+    with pytest.raises(frames.ProtocolError):
         for _ in range(1000):
             assert list(parser.feed(b"y\n" * 5000)) == []
     assert len(parser.noise) < 4 << 20
 
 
-def test_many_small_pieces_of_a_large_frame_take_a_time_that_grows_with_its_square() -> None:
+def test_parsing_a_large_frame_in_small_pieces_takes_linear_time() -> None:
     def seconds(nbytes: int) -> float:
         stream, parser = whole([({"kind": "x"}, b"y" * nbytes)]), frames.Parser()
         began = time.process_time()
@@ -116,7 +116,7 @@ def test_many_small_pieces_of_a_large_frame_take_a_time_that_grows_with_its_squa
     assert min(seconds(8 << 20) for _ in range(3)) < 8 * small * 4
 
 
-def test_a_block_in_pieces_is_another_block(tmp_path: Path) -> None:
+def test_a_block_sent_in_pieces_arrives_unchanged(tmp_path: Path) -> None:
     data = os.urandom(3 * frames.CHUNK + 17)
     path = tmp_path / "block"
     path.write_bytes(data)
@@ -152,7 +152,7 @@ def test_holes_of_a_block_are_sent_as_zeros() -> None:
     os.close(here)
 
 
-def test_a_block_that_nobody_wants_any_more_is_sent_to_its_end(tmp_path: Path) -> None:
+def test_a_dropped_block_stops_being_sent(tmp_path: Path) -> None:
     with open(tmp_path / "block", "w+b") as block:
         block.write(b"x" * 10 * frames.CHUNK)
         block.flush()
@@ -163,7 +163,7 @@ def test_a_block_that_nobody_wants_any_more_is_sent_to_its_end(tmp_path: Path) -
     assert list(sending) == []
 
 
-def test_what_follows_a_block_comes_before_its_end(tmp_path: Path) -> None:
+def test_frames_queued_after_a_block_follow_its_last_piece(tmp_path: Path) -> None:
     with open(tmp_path / "block", "w+b") as block:
         block.write(b"x" * (frames.CHUNK + 1))
         block.flush()
@@ -188,7 +188,7 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def test_a_reader_that_does_not_read_stops_who_sends(pipe: tuple[int, int]) -> None:
+def test_sending_never_waits_for_a_reader_that_does_not_read(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
     began = time.monotonic()
@@ -203,7 +203,7 @@ def test_a_reader_that_does_not_read_stops_who_sends(pipe: tuple[int, int]) -> N
     sender.close(1)
 
 
-def test_an_idle_pipe_is_silent(pipe: tuple[int, int]) -> None:
+def test_an_idle_sender_sends_heartbeats(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     sender = frames.Sender(writer, 0.05, lambda: {"kind": "beat"}, "test-sender")
     parser = frames.Parser()
@@ -215,7 +215,7 @@ def test_an_idle_pipe_is_silent(pipe: tuple[int, int]) -> None:
     sender.close(1)
 
 
-def test_a_broken_pipe_ends_in_a_thread_that_stays() -> None:
+def test_the_sender_thread_ends_when_the_pipe_breaks() -> None:
     reader, writer = os.pipe()
     sender = frames.Sender(writer, 0.05, lambda: {"kind": "beat"}, "test-sender")
     os.close(reader)
@@ -248,7 +248,7 @@ def block_of(nbytes: int, folder: Path) -> frames.BlockFrames:
         return frames.BlockFrames(block.fileno(), nbytes, then=[{"kind": "report"}], kind="result")
 
 
-def test_what_goes_first_waits_for_a_block_or_changes_its_order(pipe: tuple[int, int], tmp_path: Path) -> None:
+def test_urgent_frames_overtake_a_block_in_order(pipe: tuple[int, int], tmp_path: Path) -> None:
     reader, writer = pipe
     sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
     sender.send_all(block_of(20 * frames.CHUNK, tmp_path))
@@ -266,7 +266,7 @@ def test_what_goes_first_waits_for_a_block_or_changes_its_order(pipe: tuple[int,
     sender.close(1)
 
 
-def test_a_block_waits_for_ever_behind_what_goes_first(pipe: tuple[int, int], tmp_path: Path) -> None:
+def test_a_block_makes_progress_while_urgent_frames_keep_coming(pipe: tuple[int, int], tmp_path: Path) -> None:
     reader, writer = pipe
     sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
     over = threading.Event()
@@ -291,7 +291,7 @@ def test_a_block_waits_for_ever_behind_what_goes_first(pipe: tuple[int, int], tm
     assert sum(head["kind"] == "result" for head in found) == 5
 
 
-def test_an_idle_sender_keeps_what_goes_first(pipe: tuple[int, int]) -> None:
+def test_an_idle_sender_sends_an_urgent_frame_at_once(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
     sender.send_first({"kind": "first"})
@@ -299,7 +299,7 @@ def test_an_idle_sender_keeps_what_goes_first(pipe: tuple[int, int]) -> None:
     sender.close(1)
 
 
-def test_frames_of_two_threads_are_mixed(pipe: tuple[int, int]) -> None:
+def test_frames_of_three_threads_stay_whole_and_in_order(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     sender = frames.Sender(writer, 60.0, lambda: {"kind": "beat"}, "test-sender")
 

@@ -1,4 +1,4 @@
-"""Several machines from a real notebook: its interrupt, its death, its magic, with the user's own ~/.ssh/config."""
+"""Several hosts from a real notebook: its interrupt, its death and its magic, with the user's own ~/.ssh/config."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from tests.hosts.rig import Rig
 from tests.support import Notebook, wait_until
+from tests.test_docs import HOSTS, ROOT, execute
 from tests.test_notebooks import executed
 
 pytestmark = pytest.mark.slow
@@ -41,13 +42,18 @@ def wait_for_ranks(folder: Path, number: int = 4) -> None:
     wait_until(lambda: len(list(folder.glob("there-*"))) == number, START_S)
 
 
-def test_a_plain_list_of_hosts_is_not_enough(there: Notebook, rig: Rig) -> None:
+def test_run_accepts_a_plain_list_of_hosts(there: Notebook, rig: Rig) -> None:
     shown = there.ok("nbddp.run(train, (0,), hosts=['gpu1', 'gpu2'], **options()).values", START_S).shown
     assert "[(0, 4), (1, 4), (2, 4), (3, 4)]" in shown
     rig.wait_until_clean()
 
 
-def test_the_magic_does_not_know_hosts(there: Notebook, rig: Rig) -> None:
+def test_every_block_of_the_guide_runs(there: Notebook, rig: Rig) -> None:
+    execute(ROOT / "docs" / HOSTS, there)
+    rig.wait_until_clean()
+
+
+def test_the_magic_accepts_hosts_and_names_an_unknown_one(there: Notebook, rig: Rig) -> None:
     there.ok("%load_ext nbddp")
     line = "%%ddp --hosts gpu1,gpu2 --min-hosts 1 -n 1 --device cpu -o found"
     there.ok(f"{line}\nimport socket\nfound = socket.gethostname(), world_size", START_S)
@@ -57,14 +63,16 @@ def test_the_magic_does_not_know_hosts(there: Notebook, rig: Rig) -> None:
     assert "gpu9" in said.evalue
 
 
-def test_a_killed_notebook_leaves_something_on_a_host(there: Notebook, rig: Rig, in_folder: Path) -> None:
+def test_a_killed_notebook_leaves_nothing_on_its_hosts(there: Notebook, rig: Rig, in_folder: Path) -> None:
     there.begin("nbddp.run(train, hosts=['gpu1', 'gpu2'], **options())")
     wait_for_ranks(in_folder)
     there.kill()
     rig.wait_until_clean()
 
 
-def test_a_notebook_that_is_killed_while_it_sends(there: Notebook, rig: Rig, in_folder: Path) -> None:
+def test_a_notebook_killed_while_it_sends_leaves_nothing_on_its_hosts(
+    there: Notebook, rig: Rig, in_folder: Path
+) -> None:
     there.ok("with nbddp.cluster(['gpu1', 'gpu2']) as c: pass\nimport numpy\nbig = numpy.ones(100_000_000)", START_S)
     there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
     agent = rig.hosts["gpu2"].agent()
@@ -80,8 +88,10 @@ def test_a_notebook_that_is_killed_while_it_sends(there: Notebook, rig: Rig, in_
 
 
 @pytest.mark.parametrize("how", ["kill", "killpg"])
-def test_an_interrupt_is_late_or_the_last(there: Notebook, rig: Rig, in_folder: Path, how: str) -> None:
-    there.ok("from nbddp.kernel import source\nsource.STOP_GRACE_S = 60.0")
+def test_an_interrupt_ends_the_run_within_10_s_and_the_cluster_stays_usable(
+    there: Notebook, rig: Rig, in_folder: Path, how: str
+) -> None:
+    there.ok("from nbddp.kernel import state\nstate.STOP_GRACE_S = 60.0")
     there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
     going = there.begin("nbddp.run(train, hosts=c, **options())")
     wait_for_ranks(in_folder)
@@ -97,7 +107,7 @@ def test_an_interrupt_is_late_or_the_last(there: Notebook, rig: Rig, in_folder: 
     rig.wait_until_clean()
 
 
-def test_an_interrupt_during_the_login_leaves_it(there: Notebook, rig: Rig) -> None:
+def test_an_interrupt_during_the_login_ends_the_login(there: Notebook, rig: Rig) -> None:
     home = Path(f"/proc/{rig.hosts['gpu2'].pid}/root/run/nbt/home/.bashrc")
     greeting = home.read_text()
     home.write_text("sleep 1000\n")
@@ -117,14 +127,18 @@ def test_an_interrupt_during_the_login_leaves_it(there: Notebook, rig: Rig) -> N
 
 
 @pytest.mark.parametrize("end", ["restart", "close"])
-def test_a_notebook_that_is_closed_leaves_something(there: Notebook, rig: Rig, in_folder: Path, end: str) -> None:
+def test_a_closed_or_restarted_notebook_leaves_nothing_on_its_hosts(
+    there: Notebook, rig: Rig, in_folder: Path, end: str
+) -> None:
     there.begin("c = nbddp.cluster(['gpu1', 'gpu2'])\nnbddp.run(train, hosts=c, **options())")
     wait_for_ranks(in_folder)
     getattr(there, end)()
     rig.wait_until_clean()
 
 
-def test_a_forked_child_of_the_notebook_keeps_the_hosts(there: Notebook, rig: Rig, in_folder: Path) -> None:
+def test_a_forked_child_of_a_killed_notebook_does_not_keep_its_hosts_busy(
+    there: Notebook, rig: Rig, in_folder: Path
+) -> None:
     there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
     going = there.begin("run = nbddp.run(train, hosts=c, wait=False, **options())")
     wait_for_ranks(in_folder)
@@ -144,7 +158,7 @@ def test_a_forked_child_of_the_notebook_keeps_the_hosts(there: Notebook, rig: Ri
         os.kill(int((in_folder / "child").read_text()), 9)
 
 
-def test_a_traceback_of_a_far_rank_shows_our_lines(there: Notebook) -> None:
+def test_the_traceback_of_a_remote_rank_shows_only_the_users_lines(there: Notebook) -> None:
     there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
     said = there.cell("""
         def broken():
@@ -163,7 +177,7 @@ def test_a_traceback_of_a_far_rank_shows_our_lines(there: Notebook) -> None:
     there.ok("c.close()")
 
 
-def test_the_notebook_of_several_machines_tells_a_tale(
+def test_the_several_machines_notebook_shows_what_its_text_says(
     rig: Rig, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", rig.plain_ssh() + os.pathsep + os.environ["PATH"])

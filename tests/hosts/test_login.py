@@ -1,4 +1,4 @@
-"""A login that comes to nothing says why, whatever it waits for."""
+"""A failed login reports its cause, whatever the launcher was waiting for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import nbddp
-from nbddp.kernel import host, hosts
+from nbddp.hosts import cluster, host
 from tests.hosts.test_endings import files_left
 from tests.support import is_fork_server, wait_until
 
@@ -28,26 +28,26 @@ def refused(program: str) -> str:
     return str(raised.value)
 
 
-def test_a_launcher_that_waits_for_ever_does_not_say_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host, hosts):
+def test_a_login_timeout_quotes_the_launchers_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (host, cluster):
         monkeypatch.setattr(module, "HELLO_S", 1.0)
-    assert refused(f"echo '{BUSY}' >&2; exec sleep 60") == f"box1: no answer within 1 s; the last it said: {BUSY}"
+    assert refused(f"echo '{BUSY}' >&2; exec sleep 60") == f"box1: no answer within 1 s; its last output: {BUSY}"
     assert refused("exec sleep 60") == "box1: no answer within 1 s"
     said = refused("echo 'ssh: connect to host box1: No route to host' >&2; exec sleep 60")
     assert said.startswith("box1: it does not answer; is it up, and reachable from here? (no answer within 1 s; ")
 
 
-def test_a_launcher_that_closes_its_output_ends_with_a_code_that_is_none() -> None:
+def test_a_launcher_that_closes_its_output_is_reported_as_that() -> None:
     said = refused("exec >&-; echo 'that was all' >&2; exec sleep 60")
-    assert said == "box1: its login closed its output; the last it said: that was all"
+    assert said == "box1: its login closed its output; its last output: that was all"
 
 
-def test_a_greeting_is_taken_for_the_cause() -> None:
+def test_a_failed_login_reports_its_exit_code_and_last_line() -> None:
     said = refused("echo 'Use is monitored' >&2; echo 'Welcome to box1' >&2; exit 3")
-    assert said == "box1: its login ended with exit code 3; the last it said: Welcome to box1"
+    assert said == "box1: its login ended with exit code 3; its last output: Welcome to box1"
 
 
-def test_a_limit_of_open_files_is_no_error_of_ours() -> None:
+def test_a_login_without_file_descriptors_is_a_launch_error_that_names_ulimit() -> None:
     for spare in range(20):
         try:
             with files_left(spare), nbddp.cluster(["localhost"]):
@@ -63,7 +63,7 @@ class Interrupted(BaseException):
     """As KeyboardInterrupt, which pytest keeps for itself."""
 
 
-def test_an_interrupt_when_a_login_has_just_begun_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_just_after_a_login_began_kills_the_login(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[subprocess.Popen[bytes]] = []
 
     def begin(*args: Any) -> host.Host:
@@ -76,7 +76,7 @@ def test_an_interrupt_when_a_login_has_just_begun_leaves_it(monkeypatch: pytest.
     def interrupt(*_: Any) -> None:
         raise Interrupted
 
-    monkeypatch.setattr(hosts, "Host", begin)
+    monkeypatch.setattr(cluster, "Host", begin)
     before = signal.signal(signal.SIGUSR2, interrupt)
     try:
         with pytest.raises(Interrupted):
@@ -89,15 +89,13 @@ def test_an_interrupt_when_a_login_has_just_begun_leaves_it(monkeypatch: pytest.
             process.wait()
 
 
-def test_a_word_that_no_system_takes_is_no_error_of_ours() -> None:
+def test_a_null_byte_in_the_launcher_is_a_launch_error() -> None:
     with pytest.raises(nbddp.LaunchError, match="embedded null byte"):
         nbddp.cluster(["box"], launcher=["a\0b", "{host}"])
 
 
 @pytest.mark.parametrize("bad", [*" \t\n\r\0\x1b\x7f\u2028\"'`$&|;<>(){}*?!#~\\^,=", "-o", "@", "@-"])
-def test_what_is_not_the_name_of_a_host_is_refused_before_a_process_starts(
-    bad: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_host_name_is_refused_before_a_process_starts(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     leading = [] if bad in ("@", "@-") else [f"box{bad}"] * (bad != "-o") + [f"user{bad}@box"] * (bad != "-o")
     for name in [bad, f"{bad}box", f"user@{bad}box", *leading]:
@@ -111,24 +109,24 @@ def test_what_is_not_the_name_of_a_host_is_refused_before_a_process_starts(
     ["gpu1", "GPU-1.example.org", "user@gpu1", "first.last-x@10.0.0.1", "::1", "fe80::1%eth0", "me@2001:db8::7"]
     + ["ssh://me@box:2222", "ssh://[::1]:22", "pod_name-0", "namespace/pod-0", "bücher.example", "_x", "a.b."],
 )
-def test_names_and_addresses_that_ssh_takes_are_taken(name: str) -> None:
+def test_host_names_and_addresses_that_ssh_accepts_are_accepted(name: str) -> None:
     with pytest.raises(nbddp.LaunchError) as raised:
         nbddp.cluster([name], launcher=["sh", "-c", 'echo "got $0" >&2; exit 3', "{host}"])
-    assert str(raised.value) == f"{name}: its login ended with exit code 3; the last it said: got {name}"
+    assert str(raised.value) == f"{name}: its login ended with exit code 3; its last output: got {name}"
 
 
-def test_what_steers_a_terminal_in_a_hosts_words_does_not_reach_the_notebook() -> None:
+def test_control_characters_in_a_hosts_output_do_not_reach_the_notebook() -> None:
     said = refused(r"printf '\033[31mred\033[0m \033]0;title\007\tend\033[2K\233\n\033[0m\n' >&2; exit 3")
-    assert said == "box1: its login ended with exit code 3; the last it said: red \N{REPLACEMENT CHARACTER}]0;title" + (
+    assert said == "box1: its login ended with exit code 3; its last output: red \N{REPLACEMENT CHARACTER}]0;title" + (
         "\N{REPLACEMENT CHARACTER} end\N{REPLACEMENT CHARACTER}"
     )
 
 
-def test_a_host_imports_torch_once_for_itself_and_then_for_its_ranks(tmp_path: Path) -> None:
+def test_the_agents_fork_server_starts_at_once_and_ends_with_the_login(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("import time\ntime.sleep(1000)\n")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    with subprocess.Popen([sys.executable, "-m", "nbddp.host"], stdin=subprocess.PIPE, env=env) as login:
+    with subprocess.Popen([sys.executable, "-m", "nbddp.agent"], stdin=subprocess.PIPE, env=env) as login:
         server = wait_until(lambda: _fork_servers(login.pid), what="its fork server, while it imports torch")[0]
         assert login.stdin is not None
         login.stdin.close()

@@ -1,4 +1,4 @@
-"""Whatever dies, on whichever host: it is named, at once, and nothing of the run is left anywhere."""
+"""Whatever dies on any host: the error names the host at once, and nothing of the run is left running anywhere."""
 
 from __future__ import annotations
 
@@ -69,23 +69,23 @@ def within(seconds: float) -> Iterator[None]:
 # ---------------------------------------------------------------------------- a rank
 
 
-def test_a_killed_rank_is_not_resumed_or_counted_on_every_host(
+def test_a_killed_rank_restarts_the_run_from_its_snapshot_on_every_host(
     cell: Cells, warm: nbddp.Cluster, in_folder: Path
 ) -> None:
     found = run(cell(RESUMING).train, [7], hosts=warm, max_restarts=2)
     assert found.values == [(12.0, 5, 1, 1)] * 4
     assert found.history["loss"].values.tolist() == [float(i + 1) for i in range(12)]
-    status = found._source.status()
+    status = found._viewable.status()
     assert (status.restarts, status.max_restarts) == (1, 2)
     assert "rank 3 of 4" in status.restart_reason
     assert "gpu2" in status.restart_reason
 
 
-def test_two_deaths_are_counted_differently_on_each_host(cell: Cells, warm: nbddp.Cluster, in_folder: Path) -> None:
+def test_two_restarts_are_counted_alike_on_every_host(cell: Cells, warm: nbddp.Cluster, in_folder: Path) -> None:
     assert run(cell(RESUMING).train, [6, 11], hosts=warm, max_restarts=2).values == [(12.0, 10, 2, 2)] * 4
 
 
-def test_the_others_go_on_until_the_heartbeat_after_a_rank_was_killed(
+def test_a_killed_rank_ends_the_other_hosts_ranks_before_the_heartbeat(
     cell: Cells, warm: nbddp.Cluster, in_folder: Path
 ) -> None:
     names = cell("""
@@ -110,7 +110,7 @@ def test_the_others_go_on_until_the_heartbeat_after_a_rank_was_killed(
         assert 0 < float(alive[-1]) - died < SOON_S
 
 
-def test_no_restart_is_left_and_nobody_says_who_died_where(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_after_the_last_restart_the_error_names_the_killed_rank_and_its_host(cell: Cells, warm: nbddp.Cluster) -> None:
     names = cell("""
         import nbddp, os, signal
         def train():
@@ -124,7 +124,7 @@ def test_no_restart_is_left_and_nobody_says_who_died_where(cell: Cells, warm: nb
     assert (error.host, error.rank, error.world_size, error.exitcode, error.restarts) == ("gpu2", 2, 4, -9, 1)
 
 
-def test_an_exception_there_is_late_or_without_its_lines(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_a_remote_exception_arrives_at_once_with_its_class_host_and_lines(cell: Cells, warm: nbddp.Cluster) -> None:
     names = cell("""
         import nbddp, time
         class BadBatch(ValueError):
@@ -151,7 +151,7 @@ def test_an_exception_there_is_late_or_without_its_lines(cell: Cells, warm: nbdd
     assert "nbddp/host" not in shown
 
 
-def test_sys_exit_and_a_result_that_does_not_pickle_are_taken_for_something_else(
+def test_remote_sys_exit_is_rank_died_and_an_unpicklable_result_is_payload_error(
     cell: Cells, warm: nbddp.Cluster
 ) -> None:
     names = cell("""
@@ -173,7 +173,7 @@ def test_sys_exit_and_a_result_that_does_not_pickle_are_taken_for_something_else
 
 
 @pytest.mark.parametrize("lost", ["gpu1", "gpu2"])
-def test_a_killed_agent_leaves_its_ranks_or_is_noticed_late(
+def test_a_killed_agent_is_host_lost_at_once_and_its_ranks_end(
     cell: Cells, cluster: Login, rig: Rig, in_folder: Path, lost: str
 ) -> None:
     """The first host has the store, too."""
@@ -189,7 +189,9 @@ def test_a_killed_agent_leaves_its_ranks_or_is_noticed_late(
         run(cell(SLEEPING).train, hosts=hosts)
 
 
-def test_a_killed_login_leaves_its_ranks(cell: Cells, cluster: Login, rig: Rig, in_folder: Path) -> None:
+def test_a_killed_login_is_host_lost_at_once_and_its_ranks_end(
+    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+) -> None:
     """The sshd of the session, on the host: a scheduler's clean-up, or its OOM killer."""
     going = begin(cell(SLEEPING).train, cluster(heartbeat=60.0), 4)
     next(process for process in rig.hosts["gpu2"].processes() if is_sshd(process)).kill()
@@ -198,7 +200,9 @@ def test_a_killed_login_leaves_its_ranks(cell: Cells, cluster: Login, rig: Rig, 
     rig.wait_until_clean("gpu2")
 
 
-def test_a_pulled_cable_is_noticed_late_or_leaves_ranks(cell: Cells, cluster: Login, rig: Rig, in_folder: Path) -> None:
+def test_a_pulled_cable_is_host_lost_after_the_heartbeat_and_its_ranks_end(
+    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+) -> None:
     going = begin(cell(SLEEPING).train, cluster(), 4)
     time.sleep(HEARTBEAT_S)  # an idle connection is no silent one
     assert going.state == "running"
@@ -209,7 +213,9 @@ def test_a_pulled_cable_is_noticed_late_or_leaves_ranks(cell: Cells, cluster: Lo
     rig.hosts["gpu2"].wait_until_clean(HEARTBEAT_S + GONE_S)
 
 
-def test_a_frozen_agent_is_waited_for(cell: Cells, cluster: Login, rig: Rig, in_folder: Path) -> None:
+def test_a_frozen_agent_is_host_lost_after_the_heartbeat(
+    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+) -> None:
     going = begin(cell(SLEEPING).train, cluster(), 4)
     agent = rig.hosts["gpu2"].agent()
     agent.suspend()
@@ -222,7 +228,7 @@ def test_a_frozen_agent_is_waited_for(cell: Cells, cluster: Login, rig: Rig, in_
 
 
 @pytest.mark.parametrize("lost", ["gpu1", "gpu2"])
-def test_what_is_left_of_the_hosts_does_not_go_on(
+def test_the_remaining_hosts_go_on_when_min_hosts_allows_it(
     cell: Cells, cluster: Login, rig: Rig, in_folder: Path, lost: str
 ) -> None:
     hosts = cluster("gpu1", "gpu2", "gpu3", heartbeat=60.0)
@@ -230,22 +236,24 @@ def test_what_is_left_of_the_hosts_does_not_go_on(
     rig.hosts[lost].agent().kill()
     going.wait()
     assert going.values == [(0, 2, 1), (1, 2, 1)]
-    status = going._source.status()
+    status = going._viewable.status()
     assert "HostLost" in status.restart_reason
     assert lost in status.restart_reason
     assert [r.host for r in status.ranks][:2] == [name for name in ("gpu1", "gpu2", "gpu3") if name != lost]
 
 
-def test_a_run_shrinks_below_its_least(cell: Cells, cluster: Login, rig: Rig, in_folder: Path) -> None:
+def test_without_min_hosts_a_lost_host_ends_the_run_without_a_restart(
+    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+) -> None:
     hosts = cluster("gpu1", "gpu2", heartbeat=60.0)
     going = begin(cell(SLEEPING).train, hosts, 2, nprocs=1, max_restarts=5)
     rig.hosts["gpu2"].agent().kill()
     with within(SOON_S), pytest.raises(nbddp.HostLost, match="gpu2"):
         going.wait()
-    assert going._source.status().restarts == 0
+    assert going._viewable.status().restarts == 0
 
 
-def test_a_host_that_is_lost_while_its_ranks_start(cell: Cells, cluster: Login, rig: Rig) -> None:
+def test_a_host_lost_while_its_ranks_start_is_named_at_once(cell: Cells, cluster: Login, rig: Rig) -> None:
     names = cell("import nbddp\ndef train(x): return nbddp.world_size()")
     hosts = cluster(heartbeat=60.0)
     run(names.train, b"", hosts=hosts)  # nobody waits for an import of torch any more
@@ -261,7 +269,9 @@ def test_a_host_that_is_lost_while_its_ranks_start(cell: Cells, cluster: Login, 
 # ---------------------------------------------------------------------------- the end that is wanted
 
 
-def test_a_stop_leaves_ranks_or_ends_the_cluster(cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path) -> None:
+def test_a_stop_ends_all_remote_ranks_and_the_cluster_stays_usable(
+    cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path
+) -> None:
     names = cell("""
         import nbddp, time
         def train():
@@ -281,7 +291,7 @@ def test_a_stop_leaves_ranks_or_ends_the_cluster(cell: Cells, warm: nbddp.Cluste
     assert run(cell("def fine(): return 1").fine, hosts=warm).values == [1] * 4
 
 
-def test_a_rank_that_takes_no_notice_of_a_stop_stays(
+def test_a_remote_rank_that_ignores_a_stop_is_killed(
     cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path
 ) -> None:
     names = cell("""
@@ -303,16 +313,14 @@ def test_a_rank_that_takes_no_notice_of_a_stop_stays(
     assert not rig.hosts["gpu1"].ranks() + rig.hosts["gpu2"].ranks()
 
 
-def test_a_timeout_does_not_reach_the_hosts(cell: Cells, warm: nbddp.Cluster, rig: Rig) -> None:
+def test_a_timeout_ends_the_ranks_on_every_host(cell: Cells, warm: nbddp.Cluster, rig: Rig) -> None:
     names = cell("import time\ndef train(): time.sleep(1000)")
     with within(3 + SOON_S), pytest.raises(nbddp.RunTimeout):
         run(names.train, hosts=warm, timeout=3)
     assert not rig.hosts["gpu1"].ranks() + rig.hosts["gpu2"].ranks()
 
 
-def test_a_failed_run_with_a_list_of_hosts_stays_logged_in(
-    cell: Cells, rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_run_with_a_list_of_hosts_logs_out(cell: Cells, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """``run(hosts=[...])`` logs in for itself, and out at its end."""
     monkeypatch.setenv("PATH", rig.plain_ssh() + os.pathsep + os.environ["PATH"])
     with pytest.raises(nbddp.RankError) as raised:
@@ -321,7 +329,7 @@ def test_a_failed_run_with_a_list_of_hosts_stays_logged_in(
     rig.wait_until_clean()
 
 
-def test_a_cluster_is_closed_by_a_failed_run_or_open_after_its_block(cell: Cells, rig: Rig) -> None:
+def test_a_cluster_outlives_a_failed_run_and_is_closed_after_its_with_block(cell: Cells, rig: Rig) -> None:
     with nbddp.cluster(["gpu1"], launcher=rig.ssh) as opened:
         with pytest.raises(nbddp.RankError):
             run(cell("def train(): raise ValueError").train, hosts=opened)
@@ -331,12 +339,12 @@ def test_a_cluster_is_closed_by_a_failed_run_or_open_after_its_block(cell: Cells
         run(cell("def fine(): return 1").fine, hosts=opened)
 
 
-def test_a_short_heartbeat_loses_hosts_that_are_there(cell: Cells, cluster: Login) -> None:
+def test_a_short_heartbeat_loses_no_living_host(cell: Cells, cluster: Login) -> None:
     names = cell("import time, nbddp\ndef train():\n    time.sleep(3)\n    return nbddp.world_size()")
     assert run(names.train, hosts=cluster(heartbeat=1.0)).values == [4] * 4
 
 
-def test_a_child_of_the_notebook_that_ends_logs_out(rig: Rig) -> None:
+def test_a_cluster_outlives_a_forked_child_of_the_notebook(rig: Rig) -> None:
     done = script(
         """
         import multiprocessing, os, sys, nbddp
@@ -355,7 +363,9 @@ def test_a_child_of_the_notebook_that_ends_logs_out(rig: Rig) -> None:
     rig.wait_until_clean()
 
 
-def test_sigterm_of_a_scheduler_leaves_ranks(cell: Cells, cluster: Login, rig: Rig, in_folder: Path) -> None:
+def test_sigterm_to_an_agent_is_host_lost_at_once_and_its_ranks_end(
+    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+) -> None:
     going = begin(cell(SLEEPING).train, cluster(heartbeat=60.0), 4)
     rig.hosts["gpu2"].agent().send_signal(signal.SIGTERM)
     with within(SOON_S), pytest.raises(nbddp.HostLost, match="gpu2"):

@@ -1,4 +1,4 @@
-"""What is on the network, and who could reach it; what others write into the pipe between the hosts."""
+"""Which ports are open on the network, who can reach them, and what else is written into the pipe between hosts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def finish(going: nbddp.Run) -> nbddp.Run:
     return going.wait(60)
 
 
-def test_something_listens_for_everybody(cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path) -> None:
+def test_ports_are_open_only_on_the_rendezvous_address_and_only_during_a_run(
+    cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path
+) -> None:
     here = listening_ports()
     idle = {name: rig.hosts[name].listening() for name in warm.hosts}
     going = begin(cell(WAITING).train, warm, 4)
@@ -56,7 +58,7 @@ def test_something_listens_for_everybody(cell: Cells, warm: nbddp.Cluster, rig: 
     assert all(program.startswith("sshd") for name in idle for _, program in idle[name])
 
 
-def test_the_ranks_meet_at_an_address_that_others_cannot_reach(
+def test_the_rendezvous_address_is_reachable_from_every_host(
     cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path
 ) -> None:
     """The hosts' own names stand for 127.0.1.1, and all have the same docker0."""
@@ -66,12 +68,14 @@ def test_the_ranks_meet_at_an_address_that_others_cannot_reach(
     assert found == [expected] * 4
 
 
-def test_the_interface_that_the_user_chose_is_overruled(cell: Cells, warm: nbddp.Cluster, in_folder: Path) -> None:
+def test_the_interface_that_the_user_set_is_kept(cell: Cells, warm: nbddp.Cluster, in_folder: Path) -> None:
     going = begin(cell(WAITING).train, warm, 4, env={"NCCL_SOCKET_IFNAME": "ib0"})
     assert {found["NCCL_SOCKET_IFNAME"] for found in finish(going).values} == {"ib0"}
 
 
-def test_a_stranger_on_the_network_ends_the_run(cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path) -> None:
+def test_a_stranger_on_the_network_does_not_end_the_run(
+    cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path
+) -> None:
     going = begin(cell(WAITING).train, warm, 4)
     spoken_to = json.loads(rig.hosts["gpu3"].run(sys.executable, "-c", _STRANGER, rig.hosts["gpu1"].address))
     assert finish(going).state == "finished"
@@ -96,7 +100,7 @@ print(json.dumps(open_ports))
 """
 
 
-def test_secrets_stand_on_a_command_line_or_in_a_file(
+def test_environment_and_arguments_appear_on_no_command_line_and_in_no_file(
     cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path
 ) -> None:
     secret, data = "opensesame-environment", "opensesame-argument"
@@ -113,7 +117,7 @@ def test_secrets_stand_on_a_command_line_or_in_a_file(
         assert not [text for text in texts if b"opensesame" in text]
 
 
-def test_floods_of_output_stop_the_metrics_or_mix_with_the_pipe(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_floods_of_output_leave_metrics_and_frames_intact(cell: Cells, warm: nbddp.Cluster) -> None:
     names = cell("""
         import nbddp, os, struct
         def flood():
@@ -132,7 +136,7 @@ def test_floods_of_output_stop_the_metrics_or_mix_with_the_pipe(cell: Cells, war
     assert run(cell("def fine(): return 1").fine, hosts=warm).values == [1] * 4
 
 
-def test_what_a_host_prints_by_itself_is_taken_for_an_answer(
+def test_output_of_a_hosts_shell_is_not_mistaken_for_an_answer(
     cell: Cells, cluster: Callable[..., nbddp.Cluster], rig: Rig
 ) -> None:
     """A greeting with half a mark in it; one that goes on in the background while frames come."""
@@ -146,7 +150,7 @@ def test_what_a_host_prints_by_itself_is_taken_for_an_answer(
     assert found.values == [4] * 4
 
 
-def test_the_store_listens_where_the_notebook_is(cell: Cells, warm: nbddp.Cluster, in_folder: Path) -> None:
+def test_no_rank_connects_back_to_the_notebook(cell: Cells, warm: nbddp.Cluster, in_folder: Path) -> None:
     """Nothing connects back to the notebook: it may be behind a firewall."""
     going = begin(cell(WAITING).train, warm, 4)
     connections = psutil.Process().net_connections(kind="inet")
@@ -155,7 +159,7 @@ def test_the_store_listens_where_the_notebook_is(cell: Cells, warm: nbddp.Cluste
     assert remote == []  # ssh alone has some
 
 
-def test_hosts_without_a_network_in_common_do_not_meet(
+def test_hosts_with_one_address_networks_and_a_router_between_meet(
     cell: Cells, cluster: Callable[..., nbddp.Cluster], rig: Rig, in_folder: Path
 ) -> None:
     """Cloud machines have addresses of one, and a router between."""
@@ -173,7 +177,7 @@ def test_hosts_without_a_network_in_common_do_not_meet(
     assert {value["GLOO_SOCKET_IFNAME"] for value in found} == {"eth0"}
 
 
-def test_hosts_that_cannot_reach_each_other_wait_for_ever(
+def test_hosts_that_cannot_reach_each_other_fail_within_60_s(
     cell: Cells, cluster: Callable[..., nbddp.Cluster], rig: Rig
 ) -> None:
     """A firewall between them, while the notebook reaches both."""
@@ -215,14 +219,17 @@ def words(path: Path) -> Iterator[str]:
             yield from (node.module or "").split(".")
 
 
-def test_the_process_on_a_host_can_unpickle() -> None:
+def test_the_agents_source_has_no_call_that_unpickles() -> None:
     """Neither what the kernel sends, nor what the other hosts write into the store that they meet at."""
-    for path in [Path(nbddp.__file__).parent / "frames.py", *(Path(nbddp.__file__).parent / "host").glob("*.py")]:
+    for path in [
+        Path(nbddp.__file__).parent / "hosts" / "frames.py",
+        *(Path(nbddp.__file__).parent / "agent").glob("*.py"),
+    ]:
         assert not set(words(path)) & {*UNPICKLES, "load", "loads"}, path
 
 
 @pytest.mark.parametrize("host", ["gpu1", "gpu2"])
-def test_the_process_on_a_host_unpickles_something(
+def test_the_agent_unpickles_nothing_but_the_words_of_its_own_ranks(
     cell: Cells, cluster: Callable[..., nbddp.Cluster], tmp_path: Path, host: str
 ) -> None:
     """The first one has the store. Arguments, results, errors and news of the ranks pass by, and a restart."""
@@ -235,7 +242,7 @@ def test_the_process_on_a_host_unpickles_something(
             if event == "pickle.find_class":
                 with open({str(tmp_path / "unpickled")!r}, "a") as file:
                     print(*args, file=file)
-        if "nbddp.host" in sys.orig_argv:
+        if "nbddp.agent" in sys.orig_argv:
             sys.addaudithook(watch)
             pickle.loads(pickle.dumps(os.getpid))
         """,

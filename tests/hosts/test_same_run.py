@@ -1,4 +1,4 @@
-"""A run on several hosts that is another run than on one machine: other weights, other ranks, copies in its way."""
+"""A run on several hosts is the same as on one machine: weights, ranks, metrics, output and environment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLACES = """
 """
 
 
-def test_two_hosts_end_with_other_weights_than_one(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_two_hosts_end_with_the_same_weights_as_one(cell: Cells, warm: nbddp.Cluster) -> None:
     train = _quickstart(cell).train
     there = run(train, 2, hosts=warm, seed=0, env=ONE_THREAD)
     here = run(train, 2, nprocs=4, seed=0, env=ONE_THREAD)
@@ -54,7 +54,7 @@ def _quickstart(cell: Cells) -> object:
     raise AssertionError("the quickstart has no training function")
 
 
-def test_a_rank_does_not_know_its_place(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_every_rank_knows_its_host_local_rank_and_node_rank(cell: Cells, warm: nbddp.Cluster) -> None:
     found = run(cell(PLACES).places, hosts=warm).values
     assert [place[:8] for place in found] == [
         ("gpu1", 0, 0, 0, 4, 2, 2, 0),
@@ -67,7 +67,7 @@ def test_a_rank_does_not_know_its_place(cell: Cells, warm: nbddp.Cluster) -> Non
     assert [place[0] for place in found[0][8]] == ["gpu1", "gpu1", "gpu2", "gpu2"]
 
 
-def test_ranks_on_several_hosts_that_never_met_are_told(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_a_run_whose_ranks_on_several_hosts_never_met_says_so(cell: Cells, warm: nbddp.Cluster) -> None:
     names = cell("""
         import nbddp
         def apart(): return nbddp.rank()
@@ -77,7 +77,7 @@ def test_ranks_on_several_hosts_that_never_met_are_told(cell: Cells, warm: nbddp
     assert run(names.together, hosts=warm).remark == ""
 
 
-def test_hosts_cannot_have_different_numbers_of_ranks(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_hosts_can_have_different_numbers_of_ranks(cell: Cells, warm: nbddp.Cluster) -> None:
     found = run(cell(PLACES).places, hosts=warm, nprocs={"gpu2": 3, "gpu1": 1}).values
     assert [place[:6] for place in found] == [
         ("gpu1", 0, 0, 0, 4, 1),
@@ -87,17 +87,17 @@ def test_hosts_cannot_have_different_numbers_of_ranks(cell: Cells, warm: nbddp.C
     ]
 
 
-def test_one_host_is_not_enough_of_a_cluster(cell: Cells, cluster: Callable[..., nbddp.Cluster]) -> None:
+def test_a_cluster_can_be_one_host(cell: Cells, cluster: Callable[..., nbddp.Cluster]) -> None:
     found = run(cell(PLACES).places, hosts=cluster("gpu2")).values
     assert [place[:5] for place in found] == [("gpu2", 0, 0, 0, 2), ("gpu2", 1, 1, 0, 2)]
 
 
-def test_this_machine_cannot_be_one_of_the_hosts(cell: Cells, cluster: Callable[..., nbddp.Cluster]) -> None:
+def test_this_machine_can_be_one_of_the_hosts(cell: Cells, cluster: Callable[..., nbddp.Cluster]) -> None:
     found = run(cell(PLACES).places, hosts=cluster("localhost", "gpu1"), nprocs=1).values
     assert [place[0] for place in found] == [os.uname().nodename, "gpu1"]
 
 
-def test_a_payload_crosses_the_network_for_each_rank(cell: Cells, warm: nbddp.Cluster, rig: Rig) -> None:
+def test_a_payload_crosses_the_network_once_for_each_host(cell: Cells, warm: nbddp.Cluster, rig: Rig) -> None:
     names = cell("""
         import nbddp, numpy
         def look(big): return float(big[::4096].sum()), big.nbytes, big.flags.writeable
@@ -111,7 +111,7 @@ def test_a_payload_crosses_the_network_for_each_rank(cell: Cells, warm: nbddp.Cl
         assert HALF_A_GB < crossed < 1.1 * HALF_A_GB  # once, for two ranks
 
 
-def test_a_large_result_of_a_far_rank_does_not_come_or_comes_twice(cell: Cells, warm: nbddp.Cluster, rig: Rig) -> None:
+def test_a_large_result_of_a_remote_rank_crosses_the_network_once(cell: Cells, warm: nbddp.Cluster, rig: Rig) -> None:
     names = cell(f"""
         import nbddp, torch
         def make(): return torch.arange({HALF_A_GB // 8}) if nbddp.rank() == 3 else None
@@ -123,7 +123,7 @@ def test_a_large_result_of_a_far_rank_does_not_come_or_comes_twice(cell: Cells, 
     assert HALF_A_GB < rig.passed("gpu2")[1] - before < 1.1 * HALF_A_GB
 
 
-def test_metrics_and_output_of_far_ranks_are_lost_or_mixed(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_metrics_and_output_of_remote_ranks_arrive_whole(cell: Cells, warm: nbddp.Cluster) -> None:
     names = cell("""
         import nbddp, os, subprocess, sys
         def train():
@@ -144,7 +144,7 @@ def test_metrics_and_output_of_far_ranks_are_lost_or_mixed(cell: Cells, warm: nb
         assert lines == [f"by a child {rank}", f"printed {rank}", f"to stderr {rank}", f"written {rank}"]
 
 
-def test_a_function_with_a_group_of_its_own_waits_for_ever(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_a_function_that_makes_its_own_group_works_on_several_hosts(cell: Cells, warm: nbddp.Cluster) -> None:
     names = cell("""
         import torch, torch.distributed as dist
         def train():
@@ -158,10 +158,11 @@ def test_a_function_with_a_group_of_its_own_waits_for_ever(cell: Cells, warm: nb
     assert run(names.train, hosts=warm, timeout=60, init=False).values == [4.0] * 4
 
 
-def test_the_panel_does_not_tell_whose_a_rank_is(cell: Cells, warm: nbddp.Cluster, in_folder: Path) -> None:
+def test_the_status_names_the_host_and_memory_of_every_rank(cell: Cells, warm: nbddp.Cluster, in_folder: Path) -> None:
     names = cell("import os, time\ndef train():\n    while not os.path.exists('go'): time.sleep(0.01)")
     going = run(names.train, hosts=warm, wait=False)
-    seen = wait_until(lambda: all(r.memory_bytes for r in going._source.status().ranks) and going._source.status(), 60)
+    status = going._viewable.status
+    seen = wait_until(lambda: all(r.memory_bytes for r in status().ranks) and status(), 60)
     (in_folder / "go").touch()
     going.wait()
     assert [(r.rank, r.host) for r in seen.ranks] == [(0, "gpu1"), (1, "gpu1"), (2, "gpu2"), (3, "gpu2")]
@@ -170,7 +171,7 @@ def test_the_panel_does_not_tell_whose_a_rank_is(cell: Cells, warm: nbddp.Cluste
     assert "4 processes" in seen.summary
 
 
-def test_stacks_of_far_ranks_are_not_told(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_stacks_include_those_of_remote_ranks(cell: Cells, warm: nbddp.Cluster) -> None:
     names = cell("""
         import nbddp, time
         def deep_in_rank_three():
@@ -188,7 +189,9 @@ def test_stacks_of_far_ranks_are_not_told(cell: Cells, warm: nbddp.Cluster) -> N
         going.stop(0.5)
 
 
-def test_a_second_run_logs_in_again_or_finds_what_the_first_left(cell: Cells, warm: nbddp.Cluster, rig: Rig) -> None:
+def test_a_second_run_reuses_the_login_and_finds_no_globals_of_the_first(
+    cell: Cells, warm: nbddp.Cluster, rig: Rig
+) -> None:
     names = cell("""
         import nbddp
         def train(value):
@@ -202,7 +205,7 @@ def test_a_second_run_logs_in_again_or_finds_what_the_first_left(cell: Cells, wa
     assert {name: rig.hosts[name].agent().pid for name in warm.hosts} == agents
 
 
-def test_two_runs_at_once_meet(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_a_second_run_on_a_busy_cluster_is_refused(cell: Cells, warm: nbddp.Cluster) -> None:
     names = cell("""
         import nbddp, time
         def train(value):
@@ -217,7 +220,7 @@ def test_two_runs_at_once_meet(cell: Cells, warm: nbddp.Cluster) -> None:
     assert run(names.train, 3, hosts=warm).values == [(3, 4)] * 4
 
 
-def test_the_ranks_see_another_environment_folder_or_path(
+def test_remote_ranks_have_the_notebooks_env_folder_and_import_path(
     cell: Cells, warm: nbddp.Cluster, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (in_folder / "beside_the_notebook.py").write_text("VALUE = 7\n")
@@ -232,7 +235,7 @@ def test_the_ranks_see_another_environment_folder_or_path(
     assert found.values == [(str(in_folder), "x y", 7, ["train"])] * 4
 
 
-def test_threads_are_shared_among_the_hosts_instead_of_on_each(cell: Cells, warm: nbddp.Cluster) -> None:
+def test_threads_are_divided_among_the_ranks_of_each_host(cell: Cells, warm: nbddp.Cluster) -> None:
     names = cell("import torch\ndef threads(): return torch.get_num_threads()")
     here = run(names.threads, nprocs=2).values
     assert run(names.threads, hosts=warm, nprocs=2).values == here * 2

@@ -1,4 +1,4 @@
-"""Hosts that are not reached by ssh: an allocation of Slurm's, a command of the user's."""
+"""Hosts that are not reached by ssh: a Slurm allocation, or a command of the user's."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ def allocation(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
     return rig
 
 
-def test_slurms_nodes_are_not_found(cell: Cells, allocation: Rig) -> None:
+def test_hosts_slurm_uses_the_nodes_of_the_allocation(cell: Cells, allocation: Rig) -> None:
     found = run(cell(PLACES).places, hosts="slurm", nprocs=1).values
     assert [place[:5] for place in found] == [("gpu1", 0, 0, 0, 3), ("gpu2", 1, 0, 1, 3), ("gpu3", 2, 0, 2, 3)]
     # Nobody tells here at which address a host was reached; docker0 has the same on all.
     assert {address for _, address, _ in found[0][8]} == {allocation.hosts["gpu1"].address}
 
 
-def test_an_allocation_that_is_over(allocation: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_allocation_is_refused_by_node_list_or_node(
+    allocation: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[7-9]")
     with pytest.raises(nbddp.LaunchError, match=r"gpu\[7-9\]"):
         nbddp.cluster("slurm")
@@ -39,7 +41,7 @@ def test_an_allocation_that_is_over(allocation: Rig, monkeypatch: pytest.MonkeyP
         nbddp.cluster(["gpu7"], launcher=["srun", "--nodelist={host}"])
 
 
-def test_a_command_of_the_users_own_gets_its_words_mangled(cell: Cells, allocation: Rig) -> None:
+def test_a_users_own_launcher_is_given_separate_words(cell: Cells, allocation: Rig) -> None:
     """``kubectl exec -i gpu1 --``: no shell in between, which would take a line."""
     launcher = ["srun", "--nodelist={host}"]
     with nbddp.cluster(["gpu3", "gpu1"], launcher=launcher, python=sys.executable) as hosts:

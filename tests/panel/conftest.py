@@ -1,4 +1,4 @@
-"""What a process opens once and keeps: matplotlib's fonts."""
+"""Fixture: matplotlib's fonts, which a process opens once and keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run without processes, for a view to show; also in a kernel behind a real browser."""
+"""A run without processes for a view to show, also in a kernel behind a real browser."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nbddp import wire
-from nbddp.kernel.history import History
+from nbddp.history.history import History
 from nbddp.panel.view import RankStatus, Status
 
 

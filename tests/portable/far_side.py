@@ -1,4 +1,4 @@
-"""What the tests run in processes from nbddp's fork server."""
+"""The functions that tests run in processes of nbddp's fork server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from multiprocessing.connection import Connection
 
 from nbddp import wire
-from nbddp.worker import output, switch
-from nbddp.worker.metrics import MetricsPipe
+from nbddp.worker import dead_man_switch, output
+from nbddp.worker.metrics_pipe import MetricsPipe
 
 
 def answer(channel: Connection) -> None:
@@ -21,7 +21,7 @@ def answer(channel: Connection) -> None:
 
 def live_for_ever(channel: Connection) -> None:
     """Arm the switch, start a child, and swallow everything."""
-    switch.arm()
+    dead_man_switch.arm()
     child = os.fork()
     if child == 0:
         time.sleep(600)
@@ -48,7 +48,7 @@ def log_a_burst(channel: Connection) -> None:
 
 def show_stacks(channel: Connection, path: str) -> None:
     """Answer the request for stacks, from inside a sleep."""
-    output.answer_stacks(os.open(path, os.O_WRONLY))
+    output.dump_stacks_on_signal(os.open(path, os.O_WRONLY))
     channel.send(os.getpid())
     wait_somewhere()
 

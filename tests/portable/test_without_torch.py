@@ -1,4 +1,4 @@
-"""The parts that a new Python breaks first: multiprocessing's internals, tracebacks, faulthandler, buffers."""
+"""The parts that a new Python breaks first: multiprocessing's internals, tracebacks, faulthandler and buffers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -24,9 +25,11 @@ import pytest
 import nbddp
 from nbddp import tracebacks
 from nbddp.errors import RankError
-from nbddp.kernel import forked, forkserver, stacks
-from nbddp.kernel.history import History
-from nbddp.kernel.output import RankOutput, open_output
+from nbddp.forkserver import server as forkserver
+from nbddp.forkserver.process import ForkedProcess
+from nbddp.history.history import History
+from nbddp.launch import dumps
+from nbddp.launch.output import RankOutput, open_output
 from nbddp.panel.text import TextView
 from nbddp.panel.view import Status
 from nbddp.worker.output import STACKS_SIGNAL
@@ -35,14 +38,14 @@ from tests.portable import far_side
 PACKAGE = Path(nbddp.__file__).parent
 
 
-def test_a_file_that_this_python_cannot_compile() -> None:
+def test_this_python_compiles_every_file() -> None:
     assert compileall.compile_dir(str(PACKAGE), quiet=1, force=True)
 
 
 @contextmanager
 def started(target: Any, *args: Any) -> Iterator[tuple[Any, Any]]:
     ours, theirs = Pipe()
-    process = forked.WorkerProcess(target=target, args=(theirs, *args))
+    process = ForkedProcess(target=target, args=(theirs, *args))
     process.start()
     theirs.close()
     try:
@@ -55,7 +58,7 @@ def started(target: Any, *args: Any) -> Iterator[tuple[Any, Any]]:
         ours.close()
 
 
-def test_exit_code_and_main_of_a_process_from_the_fork_server() -> None:
+def test_a_process_of_the_fork_server_has_its_exit_code_and_not_our_main() -> None:
     sys.modules["__main__"].__dict__["marker"] = 1
     with started(far_side.answer) as (process, ours):
         pid, parent, has_our_main = ours.recv()
@@ -66,7 +69,7 @@ def test_exit_code_and_main_of_a_process_from_the_fork_server() -> None:
     del sys.modules["__main__"].__dict__["marker"]
 
 
-def test_fork_server_killed_between_two_processes() -> None:
+def test_a_fork_server_killed_between_two_processes_is_replaced() -> None:
     with started(far_side.answer) as (process, _):
         process.join(10)
     server = forkserver.pid()
@@ -78,7 +81,7 @@ def test_fork_server_killed_between_two_processes() -> None:
         assert process.exitcode == 7
 
 
-def test_default_start_method_fixed_by_a_run() -> None:
+def test_a_run_leaves_the_default_start_method_unset() -> None:
     code = (
         "import multiprocessing as mp\n"
         "from tests.portable.test_without_torch import started, far_side\n"
@@ -98,7 +101,7 @@ with started(far_side.live_for_ever) as (process, ours):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread watches")
-def test_rank_that_swallows_everything_outlives_a_killed_kernel() -> None:
+def test_a_rank_that_swallows_every_exception_ends_with_a_killed_kernel() -> None:
     kernel = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, timeout=60, cwd=PACKAGE.parent)
     assert kernel.returncode == -signal.SIGKILL
     rank, child, session = map(int, kernel.stdout.split())
@@ -114,7 +117,7 @@ def _runs(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_stacks_in_this_pythons_format(tmp_path: Path) -> None:
+def test_stacks_are_parsed_in_this_pythons_format(tmp_path: Path) -> None:
     dump = tmp_path / "stacks"
     dump.touch()
     with started(far_side.show_stacks, str(dump)) as (process, ours):
@@ -122,7 +125,7 @@ def test_stacks_in_this_pythons_format(tmp_path: Path) -> None:
         while "wait_somewhere" not in dump.read_text():
             process.join(0.1)
             os.kill(process.pid, STACKS_SIGNAL)
-    frames = stacks.main_thread(dump.read_text())
+    frames = dumps.main_thread(dump.read_text())
     functions = [function for file, _, function in frames if file == far_side.__file__]
     assert functions[:2] == ["show_stacks", "wait_somewhere"]
 
@@ -136,7 +139,7 @@ def inner(a: int, b: int) -> float:
     return a / b
 
 
-def test_lines_of_a_traceback_that_travelled() -> None:
+def test_a_pickled_traceback_keeps_its_lines() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         outer(0)
     error = caught.value
@@ -150,7 +153,7 @@ def test_lines_of_a_traceback_that_travelled() -> None:
     assert "rank 1 of 2 failed: ZeroDivisionError" in str(RankError(1, 2, back))
 
 
-def test_a_burst_of_metrics_from_the_pipe_to_the_columns() -> None:
+def test_a_burst_of_metrics_arrives_whole() -> None:
     history = History(1)
     with started(far_side.log_a_burst) as (process, ours):
         os.set_blocking(ours.fileno(), False)
@@ -173,7 +176,7 @@ def _drain(reader: int, history: History) -> None:
         return
 
 
-def test_output_after_the_end_is_its_newest_part() -> None:
+def test_output_that_exceeds_the_limit_keeps_its_newest_part() -> None:
     fd = open_output()
     output = RankOutput(fd)
     os.write(fd, b"10%\r50%\r100%\nwhole \xc3")
@@ -186,11 +189,11 @@ def test_output_after_the_end_is_its_newest_part() -> None:
     assert re.match(r"\[1,048,\d+ older bytes", output.text())
 
 
-def test_text_view_without_an_end() -> None:
+def test_the_text_view_reports_the_start_output_and_end_once() -> None:
     stream = io.StringIO()
-    view = TextView(stream)
+    view = TextView(SimpleNamespace(history=History(2)), stream)
     for state in ("starting", "running", "finished"):
-        view.update(Status("train", state, "2 processes · gloo", "", 1.5), History(2))
+        view.update(Status("train", state, "2 processes · gloo", "", 1.5))
         view.write("a line\n" if state == "running" else "")
     assert stream.getvalue().splitlines() == [
         "train: 2 processes · gloo",

@@ -1,4 +1,4 @@
-"""Beside the programs: what each of them writes down at its end, one file per rank."""
+"""What each of the programs writes at its end, one file per rank."""
 
 import hashlib
 import json

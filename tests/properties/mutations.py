@@ -1,4 +1,4 @@
-"""Files as a disk, a network or a stranger may leave them: real ones with bytes changed; what loading one may do."""
+"""Real files with bytes changed, as a disk, a network or a stranger may leave them; and what loading one may do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ``%%ddp`` cell does on a rank what it does in the notebook: every name that it may read comes along."""
+"""A ``%%ddp`` cell does on a rank what it does in the notebook, for every name that it may read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import warnings
 import pytest
 from hypothesis import assume, given, note
 
-from nbddp.kernel import cell as cells
+from nbddp.magic import analysis
 from tests.properties.budget import examples
 from tests.properties.cells import FUNCTIONS, NAMES, Program, difference, outcome, programs
 from tests.support import Notebook
@@ -32,8 +32,8 @@ def parsed(program: Program) -> ast.Module:
 
 @examples(250)
 @given(programs())
-def test_a_cell_with_the_names_it_needs_does_what_it_does_with_all(program: Program) -> None:
-    assert difference(program, cells.names_of(parsed(program)).needed) == ""
+def test_a_cell_does_the_same_with_only_the_names_it_needs(program: Program) -> None:
+    assert difference(program, analysis.names_of(parsed(program)).needed) == ""
 
 
 def test_a_real_cell_does_on_a_rank_what_python_does(notebook: Notebook) -> None:

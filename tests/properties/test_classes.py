@@ -1,4 +1,4 @@
-"""Whatever class a notebook defines: its instances are in a rank and afterwards what pickle makes of them."""
+"""Instances of any class that a notebook defines are, in a rank and afterwards, what pickle makes of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_pickled(thing: Any) -> Any:
 
 @examples(60)
 @given(cells())
-def test_instances_are_there_and_back_what_pickle_makes_of_them(source: str) -> None:
+def test_instances_sent_and_returned_are_what_pickle_makes_of_them(source: str) -> None:
     note(source)
     with fresh_main() as notebook:
         exec(PREAMBLE + source, notebook.main.__dict__)
@@ -64,7 +64,7 @@ def _there_and_back(instances: list[Any]) -> tuple[Any, Any]:
 
 @examples(6)
 @given(st.lists(cells(), min_size=1, max_size=6))
-def test_real_ranks_see_them_and_give_them_back(sources: list[str]) -> None:
+def test_real_ranks_see_and_return_what_pickle_makes_of_instances(sources: list[str]) -> None:
     with fresh_main() as notebook:
         several = []
         for i, source in enumerate(sources):

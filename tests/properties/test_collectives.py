@@ -1,4 +1,4 @@
-"""Whatever the ranks bring: reduce and gather give what one process computes, or the same error on every rank."""
+"""For any input of the ranks, reduce and gather give what one process computes, or the same error on every rank."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def check_complex(op: str, values: Any, got: Any, **limits: float) -> None:
 
 @batches(8, CASES)
 @given(runs("reduce"))
-def test_reduced_is_what_one_process_computes(several: list[Case]) -> None:
+def test_reduce_gives_what_one_process_computes(several: list[Case]) -> None:
     done = run(try_all, several, nprocs=len(several[0].things))
     for case, *outcomes in zip(several, *done.values):
         note(str(case))
@@ -338,7 +338,7 @@ def test_reduced_is_what_one_process_computes(several: list[Case]) -> None:
 
 @batches(4, CASES)
 @given(runs("gather"))
-def test_gathered_is_what_each_rank_has(several: list[Case]) -> None:
+def test_gather_gives_what_each_rank_has(several: list[Case]) -> None:
     done = run(try_all, several, nprocs=len(several[0].things))
     for case, *outcomes in zip(several, *done.values):
         note(str(case))

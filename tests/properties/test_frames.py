@@ -1,4 +1,4 @@
-"""Whatever pandas makes of a frame without copying is as independent of it, after a trip, as pandas keeps it."""
+"""pandas objects that are independent of each other in the notebook are so in ranks and when they come back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def in_range(writes: list[tuple[int, int, int]], objects: list[Any]) -> list[tup
 
 @examples(40)
 @given(_STEPS, _WRITES, st.sampled_from([2, 5, 6]), st.booleans(), st.booleans())
-def test_frames_are_independent_after_a_trip(
+def test_frames_are_independent_after_a_round_trip(
     steps: list[tuple[int, str]], writes: list[tuple[int, int, int]], rows: int, mapped: bool, back: bool
 ) -> None:
     expected = made_by(steps, rows)

@@ -1,4 +1,4 @@
-"""A function that has travelled goes on as if it had not: with its variables, shared or not, and its defaults."""
+"""A function that was sent goes on as if it had not been: with its variables, shared or not, and its defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from nbddp import payload
-from nbddp.known import Known
+from nbddp.payload.known import Known
 from tests.properties.budget import examples
 from tests.properties.closures import Case, Globals, call, call_all, cases, make, results_without_travelling, same
 from tests.support import fresh_main, run
@@ -22,7 +22,7 @@ from tests.support import fresh_main, run
 
 @examples(150)
 @given(cases())
-def test_functions_go_on_in_a_rank_and_when_they_are_back(case: Case) -> None:
+def test_functions_keep_their_state_in_a_rank_and_when_they_come_back(case: Case) -> None:
     note(case.source)
     with fresh_main() as notebook, fresh_main() as rank:
         with being(notebook.main):
@@ -64,7 +64,7 @@ def being(main: ModuleType) -> Iterator[None]:
 
 @examples(50)
 @given(cases(alone=True))
-def test_a_function_alone_is_what_cloudpickle_makes_of_it(case: Case) -> None:
+def test_a_single_function_behaves_as_cloudpickle_makes_it(case: Case) -> None:
     note(case.source)
     functions = make(case, {"__name__": "__main__"})
     results = call(functions, case.before)
@@ -76,7 +76,7 @@ def test_a_function_alone_is_what_cloudpickle_makes_of_it(case: Case) -> None:
 
 @examples(5)
 @given(st.lists(cases(), min_size=10, max_size=10))
-def test_functions_that_real_ranks_have_called_go_on(several: list[Case]) -> None:
+def test_functions_keep_their_state_after_real_ranks_called_them(several: list[Case]) -> None:
     with fresh_main() as notebook:
         namespace = notebook.main.__dict__
         made = [make(case, namespace, f"_{number}") for number, case in enumerate(several)]

@@ -1,4 +1,4 @@
-"""A run's history is what the ranks logged, however its bytes come; the reference is a few lines of lists and dicts."""
+"""A run's history is what the ranks logged, wherever its bytes are cut; the reference is a few lists and dicts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbddp import wire
-from nbddp.kernel.history import History
+from nbddp.history.history import History
 from tests.properties.budget import examples
 
 RESTART = "restart"

@@ -1,4 +1,4 @@
-"""However ranks go through a loader: a pass of all together has every sample, or they are told that it has not."""
+"""In any use of a loader, all ranks together see every sample in a pass, or are warned that they did not."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def may_differ(case: Case) -> bool:
 
 @batches(8, CASES)
 @given(runs())
-def test_a_pass_of_all_ranks_has_every_sample_or_they_are_told(drawn: tuple[int, list[Case]]) -> None:
+def test_a_pass_of_all_ranks_has_every_sample_or_a_warning(drawn: tuple[int, list[Case]]) -> None:
     ranks, several = drawn
     done = run(go_through_all, several, nprocs=ranks, seed=1)
     for case, *outcomes in zip(several, *done.values):

@@ -1,4 +1,4 @@
-"""What ranks log, as the run's history has it: the same whatever arrives first, and what the rules of ``log`` say.
+"""The history of what ranks log follows the rules of ``log`` and does not depend on what arrives first.
 
 Each rank's calls go through the rank's own end of the pipe; the bytes are cut anywhere, in any order of the ranks. The
 reference applies the rules to lists and dicts, point by point.
@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbddp.kernel.history import History, Seen
+from nbddp.history.history import Cursor, History
 from nbddp.worker import metrics
+from nbddp.worker.metrics_pipe import MetricsPipe
 from tests.properties.budget import examples
 
 REDUCES = [None, "mean", "sum", "min", "max"]
@@ -227,7 +228,7 @@ def expected(program: list[Attempt], broken_off: bool) -> dict[str, Expected]:
 # ---------------------------------------------------------------------------- ours
 
 
-class Pipe(metrics.MetricsPipe):
+class Pipe(MetricsPipe):
     """A rank's end, into memory."""
 
     def __init__(self) -> None:
@@ -254,22 +255,22 @@ def sent(calls: list[Call]) -> bytes:
 
 
 class View:
-    """Sees the history now and then, as the panel does: what it has been given adds up to what there is."""
+    """Reads the history now and then, as the panel does: the pieces that it has read add up to the whole history."""
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self.seen: dict[str, Seen] = {}
-        self.told: dict[str, tuple[list[Any], list[Any]]] = {}
+        self.cursors: dict[str, Cursor] = {}
+        self.read: dict[str, tuple[list[Any], list[Any]]] = {}
 
     def look(self) -> None:
         for name in self._history.changes():
-            before = self.seen.get(name, Seen())
+            before = self.cursors.get(name, Cursor())
             series, spread, after = self._history.new_points(name, before)
             if after.version != before.version:
-                self.told[name] = ([], [])
-            self.seen[name] = after
-            for told, new in zip(self.told[name], (series, spread)):
-                told += zip(*(column.tolist() for column in new))
+                self.read[name] = ([], [])
+            self.cursors[name] = after
+            for read, new in zip(self.read[name], (series, spread)):
+                read += zip(*(column.tolist() for column in new))
 
 
 def fed(program: list[Attempt], data: st.DataObject, broken_off: bool) -> History:
@@ -292,7 +293,7 @@ def fed(program: list[Attempt], data: st.DataObject, broken_off: bool) -> Histor
     history.settle(broken_off=broken_off)
     view.look()
     for name in history.names:
-        series, spread = view.told[name]
+        series, spread = view.read[name]
         same(series, history[name])
         same(spread, history.spread(name))
     return history
@@ -316,9 +317,7 @@ def state(history: History) -> Any:
 
 @examples(120)
 @given(attempts(), st.booleans(), st.data())
-def test_the_history_is_what_the_rules_make_of_the_calls(
-    program: list[Attempt], broken_off: bool, data: st.DataObject
-) -> None:
+def test_the_history_follows_the_rules_of_log(program: list[Attempt], broken_off: bool, data: st.DataObject) -> None:
     history = fed(program, data, broken_off)
     reference = expected(program, broken_off)
     assert history.names == list(reference)
@@ -336,7 +335,7 @@ def test_the_history_is_what_the_rules_make_of_the_calls(
 
 @examples(60)
 @given(attempts(), st.booleans(), st.data())
-def test_the_history_is_the_same_to_the_bit_whatever_comes_first(
+def test_the_history_is_bit_for_bit_the_same_in_any_order_of_arrival(
     program: list[Attempt], broken_off: bool, data: st.DataObject
 ) -> None:
     first, second = (fed(program, data, broken_off) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The magic's line of arguments: every set of options arrives, and every other line is refused in words."""
+"""The magic's argument line: every set of options is parsed, and every other line is refused with a message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.error import UsageError  # noqa: TID253
 
-from nbddp.kernel import magic, magic_options
+from nbddp.magic import magic
+from nbddp.magic.options import DEFAULTS_PARSER, SCRIPT_PARSER
 from tests.properties.budget import examples
 
 NAMES = st.lists(st.from_regex(r"[a-zé_][a-z0-9_]{0,5}", fullmatch=True), min_size=1, max_size=3)
@@ -48,20 +49,20 @@ def given_options(draw: st.DrawFn) -> dict[str, Any]:
 
 @examples(100)
 @given(given_options(), st.randoms(use_true_random=False))
-def test_options_in_any_order_and_spelling_arrive(options: dict[str, Any], dice: random.Random) -> None:
+def test_options_in_any_order_and_spelling_are_parsed(options: dict[str, Any], dice: random.Random) -> None:
     line = " ".join(written(name, value, dice) for name, value in options.items())
     assert magic._given(magic.DdpMagics.cell.parser.parse_args(magic._words(line))) == options
 
 
 @examples(100)
 @given(given_options(), WORDS, st.lists(WORDS, max_size=4), st.randoms(use_true_random=False))
-def test_a_scripts_own_arguments_stay_its_own(
+def test_a_scripts_arguments_are_passed_on_unparsed(
     options: dict[str, Any], script: str, argv: list[str], dice: random.Random
 ) -> None:
     options.pop("out", None)
     theirs = [word for pair in zip(argv, ["--lr", "-n", "--", "-o"]) for word in reversed(pair)]
     words = shlex.split(" ".join(written(name, value, dice) for name, value in options.items()))
-    parsed = magic._given(magic_options.SCRIPT_PARSER.parse_args([*words, script, *theirs]))
+    parsed = magic._given(SCRIPT_PARSER.parse_args([*words, script, *theirs]))
     assert parsed == {**options, "script": script, "argv": theirs}
 
 
@@ -73,8 +74,8 @@ SCRAPS = [
 
 @examples(100)
 @given(st.one_of(st.text(max_size=30), st.lists(st.sampled_from(SCRAPS), max_size=6).map(" ".join)))
-def test_a_line_of_anything_is_read_or_refused_in_words(line: str) -> None:
-    for parser in (magic.DdpMagics.cell.parser, magic_options.DEFAULTS_PARSER, magic_options.SCRIPT_PARSER):
+def test_any_line_is_parsed_or_refused_with_a_message(line: str) -> None:
+    for parser in (magic.DdpMagics.cell.parser, DEFAULTS_PARSER, SCRIPT_PARSER):
         said = "nothing wrong"
         try:
             parser.parse_args(magic._words(line))

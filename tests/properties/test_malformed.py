@@ -1,4 +1,4 @@
-"""A file that is not as its writer left it loads as what it was, or ends in one NbddpError that names it, cheaply."""
+"""A damaged file loads as what it was, or ends in one NbddpError that names it, without much time or memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nbddp
-from nbddp import frames, jobfile, payload, wire
-from nbddp.kernel.addresses import meeting_of
+from nbddp import payload, wire
+from nbddp.history import metrics_file
+from nbddp.hosts import frames
+from nbddp.hosts.addresses import choose_addresses
+from nbddp.job import job_file
+from nbddp.job.rank import _open_metrics
 from nbddp.versions import versions
-from nbddp.worker import alone, metrics
+from nbddp.worker.metrics_pipe import MetricsPipe
 from tests.properties.budget import examples
 from tests.properties.mutations import loaded, mutated
 
@@ -43,8 +47,8 @@ def path() -> Iterator[Path]:
 
 def _write_attempt(path: Path, rank: int, world_size: int) -> None:
     job: Any = SimpleNamespace(rank=rank, world_size=world_size)
-    fd = alone._open_metrics(str(path), job)
-    pipe = metrics.MetricsPipe(fd)
+    fd = _open_metrics(str(path), job)
+    pipe = MetricsPipe(fd)
     for step in range(6):
         pipe.log({"loss": 1.0 / (step + 1), "é" * 30: float(rank)}, None, wire.REDUCE_MEAN, 1.0)
         pipe.log({"lr": 0.1}, 10 * step, wire.REDUCE_NONE, 1.0)
@@ -60,7 +64,7 @@ def metrics_files(path: Path) -> dict[Path, bytes]:
     for _ in range(2):
         for rank in range(RANKS):
             _write_attempt(path, rank, RANKS)
-    names = [Path(wire.metrics_path(str(path), rank)) for rank in range(RANKS)]
+    names = [Path(metrics_file.path_of(str(path), rank)) for rank in range(RANKS)]
     return {name: name.read_bytes() for name in names}
 
 
@@ -83,7 +87,7 @@ def _looked_at(path: Path) -> nbddp.History:
 
 @examples(150)
 @given(data=st.data())
-def test_metrics_load_or_are_refused(metrics_files: dict[Path, bytes], data: st.DataObject) -> None:
+def test_damaged_metrics_load_or_are_refused(metrics_files: dict[Path, bytes], data: st.DataObject) -> None:
     for name, content in metrics_files.items():
         name.write_bytes(content)
     changed = data.draw(st.sampled_from(sorted(metrics_files)))
@@ -91,7 +95,7 @@ def test_metrics_load_or_are_refused(metrics_files: dict[Path, bytes], data: st.
     loaded(lambda: _looked_at(min(metrics_files)), changed)
 
 
-def test_metrics_that_were_left_alone_load(metrics_files: dict[Path, bytes]) -> None:
+def test_undamaged_metrics_load(metrics_files: dict[Path, bytes]) -> None:
     for name, content in metrics_files.items():
         name.write_bytes(content)
     history = _looked_at(min(metrics_files))
@@ -107,16 +111,16 @@ def test_metrics_that_were_left_alone_load(metrics_files: dict[Path, bytes]) -> 
 def packed_files(path: Path) -> dict[str, bytes]:
     """By kind, the same value as its writer leaves it."""
     files = {}
-    for kind in (jobfile.JOB, jobfile.RESULT):
-        jobfile.write(path, kind, "train", lambda fd: payload.pack(VALUE, fd, inheriting=False).nbytes)
+    for kind in (job_file.JOB, job_file.RESULT):
+        job_file.write(path, kind, "train", lambda fd: payload.pack(VALUE, fd, inheriting=False).nbytes)
         files[kind] = path.read_bytes()
     return files
 
 
-@pytest.mark.parametrize("kind", [jobfile.JOB, jobfile.RESULT])
+@pytest.mark.parametrize("kind", [job_file.JOB, job_file.RESULT])
 @examples(120)
 @given(data=st.data())
-def test_a_job_or_a_result_is_what_was_written_or_refused(
+def test_a_damaged_job_or_result_is_refused(
     path: Path, packed_files: dict[str, bytes], kind: str, data: st.DataObject
 ) -> None:
     whole = packed_files[kind]
@@ -127,9 +131,9 @@ def test_a_job_or_a_result_is_what_was_written_or_refused(
 
 
 def _unpacked(path: Path, kind: str) -> Any:
-    if kind == jobfile.RESULT:
+    if kind == job_file.RESULT:
         return nbddp.load_result(path)
-    fd, head = jobfile.open_block(path, kind)
+    fd, head = job_file.open_block(path, kind)
     try:
         return payload.unpack(fd, head.nbytes).value
     finally:
@@ -157,7 +161,7 @@ def snapshot(path: Path) -> bytes:
 @pytest.mark.parametrize("weights_only", [True, False])
 @examples(120)
 @given(data=st.data())
-def test_a_snapshot_is_what_was_saved_or_refused(
+def test_a_damaged_snapshot_loads_unchanged_or_is_refused(
     path: Path, snapshot: bytes, weights_only: bool, data: st.DataObject
 ) -> None:
     path.write_bytes(data.draw(mutated(snapshot, 64)))
@@ -181,7 +185,7 @@ HERE = {
 
 @examples(60)
 @given(data=st.data())
-def test_a_host_greets_or_is_refused(path: Path, data: st.DataObject) -> None:
+def test_a_damaged_greeting_of_a_host_is_accepted_or_refused(path: Path, data: st.DataObject) -> None:
     greeting = frames.MARK + b"".join(frames.encode(data.draw(_twisted(HERE))))
     path.write_bytes(data.draw(st.just(greeting) | mutated(greeting)))
     loaded(lambda: _greeted(path), "box1")
@@ -191,7 +195,7 @@ def _greeted(path: Path) -> None:
     with nbddp.cluster(["box1"], launcher=["sh", "-c", f"cat {path}", "{host}"]) as cluster:
         assert all(count >= 0 for count in cluster.devices()["box1"].values())
         another = [{"name": "eth0", "address": "10.0.0.3", "network": "10.0.0.0/24"}]
-        meeting_of({"box1": cluster._all[0].facts, "box2": {**HERE, "networks": another}})
+        choose_addresses({"box1": cluster._all[0].facts, "box2": {**HERE, "networks": another}})
 
 
 _VALUES = st.recursive(

@@ -1,4 +1,4 @@
-"""However a launcher's object is reached from the function, it is refused by name; training arguments arrive as new."""
+"""A launcher's object is refused by name however a function reaches it; training arguments arrive as if new."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _kept(kind: str) -> Any:
 
 @examples(60)
 @given(st.sampled_from(sorted(MAKERS)), WAYS, DELIVERIES)
-def test_the_path_to_it_is_named(kind: str, way: list[str], delivery: str) -> None:
+def test_the_path_to_a_launchers_object_is_named(kind: str, way: list[str], delivery: str) -> None:
     thing = _held(_kept(kind), way)
     with fresh_main() as cell, pytest.raises(nbddp.PayloadError) as refused:
         names = cell("def train(*args, **kwargs): return [thing for _ in args]")
@@ -104,7 +104,7 @@ def test_the_path_to_it_is_named(kind: str, way: list[str], delivery: str) -> No
         },
     ),
 )
-def test_training_arguments_arrive_as_if_made_there(way: list[str], fields: dict[str, Any]) -> None:
+def test_training_arguments_arrive_as_if_made_in_the_rank(way: list[str], fields: dict[str, Any]) -> None:
     sent = _arguments(**fields)
     there = {"_n_gpu": 5, "_setup_devices": "there", "distributed_state": SimpleNamespace(num_processes=7)}
     vars(sent).update(there)

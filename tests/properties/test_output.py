@@ -1,4 +1,4 @@
-"""Output arrives as a terminal would leave it, wherever its bytes are cut."""
+"""Output is shown as a terminal would show it, wherever its bytes are cut."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbddp.kernel.output import RankOutput, open_output
-from nbddp.wire import fold
+from nbddp.launch.output import RankOutput, open_output
+from nbddp.text import fold
 from tests.properties.budget import examples
 
 TEXT = st.text(st.sampled_from("ab\r\n é€😀\0\x1b"), max_size=60)
@@ -52,7 +52,7 @@ def test_folded_text_is_what_a_terminal_shows(text: str) -> None:
 
 @examples(150)
 @given(RAW, CUTS, st.integers(1, 9))
-def test_readers_beside_each_other_see_all_wherever_it_is_cut(data: bytes, cuts: list[int], limit: int) -> None:
+def test_parallel_readers_see_all_output_wherever_it_is_cut(data: bytes, cuts: list[int], limit: int) -> None:
     output = RankOutput(open_output())
     whole = data.decode("utf-8", "replace")
     taken, followed, position = "", "", 0

@@ -1,4 +1,4 @@
-"""Whatever is packed arrives as it was: values, kinds, strides; and shares memory with whom pickle lets it."""
+"""Values, kinds and strides arrive as they were packed, and memory is shared where pickle would share it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def round_trip(thing: Any, *, back: bool = False) -> Any:
 
 @examples(150)
 @given(things(), st.booleans(), st.booleans())
-def test_anything_arrives_as_it_was(thing: Any, mapped: bool, back: bool) -> None:
+def test_any_value_arrives_as_it_was(thing: Any, mapped: bool, back: bool) -> None:
     """Small things are read, large ones mapped; results travel by the second way."""
     before = describe(thing)
     note(str(before))
@@ -49,7 +49,7 @@ def test_anything_arrives_as_it_was(thing: Any, mapped: bool, back: bool) -> Non
 
 @examples(40)
 @given(things())
-def test_what_has_travelled_can_travel_again(thing: Any) -> None:
+def test_a_result_can_be_sent_as_an_argument_again(thing: Any) -> None:
     """A result of one run is the next run's argument."""
     before = describe(thing)
     assert describe(round_trip(round_trip(thing), back=True)) == before
@@ -57,7 +57,7 @@ def test_what_has_travelled_can_travel_again(thing: Any) -> None:
 
 @examples(8)
 @given(st.lists(things(), min_size=1, max_size=6))
-def test_real_ranks_get_it_and_give_it_back(several: list[Any]) -> None:
+def test_real_ranks_receive_and_return_any_value_unchanged(several: list[Any]) -> None:
     before = describe(several)
     done = run(_look_and_write, several)
     for seen, written, back in done.values:

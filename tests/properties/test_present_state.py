@@ -1,4 +1,4 @@
-"""Whatever state a notebook is in, its ranks have what a plain child has that is started at the same moment."""
+"""In any state of a notebook, its ranks have what a plain child process has that is started at the same moment."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def program(_warm: None) -> Iterator[Program]:
 
 @examples(15)
 @given(state=STATES)
-def test_ranks_have_what_a_child_has(
+def test_ranks_have_the_process_state_of_a_plain_child(
     program: Program, tmp_path_factory: pytest.TempPathFactory, state: dict[str, object]
 ) -> None:
     folder = str(tmp_path_factory.getbasetemp())
@@ -99,7 +99,7 @@ value = [child(f"[look({{folder!r}}), (lambda os: {{mine}})(__import__('os'))]")
 
 @examples(2)
 @given(present=VARIABLES, of_the_run=VARIABLES)
-def test_variables_have_the_effect_that_they_have_on_a_child(
+def test_environment_variables_affect_ranks_as_they_affect_a_plain_child(
     program: Program, present: dict[str, str], of_the_run: dict[str, str]
 ) -> None:
     """Those of the notebook's environment, and over it those of one run."""
@@ -113,7 +113,7 @@ value = [child("effects()", {of_the_run!r}), ranks(effects, env={of_the_run!r})]
     assert ("This run's ranks are started by spawn" in note) == bool(differing - {"TORCH_DISTRIBUTED_DEBUG"})
 
 
-def test_the_oracle_can_tell_one_state_from_another(program: Program, tmp_path: Path) -> None:
+def test_the_oracle_distinguishes_two_states(program: Program, tmp_path: Path) -> None:
     """Else the comparison above would be one of nothing."""
     usual, other = program.value(f"""
 value = [child("look({str(tmp_path)!r})")]

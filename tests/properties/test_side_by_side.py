@@ -19,7 +19,7 @@ _BUDGET = examples(60)
 
 _SOURCE = """
 import nbddp, torch, torch.distributed as dist
-from nbddp.worker import group as ours
+from nbddp.worker import process_group as ours
 
 def train(cases, events, together):
     return [met(case, events, together) for case in cases]
@@ -52,7 +52,7 @@ def met(case, events, together):
 
 @settings(_BUDGET, max_examples=max(1, _BUDGET.max_examples // _PER_RUN))
 @given(st.lists(_CASES, min_size=_PER_RUN, max_size=_PER_RUN))
-def test_what_ranks_did_is_known_at_the_end(cases: list[list[str]]) -> None:
+def test_collectives_of_several_ranks_are_detected_in_any_order_of_calls(cases: list[list[str]]) -> None:
     with fresh_main() as cell:
         together = [multiprocessing.get_context("spawn").Semaphore(0) for _ in range(2)]
         values = run(cell(_SOURCE).train, cases, _EVENTS, together).values

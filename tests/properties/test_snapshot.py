@@ -1,4 +1,4 @@
-"""Nested state of all kinds comes back equal, as plain torch gives it, or is refused by the right path."""
+"""Nested state of all kinds comes back as plain torch gives it, or is refused with the right path."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_state_comes_back_as_plain_torch_gives_it(state: dict[str, Any]) -> None
 
 @examples(40)
 @given(STATES, st.sampled_from(sorted(NOT_PLAIN)), st.lists(st.sampled_from(sorted(STEPS)), max_size=4))
-def test_what_does_not_load_is_named_by_its_path(state: dict[str, Any], kind: str, way: list[str]) -> None:
+def test_state_that_would_not_load_is_refused_by_its_path(state: dict[str, Any], kind: str, way: list[str]) -> None:
     thing, told = NOT_PLAIN[kind]
     for step in reversed(way):
         thing = STEPS[step](thing)

@@ -1,1 +1,1 @@
-"""Resources at length: ``python -m tests.soak`` (300 runs), ``python -m tests.soak --minutes 30`` (one long run)."""
+"""Resources over a long time: ``python -m tests.soak`` (300 runs), ``python -m tests.soak --minutes 30`` (one run)."""

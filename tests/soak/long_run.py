@@ -1,4 +1,4 @@
-"""One long run at 100 metrics a second with the panel open, in a real kernel: flat, but for the history."""
+"""One long run at 100 metrics a second with the panel open in a real kernel: nothing grows but the history."""
 
 from __future__ import annotations
 

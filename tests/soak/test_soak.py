@@ -1,4 +1,4 @@
-"""The soak in short: what a kernel holds does not grow, run by run and second by second."""
+"""A short soak: what a kernel holds does not grow with the number of runs or with their length."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tests.soak import long_run, many_runs
 
 
 @pytest.mark.slow
-def test_sixty_runs_grow_nothing() -> None:
+def test_sixty_runs_leave_the_kernel_no_larger() -> None:
     assert many_runs.main(60) == []
 
 
 @pytest.mark.slow
-def test_a_kernel_that_grows_with_the_length_of_a_run() -> None:
+def test_a_kernel_does_not_grow_with_the_length_of_a_run() -> None:
     assert long_run.main(20.0, every_s=0.5) == []
 
 
-def test_a_growth_that_nobody_sees() -> None:
+def test_the_judge_sees_growth_of_each_kind() -> None:
     """The judge itself."""
     held = many_runs.Held(200 << 20, 100 << 20, 0, 0, 9, 9, 4, 0, 3)
     assert many_runs.growth(held, replace(held, kernel_bytes=held.kernel_bytes + (1 << 20))) == []

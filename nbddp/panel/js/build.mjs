@@ -1,4 +1,4 @@
-// Bundles the panel's script and style to ../static, with the licence of what is bundled.
+// Bundles the panel's script and style to ../static, with the licence of uPlot, which is bundled.
 import { copyFile } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
 import { build } from "esbuild";
@@ -13,7 +13,7 @@ await build({
   format: "esm",
   minify: true,
   target: "es2021",
-  legalComments: "none", // uPlot's licence is shipped as a file beside
+  legalComments: "none", // uPlot's licence is shipped in a file
   charset: "utf8",
 });
 await copyFile(here("node_modules/uplot/LICENSE"), `${out}/LICENSE-uplot.txt`);

@@ -1,19 +1,19 @@
-// One chart: the metrics of one family over steps. Raw points faint, the smoothed line strong, ranks as a band.
+// One chart: the metrics of one family over steps, with faint raw values, smoothed lines and a band for the ranks.
 
 import uPlot from "uplot";
-import { h, say, show } from "./dom.js";
-import { Marks, words } from "./marks.js";
+import { h, setText, show } from "./dom.js";
+import { Marks, marksText } from "./marks.js";
 import { extent, join, lowerBound, metric, padded, tick } from "./numbers.js";
-import { faint, places } from "./theme.js";
+import { colorIndices, faint } from "./theme.js";
 
 const HEIGHT_PX = 180;
 const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
-const PER_LINE = 4; // columns of a line in uPlot's table: raw, line, high, low
-const LINES = 8; // as many as there are colours; the others wait behind a button
-const SPARSE = 30; // fewer points than this, or a fifth of the densest line's, are drawn as dots and not smoothed
+const PER_LINE = 4; // columns for each line in uPlot's table: raw, line, high, low
+const MAX_LINES = 8; // the number of colours; a button shows the other lines
+const SPARSE = 30; // with fewer points, or under a fifth of the densest line's, a line is dots without smoothing
 
 export class Chart {
-  /** `panel` gives: weight, log, zoom, colors, key, marks; and takes: onCursor(x), onZoom([from, to] | null). */
+  /** Reads from `panel`: weight, log, zoom, colors, key, marks. Calls: onCursor(x), onZoom([from, to] | null). */
   constructor(panel, family) {
     this.panel = panel;
     this.series = [];
@@ -27,27 +27,27 @@ export class Chart {
     this._u = null;
     this._marks = new Marks();
     this._all = false;
-    this._waiting = 0; // series that are not drawn
+    this._undrawn = 0; // number of series that are not drawn
     this._button = h("button", { type: "button", class: "nbddp-rest" });
     this._button.addEventListener("click", () => this._toggle());
   }
 
-  /** Show these series, as they are now. */
+  /** Show the present points of these series. */
   update(all) {
-    const series = this._all ? all : all.slice(0, LINES);
-    const waiting = all.length - series.length;
-    if (waiting !== this._waiting || series.length !== this.series.length || series.some((s, i) => s !== this.series[i])) {
+    const series = this._all ? all : all.slice(0, MAX_LINES);
+    const undrawn = all.length - series.length;
+    if (undrawn !== this._undrawn || series.length !== this.series.length || series.some((s, i) => s !== this.series[i])) {
       this.series = series;
-      this._waiting = waiting;
-      this._places = places(series.map((s) => s.label));
-      say(this.title, series[0].title);
+      this._undrawn = undrawn;
+      this._colorIndices = colorIndices(series.map((s) => s.label));
+      setText(this.title, series[0].title);
       this._rebuildLegend();
       this.rebuild();
     }
     this.draw();
   }
 
-  /** Anew: the lines, the scale's kind or the colours are others. */
+  /** Build the plot again after a change of the lines, the type of scale or the colours. */
   rebuild() {
     this._u?.destroy();
     this._u = null;
@@ -69,7 +69,7 @@ export class Chart {
       if (this._u.width !== width) this._u.setSize({ width, height: HEIGHT_PX });
       this._u.setData(data);
     }
-    this._sayValues();
+    this._updateValues();
   }
 
   destroy() {
@@ -116,7 +116,7 @@ export class Chart {
     return this.panel.weight > 0 && !this.sparse[i];
   }
 
-  /** What the line shows at x: the nearest point's value. */
+  /** The value that the line shows at x: that of the nearest point. */
   _at(i, x) {
     const { column } = this.series[i];
     if (!column.n) return undefined;
@@ -201,7 +201,7 @@ export class Chart {
 
   _moved(u) {
     this.cursorX = u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null;
-    this._sayValues();
+    this._updateValues();
     this.panel.onCursor(this.cursorX === null ? null : this._stepAt(this.cursorX));
   }
 
@@ -229,13 +229,13 @@ export class Chart {
       this.panel.onZoom(null);
     } else return;
     event.preventDefault();
-    event.stopPropagation(); // the notebook has plans for arrow keys too
+    event.stopPropagation(); // the notebook would also handle the arrow keys
   }
 
-  // ---------------------------------------------------------------- words
+  // ---------------------------------------------------------------- text
 
   _color(i) {
-    return this.panel.colors.lines[this._places[i]];
+    return this.panel.colors.lines[this._colorIndices[i]];
   }
 
   _rebuildLegend() {
@@ -248,9 +248,9 @@ export class Chart {
       return h("span", { class: "nbddp-key", title: s.name }, this._dashes[i], label, this._values[i]);
     });
     this.legend.replaceChildren(...keys);
-    if (this._waiting || this._all) this.legend.append(this._button);
+    if (this._undrawn || this._all) this.legend.append(this._button);
     this._button.setAttribute("aria-expanded", String(this._all));
-    say(this._button, this._all ? `only ${LINES}` : `and ${this._waiting} more`);
+    setText(this._button, this._all ? `only ${MAX_LINES}` : `and ${this._undrawn} more`);
     this.legend.dataset.all = this._all;
   }
 
@@ -263,12 +263,12 @@ export class Chart {
     this._dashes.forEach((dash, i) => (dash.style.background = this._color(i)));
   }
 
-  _sayValues() {
-    this._values.forEach((element, i) => say(element, metric(this._at(i, this.cursorX))));
-    const parts = this.series.slice(0, LINES).map((s, i) => `${s.label} ${metric(this._at(i, this.cursorX))}`);
+  _updateValues() {
+    this._values.forEach((element, i) => setText(element, metric(this._at(i, this.cursorX))));
+    const parts = this.series.slice(0, MAX_LINES).map((s, i) => `${s.label} ${metric(this._at(i, this.cursorX))}`);
     const where = this.cursorX === null ? "" : ` at step ${tick(this._stepAt(this.cursorX))}`;
     const all = `Chart of ${this.series[0].title}${where}: ${parts.join(", ")}`;
-    this.plot.setAttribute("aria-label", all + words(this.panel.marks, this.bounds));
+    this.plot.setAttribute("aria-label", all + marksText(this.panel.marks, this.bounds));
   }
 }
 

@@ -1,4 +1,4 @@
-// Making elements. Text is text: nothing here parses HTML.
+// Makes and updates elements. Text is never parsed as HTML.
 
 /** `h("div", { class: "x", onclick: f }, "text", child)` */
 export function h(tag, attributes = {}, ...children) {
@@ -12,8 +12,8 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Set the text only when it differs: no layout, no screen reader is disturbed for nothing. */
-export function say(element, text) {
+/** Set the text only if it differs, which avoids layout work and repeated screen reader output. */
+export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 

@@ -1,10 +1,10 @@
-// What the ranks print: a tab per rank, search, follow.
+// The output of the ranks: a tab for each rank, search, follow.
 
-import { h, say, show } from "./dom.js";
+import { h, setText, show } from "./dom.js";
 import { count } from "./numbers.js";
 
 const REDRAW_MS = 250;
-const SHOWN = 2000; // lines in the page; the rest are in run.logs()
+const SHOWN = 2000; // lines in the page; run.logs() has all
 let made = 0;
 
 export class Logs {
@@ -19,7 +19,7 @@ export class Logs {
     this._tablist.addEventListener("keydown", (event) => this._key(event));
     this._search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search in this rank's output" });
     this._search.addEventListener("input", () => this._draw());
-    // The notebook has shortcuts on plain letters.
+    // The notebook would take plain letters as shortcuts.
     this._search.addEventListener("keydown", (event) => event.stopPropagation());
     this._follow = h("input", { type: "checkbox", checked: true });
     this._follow.addEventListener("change", () => this._draw());
@@ -33,7 +33,7 @@ export class Logs {
     this.el.addEventListener("toggle", () => this._draw());
   }
 
-  /** New lines may have come. Drawn a few times a second, and only when open. */
+  /** Call after new output. Draws a few times a second, and only while the element is open. */
   update(rows) {
     while (this._tabs.length < rows.length) this._addTab(this._tabs.length);
     this._tabs.forEach((tab, rank) => {
@@ -41,14 +41,14 @@ export class Logs {
       tab.title = rows[rank]?.host ? `on ${rows[rank].host}` : "";
     });
     const lines = [...this._store.logs.values()].reduce((sum, log) => sum + log.all().length + log.dropped, 0);
-    say(this._count, lines ? `${count(lines)} line${lines === 1 ? "" : "s"}` : "no output yet");
+    setText(this._count, lines ? `${count(lines)} line${lines === 1 ? "" : "s"}` : "no output yet");
     this._timer ??= setTimeout(() => {
       this._timer = null;
       this._draw();
     }, REDRAW_MS);
   }
 
-  /** Open at this rank: it is the one to look at. */
+  /** Open the output of this rank. */
   open(rank) {
     this.el.open = true;
     this._choose(rank);
@@ -108,12 +108,12 @@ export class Logs {
   _fill(log, term) {
     const all = log?.all() ?? [];
     const lines = term ? all.filter((line) => line.toLowerCase().includes(term)) : all;
-    say(this._found, term ? `${count(lines.length)} of ${count(all.length)}` : "");
+    setText(this._found, term ? `${count(lines.length)} of ${count(all.length)}` : "");
     show(this._found, Boolean(term));
     const left = (log?.dropped ?? 0) + Math.max(0, lines.length - SHOWN);
     const header = left && !term ? [`[${count(left)} older lines: run.logs(${this._rank})]`] : [];
     const nothing = term ? "Nothing found." : "This rank has printed nothing.";
-    say(this._text, [...header, ...lines.slice(-SHOWN)].join("\n") || nothing);
+    setText(this._text, [...header, ...lines.slice(-SHOWN)].join("\n") || nothing);
   }
 
   _scrolled() {

@@ -1,17 +1,17 @@
-// Where the ranks have begun again: a dashed line in a chart, in words too.
+// The restarts of the ranks: a dashed line in a chart, and a text for screen readers.
 
-import { h, say } from "./dom.js";
+import { h, setText } from "./dom.js";
 import { count } from "./numbers.js";
 
-const SHOWN = 20; // the newest
-const TURN = 0.75; // of the chart's width: from here on the words stand left of the line
+const MAX_SHOWN = 20; // the newest
+const LABEL_LEFT_FROM = 0.75; // of the chart's width: from here on the label is left of the line
 
 export class Marks {
   constructor() {
     this.el = h("div", { class: "nbddp-marks" });
   }
 
-  /** Put them where they belong in this chart, as it is drawn now. */
+  /** Place the marks at their steps in this chart, at its present zoom. */
   draw(u, marks) {
     const shown = within(marks, [u.scales.x.min, u.scales.x.max]);
     while (this.el.children.length > shown.length) this.el.lastChild.remove();
@@ -21,21 +21,21 @@ export class Marks {
   }
 }
 
-/** For who does not see them: ", restart 1 at step 450". */
-export function words(marks, bounds) {
+/** Text for screen readers: ", restart 1 at step 450". */
+export function marksText(marks, bounds) {
   return within(marks, bounds)
     .map(({ label, step }) => `, ${label} at step ${count(step)}`)
     .join("");
 }
 
 function within(marks, [from, to]) {
-  return marks.filter(({ step }) => step >= from && step <= to).slice(-SHOWN);
+  return marks.filter(({ step }) => step >= from && step <= to).slice(-MAX_SHOWN);
 }
 
 function place(element, { label, text }, left, width) {
   const shown = element.firstChild;
   element.style.left = `${left}px`;
-  element.dataset.side = left > width * TURN ? "left" : "right";
-  say(shown, label);
+  element.dataset.side = left > width * LABEL_LEFT_FROM ? "left" : "right";
+  setText(shown, label);
   shown.title = text;
 }

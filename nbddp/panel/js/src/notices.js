@@ -1,6 +1,6 @@
-// What is said of a run above its curves: that it was restarted, where it stands still, and what may not be as meant.
+// The notices above the curves: a restart, where a run hangs, and remarks about its metrics.
 
-import { h, say, show } from "./dom.js";
+import { h, setText, show } from "./dom.js";
 
 export class Notices {
   constructor() {
@@ -12,20 +12,20 @@ export class Notices {
     this._close.addEventListener("click", () => this._dismiss());
     this._hang = h("div", { class: "nbddp-notice nbddp-hang", role: "status", hidden: true });
     this._hang.append(this._first, this._close, this._details);
-    this._dismissed = false; // until the run has moved again
+    this._dismissed = false; // until the run makes progress again
     this._remark = h("p", { class: "nbddp-remark", role: "status", hidden: true });
     this.els = [this._restarted, this._hang, this._remark];
   }
 
   update(restarted, hang, remark) {
-    say(this._restarted, restarted);
+    setText(this._restarted, restarted);
     show(this._restarted, Boolean(restarted));
-    say(this._remark, remark);
+    setText(this._remark, remark);
     show(this._remark, Boolean(remark));
     if (!hang.length) this._dismissed = false;
     const [first = "", ...rest] = hang;
-    say(this._first, first);
-    say(this._stacks, rest.join("\n").trim());
+    setText(this._first, first);
+    setText(this._stacks, rest.join("\n").trim());
     show(this._details, rest.some((line) => line.trim()));
     show(this._hang, hang.length > 0 && !this._dismissed);
   }

@@ -1,6 +1,6 @@
-// What the panel computes: thinning for the screen, smoothing, and numbers as text. Knows no page.
+// The panel's computations: thinning for the screen, smoothing, and numbers as text. Uses no page.
 
-/** The first index whose x is not below `value`. `x` ascends, `n` is its length in use. */
+/** The first index whose x is not below `value`. `x` ascends; only its first `n` elements are used. */
 export function lowerBound(x, n, value) {
   let lo = 0;
   let hi = n;
@@ -12,18 +12,18 @@ export function lowerBound(x, n, value) {
   return lo;
 }
 
-const LARGEST = 1e300; // of what is drawn: the difference of two such numbers is a number too
-const APART = 1e-12; // of a number's size; what lies closer together is a flat line
+const LARGEST = 1e300; // larger values are clipped, so that the difference of two values is finite
+const FLAT = 1e-12; // relative to the values; a smaller range is drawn as a flat line
 const BLOCK = 64;
 
-/** Points of one line, ascending in x. A point at an x already passed replaces all from there on: a new epoch. */
+/** Points of one line, ascending in x. A point with a lower x (a new epoch) replaces all points from that x on. */
 export class Column {
   constructor() {
     this.n = 0;
     this.x = new Float64Array(256);
     this.y = new Float64Array(256);
-    this.stride = 0; // the usual distance in x, 0 while unknown
-    this._lows = []; // by whole block of 64 points: where the smallest and the largest y is
+    this.stride = 0; // the usual distance in x, 0 if not known
+    this._lows = []; // for each full block of 64 points, the indices of the smallest and the largest y
     this._highs = [];
     this._smooth = { weight: -1, n: 0, y: new Float64Array(0), sum: 0, mass: 0 };
   }
@@ -44,7 +44,7 @@ export class Column {
     if (!this.stride && this.n > 1) this.stride = this.x[1] - this.x[0];
   }
 
-  /** Exponential moving average without its start's bias; a wider gap in x forgets more. */
+  /** Exponential moving average with bias correction at the start; a value decays more over a wider gap in x. */
   smoothed(weight) {
     const s = this._smooth;
     if (s.weight !== weight || s.n > this.n) Object.assign(s, { weight, n: 0, sum: 0, mass: 0 });
@@ -53,9 +53,9 @@ export class Column {
       const y = this.y[i];
       if (Number.isFinite(y)) {
         const gap = i && this.stride ? (this.x[i] - this.x[i - 1]) / this.stride : 1;
-        const keep = gap === 1 ? weight : weight ** gap;
-        s.sum = s.sum * keep + y * (1 - keep);
-        s.mass = s.mass * keep + (1 - keep);
+        const decay = gap === 1 ? weight : weight ** gap;
+        s.sum = s.sum * decay + y * (1 - decay);
+        s.mass = s.mass * decay + (1 - decay);
       }
       s.y[i] = s.mass ? s.sum / s.mass : NaN;
     }
@@ -63,7 +63,7 @@ export class Column {
     return s.y;
   }
 
-  /** Indices to draw between two x: all while they are few, else each bucket's lowest and highest point. */
+  /** Indices to draw between two x: all if they are few, otherwise each bucket's lowest and highest point. */
   visible(from, to, buckets) {
     const start = Math.max(0, lowerBound(this.x, this.n, from) - 1);
     const end = Math.min(this.n, lowerBound(this.x, this.n, to) + 2);
@@ -82,18 +82,18 @@ export class Column {
     let low = from;
     let high = from;
     let i = from;
-    const see = (a, b) => {
-      // A NaN loses every comparison; one that stands first must give way.
+    const compare = (a, b) => {
+      // Every comparison with NaN is false, so a NaN in the first place must be replaced.
       if (this.y[a] < this.y[low] || Number.isNaN(this.y[low])) low = a;
       if (this.y[b] > this.y[high] || Number.isNaN(this.y[high])) high = b;
     };
     while (i < to) {
       const block = i / BLOCK;
       if (i % BLOCK === 0 && i + BLOCK <= to && block < this._lows.length) {
-        see(this._lows[block], this._highs[block]);
+        compare(this._lows[block], this._highs[block]);
         i += BLOCK;
       } else {
-        see(i, i);
+        compare(i, i);
         i += 1;
       }
     }
@@ -132,7 +132,7 @@ function range(start, end) {
   return Array.from({ length: end - start }, (_, i) => start + i);
 }
 
-/** Lines with x of their own as one table for uPlot: the union of all x, null where a line has no point. */
+/** Lines with different x as one table for uPlot: the union of all x, null where a line has no point. */
 export function join(lines) {
   const all = new Set();
   for (const { x } of lines) for (const value of x) all.add(value);
@@ -149,7 +149,7 @@ export function join(lines) {
   return [xs, ...columns];
 }
 
-/** The least and the greatest of the numbers that can be drawn; `positive`: on a log scale. */
+/** The lowest and highest value that can be drawn; with `positive`, on a log scale. */
 export function extent(columns, positive = false) {
   let low = Infinity;
   let high = -Infinity;
@@ -163,18 +163,18 @@ export function extent(columns, positive = false) {
   return low <= high ? [low, high] : [positive ? 0.1 : 0, 1];
 }
 
-/** Room around the data; zero stays the edge where the data come near it. */
+/** The range with a margin around the data; the lower edge is zero if the data come close to it. */
 export function padded([low, high]) {
-  if (high - low <= Math.max(APART * Math.max(Math.abs(low), Math.abs(high)), 1 / LARGEST)) {
-    const room = Math.abs(low) * 0.1;
-    return room > 1 / LARGEST ? [low - room, high + room] : [low - 1, high + 1];
+  if (high - low <= Math.max(FLAT * Math.max(Math.abs(low), Math.abs(high)), 1 / LARGEST)) {
+    const margin = Math.abs(low) * 0.1;
+    return margin > 1 / LARGEST ? [low - margin, high + margin] : [low - 1, high + 1];
   }
-  const room = (high - low) * 0.06;
-  const bottom = low >= 0 && low < (high - low) * 0.25 ? 0 : low - room;
-  return [bottom, high + room];
+  const margin = (high - low) * 0.06;
+  const bottom = low >= 0 && low < (high - low) * 0.25 ? 0 : low - margin;
+  return [bottom, high + margin];
 }
 
-/** A metric's value: four figures, no exponent where it can be read without. */
+/** A metric's value: four digits, with an exponent only for very small and very large values. */
 export function metric(value) {
   if (value === undefined || value === null) return "–";
   if (Number.isNaN(value)) return "NaN";
@@ -186,7 +186,7 @@ export function metric(value) {
   return value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : 4);
 }
 
-/** A tick on an axis: as short as it can be. */
+/** A tick on an axis, as short as possible. */
 export function tick(value) {
   if (value === null || value === undefined) return "";
   const size = Math.abs(value);
@@ -204,7 +204,7 @@ export function count(value) {
   return Math.round(value).toLocaleString("en-US");
 }
 
-/** `rank 3`, `ranks 0 to 7`: those of a host are neighbours. */
+/** `rank 3`, `ranks 0 to 7`: the numbers of a host's ranks are consecutive. */
 export function ranksText(ranks) {
   return ranks.length === 1 ? `rank ${ranks[0]}` : `ranks ${ranks[0]} to ${ranks.at(-1)}`;
 }
@@ -228,7 +228,7 @@ export function stepTime(seconds) {
 
 const UNITS = ["B", "KB", "MB", "GB", "TB"];
 
-/** Bytes in the unit of `of`, so that "9.1 / 16 GB" shares one. */
+/** Bytes in the unit of `of`, so that "9.1 / 16 GB" needs only one unit. */
 export function bytes(value, of = value) {
   let unit = 0;
   for (let rest = of; rest >= 1024 && unit < UNITS.length - 1; rest /= 1024) unit += 1;
@@ -237,10 +237,10 @@ export function bytes(value, of = value) {
 }
 
 const ESCAPES = /\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])/g; // eslint-disable-line no-control-regex
-// What steers a terminal, and what turns a line's direction around.
+// Characters that control a terminal, or that reverse the direction of a line.
 const CONTROLS = /[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]/g; // eslint-disable-line no-control-regex
 
-/** Lines of one rank's output, as a terminal would leave them, the oldest dropped. */
+/** The newest lines of one rank's output, as a terminal would show them. */
 export class Lines {
   constructor(limit = 5000) {
     this.limit = limit;

@@ -3,7 +3,7 @@
 import "uplot/dist/uPlot.min.css";
 import "./panel.css";
 import { Chart } from "./chart.js";
-import { h, say, show } from "./dom.js";
+import { h, setText, show } from "./dom.js";
 import { Logs } from "./logs.js";
 import { Notices } from "./notices.js";
 import { count, duration, metric, tick } from "./numbers.js";
@@ -13,8 +13,8 @@ import { SILENT_S, Store } from "./store.js";
 import { RankTable } from "./table.js";
 import { isDark, palette, watchTheme } from "./theme.js";
 
-const CHARTS = 6; // more families than this wait behind a button
-const [FEWEST_METRICS, MOST_METRICS, TILE_PX] = [2, 5, 108]; // in the row of tiles, by its width
+const MAX_CHARTS = 6; // a button shows the charts of the other families
+const [MIN_METRICS, MAX_METRICS, TILE_PX] = [2, 5, 108]; // the row of tiles: number by its width
 const CLOCK_MS = 1000;
 let panels = 0;
 
@@ -33,20 +33,20 @@ class Panel {
     this._notices = new Notices();
     this._build();
     root.append(this.el);
-    this._takeTheme();
-    this._endings = this._watch();
+    this._updateTheme();
+    this._cleanups = this._watch();
     this.update();
   }
 
   dispose() {
-    this._endings.forEach((end) => end());
+    this._cleanups.forEach((end) => end());
     this._charts.forEach((chart) => chart.destroy());
     this._logs.dispose();
     this._stop.dispose();
     this.el.remove();
   }
 
-  /** Something has changed; drawn with the next frame, once. */
+  /** Call after any change: everything is drawn once, with the next frame of the browser. */
   update() {
     this._frame ??= requestAnimationFrame(() => {
       this._frame = null;
@@ -54,10 +54,10 @@ class Panel {
     });
   }
 
-  // ---------------------------------------------------------------- what a chart asks for
+  // ---------------------------------------------------------------- the interface for charts
 
   onCursor(step) {
-    say(this._step, step === null ? "" : `step ${tick(step)}`);
+    setText(this._step, step === null ? "" : `step ${tick(step)}`);
   }
 
   get marks() {
@@ -110,7 +110,7 @@ class Panel {
       this._paintSlider();
       this._drawCharts();
     });
-    // Left and right move the slider, not the notebook's selection.
+    // The arrow keys must move the slider, and not the notebook's selection.
     this._slider.addEventListener("keydown", (event) => event.stopPropagation());
     this._logButton = h("button", { type: "button", class: "nbddp-button", "aria-pressed": "false" }, "Log scale");
     this._logButton.addEventListener("click", () => {
@@ -141,7 +141,7 @@ class Panel {
     model.on("change:heard", changed);
     return [
       this._store.subscribe(this),
-      watchTheme(() => this._takeTheme()),
+      watchTheme(() => this._updateTheme()),
       () => resized.disconnect(),
       () => clearInterval(clock),
       () => cancelAnimationFrame(this._frame),
@@ -150,7 +150,7 @@ class Panel {
     ];
   }
 
-  _takeTheme() {
+  _updateTheme() {
     const dark = isDark(this.el.parentElement);
     if (dark === this._dark) return;
     this._dark = dark;
@@ -184,10 +184,10 @@ class Panel {
     if (!head) return;
     const state = this._store.model.get("stopping") && !this._store.over ? "stopping" : head.state;
     this.el.dataset.state = state;
-    say(this._state, state[0].toUpperCase() + state.slice(1));
-    say(this._name, head.name);
-    say(this._summary, `${head.summary} · ${duration(this._store.seconds)}`);
-    say(this._error, head.error);
+    setText(this._state, state[0].toUpperCase() + state.slice(1));
+    setText(this._name, head.name);
+    setText(this._summary, `${head.summary} · ${duration(this._store.seconds)}`);
+    setText(this._error, head.error);
     show(this._error, Boolean(head.error));
     this._notices.update(head.restarted ?? "", this._store.hang, head.remark ?? "");
     this._drawStop(state);
@@ -202,11 +202,11 @@ class Panel {
     const can = this._stop.possible;
     show(this._stopButton, can);
     this._stopButton.disabled = this._store.over || state === "stopping" || this._stop.asked;
-    say(this._stopText, !this._store.over && (state === "stopping" || this._stop.asked) ? "Stopping" : "Stop");
+    setText(this._stopText, !this._store.over && (state === "stopping" || this._stop.asked) ? "Stopping" : "Stop");
     const { silence } = this._store;
-    const lost = silence > SILENT_S ? `no news from the kernel for ${duration(silence)}` : "";
+    const lost = silence > SILENT_S ? `no message from the kernel for ${duration(silence)}` : "";
     const hint = lost || this._stop.problem || (can ? "" : "to stop, use ■ in the toolbar");
-    say(this._hint, this._store.over ? "" : hint);
+    setText(this._hint, this._store.over ? "" : hint);
   }
 
   _drawTiles() {
@@ -217,8 +217,8 @@ class Panel {
     if (head.outer !== null) before.push([head.outer_label, count(head.outer), head.outers && `of ${count(head.outers)}`]);
     if (head.throughput) after.push(["Throughput", count(head.throughput), "samples/s"]);
     if (head.left !== null) after.push(["Time left", over ? "–" : duration(head.left), ""]);
-    const room = Math.floor(this.el.clientWidth / TILE_PX) - before.length - after.length;
-    const metrics = foremost(this._store.series).slice(0, Math.min(MOST_METRICS, Math.max(FEWEST_METRICS, room)));
+    const space = Math.floor(this.el.clientWidth / TILE_PX) - before.length - after.length;
+    const metrics = tileOrder(this._store.series).slice(0, Math.min(MAX_METRICS, Math.max(MIN_METRICS, space)));
     this._setTiles([...before, ...metrics.map(({ tile, column }) => [tile, metric(column.last), ""]), ...after]);
   }
 
@@ -229,10 +229,10 @@ class Panel {
     }
     tiles.forEach(([label, value, unit], i) => {
       const [name, line] = this._tiles.children[i].children;
-      say(name, label);
+      setText(name, label);
       name.title = label;
-      say(line.children[0], value);
-      say(line.children[1], unit || "");
+      setText(line.children[0], value);
+      setText(line.children[1], unit || "");
     });
     show(this._tiles, tiles.length > 0);
   }
@@ -244,11 +244,11 @@ class Panel {
       if (!families.has(series.family)) families.set(series.family, []);
       families.get(series.family).push(series);
     }
-    const shown = [...families].slice(0, this._all ? families.size : CHARTS);
+    const shown = [...families].slice(0, this._all ? families.size : MAX_CHARTS);
     for (const [family, series] of shown) this._chart(family).update(series);
-    const waiting = families.size - shown.length;
-    say(this._more, `Show ${waiting} more chart${waiting === 1 ? "" : "s"}`);
-    show(this._more, waiting > 0);
+    const undrawn = families.size - shown.length;
+    setText(this._more, `Show ${undrawn} more chart${undrawn === 1 ? "" : "s"}`);
+    show(this._more, undrawn > 0);
     show(this._grid, families.size > 0);
     show(this._toolbar, families.size > 0);
   }
@@ -268,8 +268,8 @@ class Panel {
   }
 }
 
-/** The metrics worth a tile, first things first: of the first family the first, of the others how it validates. */
-function foremost(series) {
+/** The metrics for the tiles, in order: first one of each family, and of later families the validation metric. */
+function tileOrder(series) {
   const used = series.filter(({ column }) => column.n);
   const families = new Map();
   for (const each of used) families.set(each.family, [...(families.get(each.family) ?? []), each]);
@@ -278,7 +278,7 @@ function foremost(series) {
 }
 
 export default () => {
-  let store = null; // one per model; where a front end calls render alone, made there
+  let store = null; // one per model; made in render by front ends that do not call initialize
   return {
     initialize({ model }) {
       store = new Store(model);

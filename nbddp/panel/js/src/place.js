@@ -1,12 +1,12 @@
-// The panel of a run that is over, in the place of its picture: the notebook's file keeps the picture, which needs no
-// kernel; while there is one, the page shows the panel instead. (A widget view would be kept as "model not found".)
+// Shows the panel of a finished run in place of its picture. The notebook file contains the picture, which needs no
+// kernel; while a kernel runs, the page shows the panel instead. (A widget view would be saved as "model not found".)
 
 export class Place {
   /** `name` is the picture's class; `open(element)` makes a panel in the element. */
   constructor(name, open) {
     this._open = open;
-    this._panels = new Map(); // by picture: there is one in each view of the notebook
-    this._pictures = document.getElementsByClassName(name); // live: knows what comes and goes
+    this._panels = new Map(); // by picture: each view of the notebook has one
+    this._pictures = document.getElementsByClassName(name); // a live collection: updated by the browser
     this._observer = new MutationObserver(() => this._update());
     this._observer.observe(document.body, { childList: true, subtree: true });
     this._update();
@@ -25,7 +25,7 @@ export class Place {
   }
 
   _add(picture) {
-    // Beside the rendered HTML, whose style sheet is not made for us.
+    // Beside the rendered HTML, since its style sheet would change the panel.
     const output = picture.closest(".jp-OutputArea-output") ?? picture;
     const element = document.createElement("div");
     element.className = "nbddp-place jp-OutputArea-output";

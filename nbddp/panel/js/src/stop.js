@@ -1,9 +1,9 @@
-// The Stop button. The kernel hears a message, or the server interrupts the kernel, or we say what does work.
+// The Stop button: sends a message to the kernel, or has the server interrupt the kernel, or shows the user what works.
 
 const ACK_MS = 1500;
 
 export class Stop {
-  /** `onChange` is told when the words on the button may be others. */
+  /** Calls `onChange` when the button's text may have changed. */
   constructor(store, onChange) {
     this._store = store;
     this._onChange = onChange;
@@ -12,7 +12,7 @@ export class Stop {
     this.problem = "";
   }
 
-  /** Can a press do anything? Known only once the kernel has answered, where there is no server to ask. */
+  /** Whether the button can work. Without a Jupyter server, this is known only after the kernel has answered. */
   get possible() {
     const { head, model } = this._store;
     if (!head) return false;
@@ -24,9 +24,9 @@ export class Stop {
     this.asked = true;
     this.problem = "";
     this._store.send({ kind: "stop" });
-    // A kernel that hears nothing while a cell runs need not be waited for.
-    const deaf = this._store.head.blocking && !model.get("heard") && canInterrupt(model);
-    this._timer = setTimeout(() => this._unanswered(), deaf ? 0 : ACK_MS);
+    // If the kernel receives no messages while a cell runs, do not wait for an answer.
+    const unreachable = this._store.head.blocking && !model.get("heard") && canInterrupt(model);
+    this._timer = setTimeout(() => this._unanswered(), unreachable ? 0 : ACK_MS);
     this._onChange();
   }
 
@@ -37,11 +37,11 @@ export class Stop {
   async _unanswered() {
     const { model, head, over } = this._store;
     if (over || model.get("stopping")) return;
-    // Only a cell that waits for this very run may be interrupted; another cell is none of our business.
+    // Interrupt only a cell that waits for this run, and no other cell.
     const done = head.blocking && canInterrupt(model) && (await interrupt(model));
     if (!done) {
       this.asked = false;
-      this.problem = head.blocking ? "use ■ in the toolbar" : "the kernel is busy; it stops when it is free";
+      this.problem = head.blocking ? "use ■ in the toolbar" : "the kernel is busy; the run stops when the kernel is free";
     }
     this._onChange();
   }

@@ -1,13 +1,13 @@
-// One run as the kernel tells it: frames appended to columns and logs. Shared by all views of a model.
+// The data of one run: appends the kernel's frames to columns and logs. Shared by all views of a model.
 
 import { Column, Lines } from "./numbers.js";
 
 const HELLO_EVERY_MS = 300;
-const PATIENCE_MS = 5000; // a kernel that hears nothing sends no snapshot; then curves with a gap are better than none
-// JupyterLab opens its way into a busy kernel (a subshell) a moment after the model; what was sent before waits.
+const GAP_TIMEOUT_MS = 5000; // a kernel that receives nothing sends no snapshot; then accept a gap in the curves
+// JupyterLab opens its connection to a busy kernel (a subshell) shortly after the model; earlier messages wait.
 const HELLO_AGAIN_MS = [400, 1200, 3000];
 
-/** The kernel speaks every second; after this long it is gone, or very busy. */
+/** The kernel sends every second; after this time without a message it is gone, or very busy. */
 export const SILENT_S = 5;
 
 export class Store {
@@ -17,19 +17,19 @@ export class Store {
     this.headAt = 0;
     this.series = []; // { name, label, family, title, column, low, high }
     this.logs = new Map();
-    this.hang = []; // lines: what tells of a run that stands still
+    this.hang = []; // lines of the report about a run that hangs
     this.version = 0; // of the curves
-    this._page = Math.random().toString(36).slice(2); // a reloaded one is another
+    this._page = Math.random().toString(36).slice(2); // a reloaded page gets a new one
     this._byIndex = new Map();
     this._seq = -1;
     this._gapAt = null; // since when frames are missing
     this._views = new Set();
     this._helloAt = 0;
-    this._onMessage = (content, buffers) => this._take(content, buffers?.[0]);
-    this._onSnapshot = () => this._takeSnapshot();
+    this._onMessage = (content, buffers) => this._receive(content, buffers?.[0]);
+    this._onSnapshot = () => this._readSnapshot();
     model.on("msg:custom", this._onMessage);
     model.on("change:snapshot", this._onSnapshot);
-    this._takeSnapshot();
+    this._readSnapshot();
     this._hello();
     this._timers = HELLO_AGAIN_MS.map((ms) => setTimeout(() => model.get("heard") || this._hello(), ms));
   }
@@ -46,12 +46,12 @@ export class Store {
     return () => this._views.delete(view);
   }
 
-  /** Seconds since the kernel last spoke; of a run that is over it says nothing more. */
+  /** Seconds since the kernel's last message; 0 if the run is over, since no more messages are expected. */
   get silence() {
     return this.over ? 0 : (performance.now() - this.headAt) / 1000;
   }
 
-  /** Seconds since the run's start, by the kernel's clock, carried on by ours for a moment. */
+  /** Seconds since the run's start by the kernel's clock, continued for a moment by the page's clock. */
   get seconds() {
     return this.head ? this.head.seconds + Math.min(this.silence, SILENT_S) : 0;
   }
@@ -64,12 +64,12 @@ export class Store {
     this.model.send(content);
   }
 
-  _takeSnapshot() {
+  _readSnapshot() {
     const snapshot = this.model.get("snapshot");
-    if (snapshot?.content) this._take(snapshot.content, snapshot.data);
+    if (snapshot?.content) this._receive(snapshot.content, snapshot.data);
   }
 
-  _take(content, data) {
+  _receive(content, data) {
     if (content.kind === "snapshot") {
       if (content.seq < this._seq) return;
       this._begin();
@@ -81,12 +81,12 @@ export class Store {
     for (const view of this._views) view.update();
   }
 
-  /** May this frame be added to what there is? When others are missing before it, the kernel is asked for all. */
+  /** Whether this frame can be appended. If frames before it are missing, requests a snapshot from the kernel. */
   _follows(seq) {
     if (seq === this._seq + 1) return true;
     this._hello();
     this._gapAt ??= performance.now();
-    return performance.now() - this._gapAt > PATIENCE_MS;
+    return performance.now() - this._gapAt > GAP_TIMEOUT_MS;
   }
 
   _apply(content, data) {
@@ -123,7 +123,7 @@ export class Store {
     for (const { index, points, spread, stride, fresh } of entries) {
       const series = this._byIndex.get(index);
       if (!series) {
-        at += 2 * points + 3 * spread; // its definition was in a frame that was lost
+        at += 2 * points + 3 * spread; // the definition was in a lost frame
         continue;
       }
       if (fresh) Object.assign(series, { column: new Column(), low: new Column(), high: new Column() });
@@ -141,7 +141,7 @@ export class Store {
     this.logs.get(rank).append(text);
   }
 
-  /** Tells the kernel that somebody looks, and how far we are; it answers with all that there is. */
+  /** Tell the kernel that a page is open, and the number of its last frame. The kernel answers with a snapshot. */
   _hello() {
     const now = performance.now();
     if (this._helloAt && now - this._helloAt < HELLO_EVERY_MS) return;
@@ -151,7 +151,7 @@ export class Store {
 }
 
 function numbers(data) {
-  // Front ends give a DataView or an ArrayBuffer, at any offset; Float64Array wants multiples of 8.
+  // Front ends pass a DataView or an ArrayBuffer, at any offset; Float64Array needs multiples of 8.
   const view = data instanceof ArrayBuffer ? new DataView(data) : data;
   return new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
 }

@@ -1,10 +1,10 @@
-// The ranks: one row each, what is slow or stuck or failed marked in words as well as colour; by host, if there are several.
+// The table of ranks: a row per rank, with slow, silent and failed ranks marked by colour and text; grouped by host.
 
-import { h, say, show } from "./dom.js";
+import { h, setText, show } from "./dom.js";
 import { bytes, count, ranksText, stepTime } from "./numbers.js";
 
 const HEADINGS = ["Rank", "Device", "State", "Step", "Step time", "Memory"];
-const FEW = 16; // ranks: of more, only the hosts that somebody opens show theirs
+const FEW = 16; // with more ranks, only hosts that failed or that the user opens show their ranks
 
 export class RankTable {
   constructor() {
@@ -25,7 +25,7 @@ export class RankTable {
     this.el.dataset.memory = rows.some((row) => row.memory_bytes !== null || row.gpu_bytes !== null);
   }
 
-  /** Under each host its ranks; which those are changes only when the ranks start again. */
+  /** Put the ranks under their hosts, which changes only when the ranks are restarted. */
   _arrange(groups) {
     const layout = JSON.stringify(groups.map(({ name, ranks }) => [name, ranks]));
     if (layout === this._layout) return;
@@ -37,11 +37,11 @@ export class RankTable {
   }
 }
 
-/** A host's heading and its ranks, which it hides and shows. Without a name: the ranks of the only machine. */
+/** A host's heading, which folds and unfolds the host's ranks. Without a name: all ranks, on one machine. */
 class Group {
   constructor(name) {
     this._name = name;
-    this._chosen = null; // open or not, as the user wants it
+    this._chosen = null; // true or false once the user has folded or unfolded it
     this._rows = [];
     const arrow = h("i", { class: "nbddp-arrow", "aria-hidden": "true" }, "▸");
     this._button = h("button", { type: "button", class: "nbddp-fold" }, arrow, h("strong", {}, name));
@@ -67,11 +67,11 @@ class Group {
     if (!this._name) return;
     this._heading.dataset.state = host.state;
     this._heading.dataset.mark = host.note;
-    say(this._ranks, `${host.ranks.length} rank${host.ranks.length === 1 ? "" : "s"}`);
+    setText(this._ranks, `${host.ranks.length} rank${host.ranks.length === 1 ? "" : "s"}`);
     this._ranks.title = ranksText(host.ranks);
-    say(this._stateText, host.state);
-    say(this._step, host.step === null ? "" : `step ${count(host.step)}`);
-    say(this._note, host.note);
+    setText(this._stateText, host.state);
+    setText(this._step, host.step === null ? "" : `step ${count(host.step)}`);
+    setText(this._note, host.note);
   }
 
   get _open() {
@@ -108,12 +108,12 @@ class Row {
   update(row) {
     this.el.dataset.state = row.state;
     this.el.dataset.mark = row.note;
-    say(this._rank, String(row.rank));
-    say(this._device, row.device);
-    say(this._stateText, row.state);
-    say(this._note, row.note);
-    say(this._step, row.step === null ? "–" : count(row.step));
-    say(this._time, stepTime(row.step_seconds));
+    setText(this._rank, String(row.rank));
+    setText(this._device, row.device);
+    setText(this._stateText, row.state);
+    setText(this._note, row.note);
+    setText(this._step, row.step === null ? "–" : count(row.step));
+    setText(this._time, stepTime(row.step_seconds));
     this._gpu.update(row.gpu_bytes, row.gpu_total);
     this._process.update(row.memory_bytes, row.memory_total);
   }
@@ -139,7 +139,7 @@ class Memory {
     this._fill.dataset.full = share > 0.92;
     const own = bytes(used);
     const text = this._of === "GPU" ? `${part.number} / ${whole.number.replace(/\.0$/, "")} ${whole.unit}` : `${own.number} ${own.unit}`;
-    say(this._text, text);
+    setText(this._text, text);
     this.el.title = this._of === "GPU" ? "Memory in use on this GPU" : "Memory of this rank's process";
   }
 }

@@ -1,8 +1,8 @@
-// Light or dark, from the colours the page really has, and when that changes.
+// Light or dark theme, detected from the page's actual colours, and its changes.
 
 const SETTLE_MS = [0, 120, 600]; // colours may be animated
 
-/** Is the background behind this element dark? */
+/** Whether the background behind this element is dark. */
 export function isDark(element) {
   for (let node = element; node; node = node.parentElement) {
     const [r, g, b, a = 1] = (getComputedStyle(node).backgroundColor.match(/[\d.]+/g) ?? []).map(Number);
@@ -11,7 +11,7 @@ export function isDark(element) {
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-/** Call back whenever the theme may have changed. Returns what ends that. */
+/** Call back whenever the theme may have changed. Returns a function that ends this. */
 export function watchTheme(callback) {
   let timers = [];
   const later = () => {
@@ -23,7 +23,7 @@ export function watchTheme(callback) {
   for (const node of [document.documentElement, document.body]) observer.observe(node, { attributeFilter });
   const query = matchMedia("(prefers-color-scheme: dark)");
   query.addEventListener("change", later);
-  // JupyterLab sets its attribute first, and the style sheet comes when it comes; "load" does not bubble.
+  // JupyterLab sets the attribute before the style sheet has loaded; "load" does not bubble, hence the capture.
   document.addEventListener("load", later, true);
   return () => {
     timers.forEach(clearTimeout);
@@ -35,22 +35,22 @@ export function watchTheme(callback) {
 
 const LIGHT = ["#2563eb", "#d9480f", "#15803d", "#9333ea", "#0891b2", "#be185d", "#a16207", "#4b5563"];
 const DARK = ["#7aa2ff", "#ffa657", "#5fd38d", "#c99bff", "#4fd1e8", "#ff8ab8", "#e3c34d", "#a8b1bf"];
-// A Map: of an object, "constructor" and "__proto__" would be there, too.
-const PLACES = new Map(Object.entries({ train: 0, val: 1, valid: 1, validation: 1, eval: 1, dev: 1, test: 2 }));
+// A Map: an object would also have the keys "constructor" and "__proto__".
+const STAGE_COLORS = new Map(Object.entries({ train: 0, val: 1, valid: 1, validation: 1, eval: 1, dev: 1, test: 2 }));
 
-/** Which colour each line of a chart gets: train and val the same in every chart. */
-export function places(labels) {
+/** The index of each line's colour: train, val and test have the same in every chart. */
+export function colorIndices(labels) {
   const taken = new Set();
   const free = () => LIGHT.findIndex((_, i) => !taken.has(i));
   let beyond = 0;
-  const wished = labels.map((label) => PLACES.get(label.toLowerCase()));
-  const result = wished.map((place) => {
-    if (place === undefined || taken.has(place)) return undefined;
-    taken.add(place);
-    return place;
+  const preferred = labels.map((label) => STAGE_COLORS.get(label.toLowerCase()));
+  const result = preferred.map((index) => {
+    if (index === undefined || taken.has(index)) return undefined;
+    taken.add(index);
+    return index;
   });
-  return result.map((place) => {
-    if (place !== undefined) return place;
+  return result.map((index) => {
+    if (index !== undefined) return index;
     const next = free();
     if (next < 0) return beyond++ % LIGHT.length;
     taken.add(next);

@@ -25,7 +25,7 @@ test("thinning keeps a single spike among a million points, the first and the la
   assert.deepEqual(kept, [...new Set(kept)].sort((a, b) => a - b));
 });
 
-test("block summaries agree with looking at every point", () => {
+test("block summaries agree with the scan of every point", () => {
   const noise = (i) => Math.sin(i * 12.9898) * 43758.5453 - Math.floor(Math.sin(i * 12.9898) * 43758.5453);
   const made = column(100_000, noise);
   for (const [from, to] of [[0, 100_000], [17, 66_000], [64, 128], [99_900, 100_000]]) {
@@ -49,7 +49,7 @@ test("NaN is never the lowest nor the highest while there is a number", () => {
   assert.ok(kept.every((i) => !Number.isNaN(made.y[i])));
 });
 
-test("a step that was passed already replaces what came after it", () => {
+test("a step that was passed already replaces the points after it", () => {
   const made = column(1000);
   made.smoothed(0.9);
   made.append([500, 501], [7, 8]);
@@ -84,7 +84,7 @@ test("smoothing forgets by distance: a NaN is passed over, a gap counts", () => 
   assert.ok(after > 0.99, "after eight steps the old values weigh next to nothing");
 });
 
-test("lines with x of their own are joined on the union", () => {
+test("lines with different x are joined on the union", () => {
   const [x, a, b] = join([
     { x: [1, 3], y: [10, NaN] },
     { x: [2, 3], y: [20, 30] },
@@ -94,7 +94,7 @@ test("lines with x of their own are joined on the union", () => {
   assert.deepEqual(b, [null, 20, 30]);
 });
 
-test("ranges leave room, and keep zero where it is near", () => {
+test("ranges have a margin, and start at zero if the data are close to it", () => {
   assert.deepEqual(extent([[null, 1, 3], [2]]), [1, 3]);
   assert.deepEqual(extent([[-1, 0, 5]], true), [5, 5]);
   assert.deepEqual(extent([[]]), [0, 1]);
@@ -103,7 +103,7 @@ test("ranges leave room, and keep zero where it is near", () => {
   assert.deepEqual(padded([0, 0]), [-1, 1]);
 });
 
-test("no value that a number can have makes a range without numbers or without width", () => {
+test("no value makes a range without numbers or without width", () => {
   const lines = [[1e308, -1e308], [1.7e308, -Infinity], [0, 5e-324], [5e-324, 5e-324], [1, 1 + 2 ** -52], [1e16, 1e16 + 2]];
   for (const y of lines) {
     const [, column] = join([{ x: [0, 1], y }]);
@@ -120,7 +120,7 @@ test("lowerBound finds the first not below", () => {
   assert.equal(lowerBound([], 0, 1), 0);
 });
 
-test("numbers are written to be read", () => {
+test("numbers are formatted for reading", () => {
   assert.deepEqual([0.246, 12.3456, 123.456, 12430, 12430.6].map(metric), ["0.2460", "12.35", "123.5", "12,430", "12,431"]);
   assert.deepEqual([1e-4, 3e12, NaN, Infinity, undefined, 0].map(metric), ["1.00e-4", "3.00e12", "NaN", "∞", "–", "0"]);
   assert.deepEqual([0, 0.25, 1500, 20000, 1.5e6, 1e-5].map(tick), ["0", "0.25", "1500", "20k", "1.5M", "1e-5"]);
@@ -129,7 +129,7 @@ test("numbers are written to be read", () => {
   assert.deepEqual(bytes(9.1 * 2 ** 30, 16 * 2 ** 30), { number: "9.1", unit: "GB" });
 });
 
-test("a progress bar's carriage returns leave its last state", () => {
+test("of a line with carriage returns the last state is kept", () => {
   const lines = new Lines();
   lines.append("start\n 10%|#\r 50%|##");
   lines.append("\r100%|###\nend");
@@ -143,7 +143,7 @@ test("colours and control characters are dropped, text stays text", () => {
   assert.deepEqual(lines.all(), ["red <b>bold</b>\t1", "agnp.exe 2J עברית"]);
 });
 
-test("memory of output is bounded, and says what it dropped", () => {
+test("output is kept up to a limit, and dropped lines are counted", () => {
   const lines = new Lines(100);
   for (let i = 0; i < 1000; i++) lines.append(`line ${i}\n`);
   assert.equal(lines.all().length, 100);

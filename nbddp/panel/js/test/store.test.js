@@ -21,7 +21,7 @@ class Model {
     this.sent.push(content);
   }
   receive(content, values = []) {
-    // At an odd offset, as the front ends give it.
+    // At an odd offset, as front ends pass it.
     const bytes = new Uint8Array(values.length * 8 + 3);
     bytes.set(new Uint8Array(Float64Array.from(values).buffer), 3);
     this.listeners["msg:custom"](content, [new DataView(bytes.buffer, 3)]);
@@ -67,7 +67,7 @@ test("a late script says hello when frames are missing, and a snapshot fills the
   assert.deepEqual(Array.from(store.series[0].column.y.subarray(0, 3)), [3, 2, 1]);
 });
 
-test("what follows a lost frame waits for the snapshot, an unknown metric throws nothing", (t) => {
+test("frames after a lost frame wait for the snapshot, and an unknown metric throws nothing", (t) => {
   const model = new Model();
   const store = stored(t, model);
   model.receive({ kind: "frame", seq: 0, head: HEAD, defs: [DEF], series: points(1) }, [0, 5]);
@@ -84,7 +84,7 @@ test("what follows a lost frame waits for the snapshot, an unknown metric throws
   assert.deepEqual(Array.from(store.series[0].column.y.subarray(0, 5)), [5, 6, 7, 8, 9]);
 });
 
-test("with a kernel that answers no hello the curves go on after a while", (t) => {
+test("with a kernel that does not answer a hello, the curves continue after a while", (t) => {
   const model = new Model();
   const store = stored(t, model);
   model.receive({ kind: "frame", seq: 0, head: HEAD, defs: [DEF], series: points(1) }, [0, 5]);
@@ -105,7 +105,7 @@ test("an older snapshot does not undo newer frames", (t) => {
   assert.equal(store.series.length, 1);
 });
 
-test("another rank's values begin the line anew; a band has its own points", (t) => {
+test("another rank's values replace the line; a band has its own points", (t) => {
   const model = new Model();
   const store = stored(t, model);
   model.receive({ kind: "frame", seq: 0, head: HEAD, defs: [DEF], series: points(2) }, [0, 1, 5, 6]);
@@ -114,7 +114,7 @@ test("another rank's values begin the line anew; a band has its own points", (t)
   assert.deepEqual([column.n, column.last, low.n, low.last, high.last], [1, 4, 2, 3, 9]);
 });
 
-test("logs append, and start anew when they do not follow on", (t) => {
+test("logs append, and start again when output was skipped", (t) => {
   const model = new Model();
   const store = stored(t, model);
   model.receive({ kind: "frame", seq: 0, head: HEAD, logs: [[1, "a\n", false]] });
@@ -124,7 +124,7 @@ test("logs append, and start anew when they do not follow on", (t) => {
   assert.deepEqual(store.logs.get(1).all(), ["z"]);
 });
 
-test("what tells of a run that stands still is kept until there is nothing to tell", (t) => {
+test("the report about a hang is kept until the run moves again", (t) => {
   const model = new Model();
   const store = stored(t, model);
   model.receive({ kind: "frame", seq: 0, head: HEAD, hang: ["rank 1 waits", "stack"] });
@@ -136,7 +136,7 @@ test("what tells of a run that stands still is kept until there is nothing to te
   assert.deepEqual(store.hang, []);
 });
 
-test("a curve told anew after a restart takes the old one's place", (t) => {
+test("a curve that is sent again after a restart replaces the old one", (t) => {
   const model = new Model();
   const store = stored(t, model);
   model.receive({ kind: "frame", seq: 0, head: HEAD, defs: [DEF], series: points(3, { spread: 3 }) }, [0, 1, 2, 5, 6, 7, 0, 1, 2, 1, 1, 1, 9, 9, 9]);

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { RankTable } from "../src/table.js";
 
-/** As much of a page as the table needs; what it is asked for and has not fails. */
+/** The part of a page that the table needs; anything else fails. */
 class Element {
   constructor(tag) {
     Object.assign(this, { tag, attributes: {}, dataset: {}, style: {}, children: [], listeners: {}, hidden: false, text: "" });
@@ -56,7 +56,7 @@ test("ranks on one machine have no heading", () => {
   assert.equal(table.el.dataset.hosts, false);
 });
 
-test("each host's ranks stand under its heading, which says the worst of them", () => {
+test("each host's ranks are under its heading, which shows their worst state", () => {
   const table = new RankTable();
   const [rows, hosts] = cluster(2, 2, { gpu1: { state: "failed", note: "rank 3 slow" } });
   table.update(rows, hosts);
@@ -68,7 +68,7 @@ test("each host's ranks stand under its heading, which says the worst of them", 
   assert.equal(heading.all("button")[0].attributes["aria-expanded"], "true");
 });
 
-test("of many ranks only the failed host's are shown, and those that somebody opens", () => {
+test("of many ranks, only those of failed hosts and of opened hosts are shown", () => {
   const table = new RankTable();
   const [rows, hosts] = cluster(8, 8);
   table.update(rows, hosts);
@@ -84,7 +84,7 @@ test("of many ranks only the failed host's are shown, and those that somebody op
   assert.equal(shown(groups(table)[2]).length, 0, "what somebody closed stays closed");
 });
 
-test("after a restart with a host less, its ranks stand where they are now", () => {
+test("after a restart without a host, the ranks are under their new hosts", () => {
   const table = new RankTable();
   table.update(...cluster(3, 1));
   const second = groups(table)[1];
@@ -94,7 +94,7 @@ test("after a restart with a host less, its ranks stand where they are now", () 
   assert.ok(!groups(table).includes(second));
 });
 
-test("a host's name is text, whatever it looks like", () => {
+test("a host's name is shown as text, even if it looks like HTML", () => {
   const table = new RankTable();
   table.update([row(0, "<img src=x>")], [host("<img src=x>", [0])]);
   assert.equal(table.el.all("img").length, 0);

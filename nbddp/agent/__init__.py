@@ -1,0 +1,1 @@
+"""The process on each host that carries out the notebook kernel's orders: ``python -m nbddp.agent``."""

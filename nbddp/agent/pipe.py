@@ -1,0 +1,101 @@
+"""The control pipe to the notebook kernel: a thread reads orders, the main thread carries them out.
+
+When the pipe ends, or nothing arrives for the heartbeat timeout, the notebook kernel counts as gone. This process then
+exits at once, and the dead man's switch of each rank that it has started ends that rank.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nbddp import payload
+from nbddp.hosts import frames
+from nbddp.hosts.frames import Header
+from nbddp.latch import start_thread
+from nbddp.payload.block import write_piece
+
+_FIRST_TIMEOUT_S = 120.0  # until the notebook kernel answers the first frame: it waits for slower hosts
+_FIRST_BEAT_S = 0.2
+_SUGGESTED_FACTOR = 4  # of a longer heartbeat timeout, in the message after a timeout
+_READ_BYTES = 1 << 20
+_CLOSE_S = 5.0
+
+
+class ControlPipe:
+    """Both directions of the control pipe.
+
+    Attributes:
+        orders: orders that have arrived and are not carried out yet.
+        wake: called on another thread whenever an order arrives.
+        block: file descriptor of the payload, as far as it has arrived; -1 before the first piece.
+    """
+
+    def __init__(self, orders: int, answers: int) -> None:
+        self.orders: queue.SimpleQueue[Header] = queue.SimpleQueue()
+        self.wake: Callable[[], None] = lambda: None
+        self.block = -1
+        self._fd = orders
+        self._timeout_s = _FIRST_TIMEOUT_S
+        os.write(answers, frames.MARK)
+        beat: Callable[[], Header] = lambda: {"kind": "beat", "now": time.monotonic()}  # noqa: E731
+        self._sender = frames.Sender(answers, _FIRST_BEAT_S, beat, "nbddp-answers")
+        self.send, self.send_all, self.send_first = self._sender.send, self._sender.send_all, self._sender.send_first
+        start_thread(self._read, "nbddp-orders", _raise)
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that are queued for the notebook kernel."""
+        return self._sender.backlog
+
+    def close(self) -> None:
+        """Send what is queued."""
+        self._sender.close(_CLOSE_S)
+
+    def _read(self) -> None:
+        parser = frames.Parser()
+        try:
+            while self._wait_for_data() and (data := os.read(self._fd, _READ_BYTES)):
+                for header, body in parser.feed(data):
+                    self._receive(header, body)
+        except Exception as error:  # no memory for the payload, or not an order of this nbddp
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(1)  # an agent that cannot read orders is of no use
+
+    def _wait_for_data(self) -> bool:
+        if select.select([self._fd], [], [], self._timeout_s)[0]:
+            return True
+        os.set_blocking(2, False)  # if nobody reads stderr, the message must not keep the ranks alive
+        print(
+            f"the notebook sent nothing for {self._timeout_s:.0f} s (it was busy in one long call, suspended, or cut "
+            f"off); nbddp.cluster(hosts, heartbeat={_SUGGESTED_FACTOR * self._timeout_s:.0f}) waits longer",
+            file=sys.stderr,
+            flush=True,
+        )
+        return False
+
+    def _receive(self, header: Header, body: bytes) -> None:
+        if header["kind"] == "welcome":
+            self._timeout_s = float(header["heartbeat"])
+            self._sender.beat_s = self._timeout_s * frames.BEATS
+        elif header["kind"] == "payload":
+            if header["at"] == 0:  # the first piece: the kind of block depends on the payload's size
+                if self.block >= 0:
+                    os.close(self.block)
+                self.block = payload.open_block("payload", header["nbytes"])
+            write_piece(self.block, body, header["at"], header["nbytes"])
+        elif header["kind"] != "beat":
+            if header["kind"] == "over" and self.block >= 0:  # on this thread, before the next payload is written
+                os.ftruncate(self.block, 0)
+            self.orders.put(header)
+            self.wake()
+
+
+def _raise(error: RuntimeError) -> Any:
+    raise error

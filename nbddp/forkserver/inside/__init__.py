@@ -1,0 +1,1 @@
+"""Code that runs in the fork server itself before it forks ranks; it imports nothing that starts ranks."""

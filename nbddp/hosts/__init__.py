@@ -1,0 +1,1 @@
+"""Several hosts, from the notebook: log in, run ranks there, receive what their agents report."""

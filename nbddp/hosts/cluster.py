@@ -1,0 +1,262 @@
+"""Logs in to several hosts, keeps the logins for one run after another, and logs out.
+
+    with nbddp.cluster(["gpu1", "gpu2"]) as c:      # log in once; several runs
+        c.run(train, nprocs=8)
+
+No port is opened for this: each host's agent communicates over stdin and stdout of ``ssh``, ``srun`` or the user's own
+launcher.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nbddp import folders
+from nbddp.errors import HostLost, LaunchError
+from nbddp.hosts.frames import Header
+from nbddp.hosts.host import HELLO_S, SETTLE_S, Host
+from nbddp.hosts.login import SRUN, SSH, command_for, is_name, slurm_nodes
+from nbddp.kernel.plan import Plan
+from nbddp.kernel.run import R, Run
+from nbddp.kernel.runner import run
+from nbddp.latch import start_thread, uninterrupted
+from nbddp.payload import Packed
+
+HEARTBEAT_S = 15.0
+SLURM = "slurm"
+_LOGOUT_TIMEOUT_S = 2.0
+_LEAST_HEARTBEAT_S = 1.0
+_CLOSED = "the cluster is closed; make a new one: nbddp.cluster(hosts)"
+
+_open: weakref.WeakSet[Cluster] = weakref.WeakSet()
+
+
+class Cluster:
+    """Hosts that stay logged in for several runs; made by :func:`cluster`.
+
+    Attributes:
+        hosts: their names, in the order of the ranks.
+    """
+
+    def __init__(self, hosts: Sequence[str], command_of: Callable[[str], Sequence[str]], heartbeat_s: float) -> None:
+        self.hosts = list(hosts)
+        _open.add(self)
+        self._run_name = ""
+        self._rounds = itertools.count(1)
+        self._all: list[Host] = []
+        self._starting = threading.Lock()  # held while logins start, so that close() finds all of them
+        self._closing = False
+        weakref.finalize(self, _log_out_forgotten, self._all, os.getpid()).atexit = False  # _close_all does it then
+        try:
+            commands = {name: command_of(name) for name in hosts}
+            uninterrupted(lambda: self._log_in(commands, heartbeat_s), "nbddp-login")
+            deadline = time.monotonic() + HELLO_S
+            for host in self._all:
+                host.greet(deadline)
+            seen: dict[str, str] = {}
+            for host in self._all:
+                first = seen.setdefault(host.facts["identity"], host.name)
+                if first != host.name:
+                    raise LaunchError(f"{first} and {host.name} are the same machine: name it once, with more ranks")
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Any = None, **options: Any) -> Run[R]:
+        """:func:`nbddp.run` on these hosts."""
+        return run(fn, args, kwargs, hosts=self, **options)
+
+    def close(self) -> None:
+        """Log out of all hosts; a run that is still going on there fails."""
+        self._closing = True
+        with self._starting:
+            pass
+        if self._run_name:
+            for host in self._all:
+                host.give_up(f"the cluster was closed while {self._run_name} went on: wait() for it before that")
+        _log_out(self._all)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        left = [host.name for host in self._all if not host.lost]
+        return f"<Cluster of {', '.join(left)}>" if left else "<Cluster, closed>"
+
+    def devices(self) -> dict[str, Mapping[str, int]]:
+        """Return the number of devices by type for each host. Raises LaunchError if the cluster was closed."""
+        if not self._all:
+            raise LaunchError(_CLOSED)
+        return {host.name: host.facts["devices"] for host in self._all}
+
+    # ------------------------------------------------------------------ for the run
+
+    def next_round(self) -> int:
+        """Return a number for an attempt, unique on these hosts."""
+        return next(self._rounds)
+
+    def remaining_hosts(self, plan: Plan) -> list[Host]:
+        """Return the hosts that are not lost.
+
+        Raises:
+            HostLost: too few hosts are left.
+            LaunchError: the cluster was closed.
+        """
+        while self.check_heartbeats():
+            time.sleep(SETTLE_S)
+        left = [host for host in self._all if not host.lost]
+        if not self._all:
+            raise LaunchError(_CLOSED)
+        if len(left) < plan.min_hosts:
+            lost = next(host for host in self._all if host.lost)
+            advice = f"{len(left)} of {len(self._all)} hosts are left: log in again, or allow fewer with min_hosts="
+            raise HostLost(lost.name, f"{lost.lost}; {advice}")
+        return left
+
+    def check_heartbeats(self) -> bool:
+        """Give up hosts that have sent nothing for the heartbeat timeout. Returns whether one is under suspicion."""
+        suspected = [host.check_heartbeat() for host in self._all]  # a list, so that all are checked
+        return any(suspected)
+
+    def run_order(self, plan: Plan, packed: Packed, host: Host) -> Header:
+        """Return the order that begins a run on a host; it is the same for all rounds."""
+        return {
+            "kind": "run",
+            "name": plan.name,
+            "ranks": dict(plan.shares)[host.name],
+            "device": plan.device,
+            "backend": plan.backend,
+            "pg_timeout_s": plan.pg_timeout_s,
+            "seed": plan.seed,
+            "deterministic": plan.deterministic,
+            "gpus": plan.gpus,
+            "env": dict(plan.env),
+            "folders": folders.users(plan.sys_path),
+            "cwd": plan.cwd,
+            "argv": plan.argv,
+            "max_restarts": plan.max_restarts,
+            "payload_nbytes": packed.nbytes,
+        }
+
+    def reserve(self, name: str) -> None:
+        """Reserve the cluster for a run of this name. Raises LaunchError if another run uses it."""
+        if self._run_name:
+            raise LaunchError(
+                f"these hosts are busy with {self._run_name}: wait for it, stop it, or make another cluster"
+            )
+        self._run_name = name
+
+    def end_run(self) -> None:
+        """End the run; the hosts wait for the next one."""
+        self._run_name = ""
+        for host in self._all:
+            host.end_run()
+
+    def disown(self) -> None:
+        """In a process forked from the notebook kernel: close the pipes, so that the hosts notice the kernel's end."""
+        for host in self._all:
+            host.close_stdin()
+
+    def _log_in(self, commands: Mapping[str, Sequence[str]], heartbeat_s: float) -> None:
+        with self._starting:
+            for name, command in commands.items():
+                if self._closing:
+                    return
+                self._all.append(Host(name, command, heartbeat_s))
+
+
+def cluster(
+    hosts: Sequence[str] | str,
+    *,
+    launcher: Sequence[str] | None = None,
+    python: str | None = None,
+    heartbeat: float = HEARTBEAT_S,
+) -> Cluster:
+    """Log in to hosts, for one run or several.
+
+    Args:
+        hosts: names that ``ssh`` accepts; ``"localhost"`` is this machine, without a login. ``"slurm"``: the
+            nodes of the allocation that this notebook runs in.
+        launcher: a command that runs another on a host, instead of ssh, with ``{host}`` in it:
+            ``["kubectl", "exec", "-i", "{host}", "--"]``. The words of the other command are appended, joined into
+            one line for a shell if one of the launcher's words is ``ssh``.
+        python: the interpreter on the hosts. Default: the path of this interpreter if it exists there, else
+            ``python3``.
+        heartbeat: seconds without data after which the notebook gives up a host, and a host that gets none from the
+            notebook ends its ranks.
+
+    Raises:
+        LaunchError: a host cannot be used; names the host and the remedy.
+    """
+    names = slurm_nodes() if hosts == SLURM else hosts
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(n, str) and n for n in names):
+        raise LaunchError(f"hosts is a list of names, e.g. hosts=['gpu1', 'gpu2'], or 'slurm', not {_type_text(hosts)}")
+    if invalid := [index for index, name in enumerate(names) if not is_name(name)]:
+        raise LaunchError(
+            f"hosts[{invalid[0]}] is not the name of a host such as 'gpu1', 'user@gpu1.example.org' or an IP address, "
+            "without spaces or quotes; options of ssh belong in ~/.ssh/config, and logins use keys, not passwords"
+        )
+    twice = [name for name in names if list(names).count(name) > 1]
+    if twice:
+        raise LaunchError(f"{twice[0]} is named twice: name it once, with more ranks")
+    if not isinstance(heartbeat, (int, float)) or not heartbeat >= _LEAST_HEARTBEAT_S:
+        raise LaunchError(f"heartbeat is a number of seconds, {_LEAST_HEARTBEAT_S:.0f} or more, not {heartbeat!r}")
+    template = tuple(launcher) if launcher is not None else (SRUN if hosts == SLURM else SSH)
+    if isinstance(launcher, str):
+        raise LaunchError("launcher is a list of words, e.g. ['kubectl', 'exec', '-i', '{host}', '--'], not one string")
+    if launcher is not None and not any("{host}" in word for word in template):
+        raise LaunchError("launcher does not say where the host's name goes: put '{host}' in one of its words")
+    return Cluster(names, lambda host: command_for(host, template, python), float(heartbeat))
+
+
+def _type_text(hosts: object) -> str:
+    """Return the type of what was given instead of names; its values may be secret, such as passwords by host."""
+    if isinstance(hosts, (list, tuple)):
+        return f"a {type(hosts).__name__} of {', '.join(sorted({type(n).__name__ for n in hosts})) or 'none'}"
+    return "a string" if isinstance(hosts, str) else f"a {type(hosts).__name__}"
+
+
+def _log_out(hosts: list[Host]) -> None:
+    for host in hosts:
+        host.send({"kind": "bye"})
+    deadline = time.monotonic() + _LOGOUT_TIMEOUT_S
+    for host in hosts:
+        host.close(deadline)
+    hosts.clear()
+
+
+def _log_out_forgotten(hosts: list[Host], owner: int) -> None:
+    """Log out, on a thread, when a cluster is garbage-collected: a cell that makes one was run again."""
+    if hosts and os.getpid() == owner:
+        start_thread(lambda: _log_out(hosts), "nbddp-logout", lambda _: _log_out(hosts))
+
+
+def log_in(hosts: Sequence[str] | str | Cluster, until: contextlib.ExitStack) -> Cluster:
+    """Return the cluster that ``run(hosts=...)`` names; a cluster that is made here ends with ``until``."""
+    return hosts if isinstance(hosts, Cluster) else until.enter_context(cluster(hosts))
+
+
+def _disown_all() -> None:
+    for opened in list(_open):
+        opened.disown()
+    _open.clear()
+
+
+def _close_all() -> None:
+    for opened in list(_open):
+        opened.close()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_disown_all)

@@ -1,0 +1,63 @@
+"""Runs whose ranks are on the hosts of a cluster; the counterpart of ``kernel.site``, which is for this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nbddp import payload
+from nbddp.errors import HostLost, LaunchError
+from nbddp.hosts.cluster import Cluster, log_in
+from nbddp.hosts.crew import RemoteCrew, RemoteGauges
+from nbddp.kernel.plan import Plan
+from nbddp.payload import Pickled
+
+
+class RemoteSite:
+    """The hosts of a cluster; see ``launch.interface.Site``."""
+
+    def __init__(self, plan: Plan, cluster: Cluster, login: contextlib.ExitStack) -> None:
+        self.gauges = RemoteGauges()
+        self.layout: list[tuple[str, int]] = []
+        self._plan = plan
+        self._cluster = cluster
+        self._login = login  # closes a cluster that was made for this run
+        self._block = -1
+        cluster.reserve(plan.name)
+
+    def copy_data(self, pickled: Pickled, keep_going: Callable[[], bool]) -> None:
+        """Write the data into a block on this machine, from which it is sent."""
+        self._block = payload.open_block(self._plan.name, pickled.packed.nbytes)
+        self._login.callback(os.close, self._block)
+        pickled.write(self._block, keep_going)
+
+    def new_crew(self, start_method: str) -> RemoteCrew:
+        """Return a crew for one attempt, on the hosts that are not lost."""
+        return RemoteCrew(self._plan, self._cluster, start_method, self._block, self.layout, self.gauges)
+
+    def can_restart(self) -> bool:
+        """Return whether enough hosts are left for another attempt."""
+        with contextlib.suppress(LaunchError, HostLost):
+            return bool(self._cluster.remaining_hosts(self._plan))
+        return False
+
+    def close(self) -> None:
+        """End the run on the hosts, which then wait for the next run or are logged out."""
+        self._cluster.end_run()
+        self._login.close()
+
+
+def open_remote(
+    hosts: Sequence[str] | str | Cluster, plan_for: Callable[[Mapping[str, Any]], Plan]
+) -> tuple[Plan, RemoteSite]:
+    """Log in to the hosts, unless they are a cluster, and return the plan of a run there and its site.
+
+    Raises:
+        LaunchError: a host cannot be used, or the plan cannot work there.
+    """
+    with contextlib.ExitStack() as login:
+        opened = log_in(hosts, login)
+        plan = plan_for(opened.devices())
+        return plan, RemoteSite(plan, opened, login.pop_all())

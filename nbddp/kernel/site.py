@@ -1,0 +1,126 @@
+"""Starts a run's ranks on this machine: their rendezvous store, their jobs, their processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from nbddp import payload, versions, wire
+from nbddp.forkserver import server as forkserver
+from nbddp.kernel.plan import Plan
+from nbddp.launch.crew import LocalCrew
+from nbddp.launch.gauges import LocalGauges
+from nbddp.launch.output import RankOutput
+from nbddp.launch.rendezvous import HOST, Rendezvous, open_rendezvous
+from nbddp.payload import Packed, Pickled
+
+_SLOW_TO_FREE_NBYTES = 32 << 20
+_closing: list[threading.Thread] = []  # each closes a block
+
+
+class LocalSite:
+    """This machine; see ``launch.interface.Site``."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.gauges = LocalGauges(plan.device, plan.environ)
+        self.layout: list[tuple[str, int]] = []
+        self._plan = plan
+        self._open = contextlib.ExitStack()
+        self._block = -1
+
+    def copy_data(self, pickled: Pickled, keep_going: Callable[[], bool]) -> None:
+        """Copy the data into a block that the ranks map."""
+        for thread in list(_closing):  # so that the blocks of earlier runs need no memory beside this one
+            thread.join()
+            with contextlib.suppress(ValueError):  # another run has removed it
+                _closing.remove(thread)
+        self._block = payload.open_block(self._plan.name, pickled.packed.nbytes)
+        self._open.callback(_close_block, self._block)
+        pickled.write(self._block, keep_going)
+
+    def new_crew(self, start_method: str) -> NotebookCrew:
+        """Return a crew for one attempt."""
+        return NotebookCrew(self._plan, start_method, self._block)
+
+    def can_restart(self) -> bool:
+        """Return True: this machine cannot be lost."""
+        return True
+
+    def close(self) -> None:
+        """Close the block that holds the data."""
+        self._open.close()
+        forkserver.reap()
+
+
+def _close_block(block: int) -> None:
+    """Close the block, on a thread if that is slow: Linux takes 0.13 s to free 1 GiB of small pages."""
+    if os.fstat(block).st_size >= _SLOW_TO_FREE_NBYTES:
+        thread = threading.Thread(target=os.close, args=(block,), name="nbddp-give-back")
+        with contextlib.suppress(RuntimeError):  # the system refuses a thread
+            thread.start()
+            return _closing.append(thread)
+    return os.close(block)
+
+
+class NotebookCrew(LocalCrew):
+    """A crew with a rendezvous store and a temporary folder, which exist as long as its processes."""
+
+    def __init__(self, plan: Plan, start_method: str, block: int) -> None:
+        super().__init__(start_method, plan.keep_children)
+        self._block = block
+        self._plan = plan
+        self._resources = contextlib.ExitStack()
+
+    def launch(self, packed: Packed, outputs: Sequence[RankOutput], restart_count: int) -> None:
+        """Start all ranks.
+
+        Args:
+            restart_count: how often the run has been restarted.
+
+        Raises:
+            LaunchError: no process could be started. OSError, DistError: the store could not be opened.
+        """
+        rendezvous = self._resources.enter_context(open_rendezvous(self._plan.nprocs))
+        # Only a fork server can remove the folder after a SIGKILL of the kernel; with spawn there may be none.
+        by_server = self._start_method == "forkserver"
+        temp_dir = self._resources.enter_context(forkserver.run_folder()) if by_server else ""
+        jobs = self._jobs(rendezvous, temp_dir, packed.nbytes, restart_count)
+        self.start(jobs, outputs, self._block, rendezvous.file, packed.inherited)
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._resources:
+            super().__exit__(*exc_info)
+
+    def _jobs(self, rendezvous: Rendezvous, temp_dir: str, nbytes: int, restart_count: int) -> list[wire.Job]:
+        plan = self._plan
+        return [
+            wire.Job(
+                run_name=plan.name,
+                rank=rank,
+                local_rank=rank,
+                world_size=plan.nprocs,
+                local_world_size=plan.nprocs,
+                device=plan.device,
+                backend=plan.backend,
+                store_host=HOST,
+                store_port=rendezvous.port,
+                store_prefix=rendezvous.prefix,
+                pg_timeout_s=plan.pg_timeout_s,
+                seed=plan.seed,
+                deterministic=plan.deterministic,
+                threads=plan.threads,
+                environ=plan.rank_environ(rank, rendezvous, restart_count),
+                process_state=plan.process_state,
+                sys_path=plan.sys_path,
+                cwd=plan.cwd,
+                temp_dir=temp_dir,
+                argv=plan.argv,
+                payload_nbytes=nbytes,
+                pass_rank=plan.pass_rank,
+                restart_count=restart_count,
+                copy=versions.package_folder(),
+            )
+            for rank in range(plan.nprocs)
+        ]

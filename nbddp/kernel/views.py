@@ -1,0 +1,61 @@
+"""Shows one run: opens its views and updates them until the run ends."""
+
+from __future__ import annotations
+
+from nbddp.kernel.supervisor import Supervisor
+from nbddp.kernel.viewable import ViewableRun
+from nbddp.latch import start_thread
+from nbddp.panel.live import view_for
+from nbddp.panel.view import View
+
+_REDRAW_S = 0.2
+
+
+class RunViews:
+    """The views of one run."""
+
+    def __init__(self, name: str, viewable: ViewableRun, supervisor: Supervisor, *, blocking: bool) -> None:
+        self._name = name
+        self._viewable = viewable
+        self._supervisor = supervisor
+        self._state = supervisor.state
+        self._blocking = blocking
+        self._views: list[View] = []
+        self._followed = False  # by a thread of its own
+
+    def open(self, *, wanted: bool, again: bool = False) -> None:
+        """Open a view in the calling cell; :meth:`follow` updates it."""
+        view = view_for(self._viewable, requested=wanted, reopened=again, with_output=self._blocking and not again)
+        view.update(self._viewable.status())
+        self._views.append(view)
+        if again and self._state.done.is_open:
+            view.update(self._viewable.status())  # the run may have ended between the two lines above
+            return
+        if not self._blocking and view.live and not self._followed:
+            # No cell waits for this run, so the panel needs a thread, which ends with the run.
+            self._followed = True
+            # If the system refuses a thread, the panel is not updated, and the run goes on.
+            start_thread(self.follow, f"nbddp-panel-{self._name}", lambda _: None)
+
+    def follow(self) -> None:
+        """Update the views until the end. For a blocking run this is the cell's thread: every front end shows that."""
+        while not self._supervisor.join(_REDRAW_S if self._views else None):
+            self.update()
+        self.update()
+
+    def update(self) -> None:
+        """Update all views, and write the new output of rank 0 beside those of a blocking run."""
+        output = ""
+        if self._views and self._blocking and self._state.outputs:
+            output = self._state.outputs[0].take()
+        status = self._viewable.status()
+        for view in list(self._views):
+            view.write(output)
+            view.update(status)
+
+    def show_the_end(self) -> None:
+        """Update the views of a background run that no thread updates: lines of text, or the picture."""
+        if not self._blocking:
+            for view in list(self._views):
+                if not view.live:
+                    view.update(self._viewable.status())

@@ -1,0 +1,121 @@
+"""Waits for threads and starts them where a KeyboardInterrupt may arrive between any two instructions.
+
+``threading.Event``, ``Condition`` and ``Thread.start`` are Python code around a lock: an interrupt in the middle leaves
+the lock taken, and the other thread can then never signal that it is done. A raw lock's ``with`` is one instruction.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+# A signal does not end the sleep in a lock if it arrives between Python's last check and the sleep, or on another
+# thread. It is handled after the sleep, which is therefore short.
+_WAIT_SLICE_S = 0.1
+
+T = TypeVar("T")
+
+
+class Latch:
+    """Like an Event that is never cleared, but an interrupt of one waiting thread does not affect the others."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._waiting: list[_thread.LockType] = []  # a lock for each waiter alone
+
+    def open(self) -> None:
+        """Release all present and future waiters."""
+        self.is_open = True
+        for lock in list(self._waiting):
+            with contextlib.suppress(RuntimeError):  # not taken yet: its waiter was interrupted before that
+                lock.release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the latch is open, at most ``timeout_s``. Returns whether it is open."""
+        mine = _thread.allocate_lock()
+        mine.acquire()
+        self._waiting.append(mine)  # before the check of is_open: open() sets is_open before it reads the list
+        try:
+            deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+            while not self.is_open and (left := deadline - time.monotonic()) > 0:
+                mine.acquire(timeout=min(left, _WAIT_SLICE_S))
+        finally:
+            self._waiting.remove(mine)
+        return self.is_open
+
+
+def start_thread(target: Callable[[], None], name: str, refused: Callable[[RuntimeError], None]) -> None:
+    """Start a daemon thread without waiting for its start; call ``refused`` if the system has no thread left."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+
+    def start() -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            refused(error)
+
+    try:
+        _thread.start_new_thread(start, ())  # on the new thread, no interrupt can arrive during thread.start()
+    except RuntimeError as error:
+        refused(error)
+
+
+def uninterrupted(work: Callable[[], None], name: str) -> None:
+    """Call ``work`` on another thread, where no interrupt can stop it halfway; an interrupt here ends only the wait.
+
+    Raises:
+        Exception: what ``work`` raises.
+    """
+    done = Latch()
+    raised: list[Exception] = []
+
+    def do() -> None:
+        try:
+            work()
+        except Exception as error:  # for the waiting thread
+            raised.append(error)
+        finally:
+            done.open()
+
+    start_thread(do, name, lambda _: do())
+    done.wait()
+    if raised:
+        raise raised.pop()
+
+
+class Abandoned(Exception):
+    """The wait for a thread was given up."""
+
+
+def aside(work: Callable[[], T], name: str, give_up: Callable[[], bool]) -> T:
+    """Call ``work`` on another thread, and stop waiting for it when ``give_up()`` is true.
+
+    Raises:
+        Abandoned: the wait was given up. Otherwise what ``work`` raises.
+    """
+    done = Latch()
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def do() -> None:
+        try:
+            returned.append(work())
+        except BaseException as error:  # for the waiting thread
+            raised.append(error)
+        finally:
+            done.open()
+
+    try:
+        threading.Thread(target=do, name=name, daemon=True).start()
+    except RuntimeError:  # the system has no thread left
+        do()
+    while not done.wait(_WAIT_SLICE_S):
+        if give_up():
+            raise Abandoned
+    if raised:
+        raise raised.pop()
+    return returned.pop()

@@ -1,0 +1,92 @@
+"""The notebook kernel's end of a rank's channel: reads messages without blocking, whatever the rank has written."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from multiprocessing.connection import Connection
+
+from nbddp import wire
+
+_LENGTH = struct.Struct("!i")  # before each message, as multiprocessing's Connection writes it (Python 3.8 to 3.14)
+_MAX_NBYTES = 1 << 20  # of one message; large data travel in a block
+_INCOMPLETE_S = 5.0  # messages are written at once: data that are incomplete for this long are not a message
+_READ_BYTES = 64 << 10
+_MESSAGES = (wire.Ready, wire.Called, wire.Raised, *wire.REPORTS)  # of a worker
+
+
+class Garbled(Exception):
+    """The data on the channel were not written by nbddp's worker."""
+
+
+def open_channel() -> tuple[Channel, Connection]:
+    """Open a channel. Returns the kernel's end and the worker's end."""
+    kernel_end, worker_end = socket.socketpair()
+    return Channel(kernel_end), Connection(worker_end.detach())
+
+
+class Channel:
+    """The kernel's end. The worker's end is a ``Connection``; any code in the rank can write to its file descriptor."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._buffer = bytearray()
+        self._last_read = 0.0
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, message: wire.Message) -> None:
+        """Send a message. Raises OSError if the worker has closed its end."""
+        data = wire.encode(message)
+        self._end.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> wire.Message | None:
+        """Return the next message if all of it has arrived.
+
+        Raises:
+            Garbled: something else has arrived.
+            EOFError, OSError: the other end is closed, and all has been read.
+        """
+        while (data := self._next()) is None:
+            if not self._read():
+                if self._buffer and time.monotonic() > self._last_read + _INCOMPLETE_S:
+                    raise Garbled
+                return None
+        try:
+            message: object = wire.decode(data)
+        except Exception as error:  # whatever unpickling foreign data raises
+            raise Garbled from error
+        if not isinstance(message, _MESSAGES):
+            raise Garbled
+        return message
+
+    def _read(self) -> bool:
+        """Read without blocking. Returns whether there were data."""
+        try:
+            data = self._end.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        if not data:
+            raise EOFError
+        self._buffer += data
+        self._last_read = time.monotonic()
+        return True
+
+    def _next(self) -> bytes | None:
+        """Return the bytes of the next message if all of them are in the buffer."""
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if not 0 <= length <= _MAX_NBYTES:
+            raise Garbled
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        data = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return data
+
+    def close(self) -> None:
+        self._end.close()

@@ -1,0 +1,196 @@
+"""The interface between a run and the machines that start its ranks: this machine, or several hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Union
+
+from nbddp import wire
+from nbddp.launch.output import RankOutput
+from nbddp.payload import Packed, Pickled, Unpacked
+
+
+class Cluster(Protocol):
+    """Hosts that stay logged in: ``nbddp.cluster(...)``."""
+
+    hosts: list[str]
+
+    def devices(self) -> dict[str, Mapping[str, int]]:
+        """Return the number of devices by type for each host."""
+
+
+Hosts = Union[Sequence[str], str, Cluster, None]  # of ``run(hosts=...)``
+
+
+class Gauges(Protocol):
+    """Memory of the ranks, by rank, where known: resident bytes; bytes in use and total bytes of the GPU."""
+
+    processes: dict[int, int]
+    gpus: dict[int, tuple[int, int]]
+
+    def read(self, pids: Sequence[int]) -> None:
+        """Read the memory of these processes, one per rank."""
+
+
+class Site(Protocol):
+    """The machines on which a run's ranks are started, for all its attempts: this machine, or several hosts.
+
+    Attributes:
+        gauges: the memory of the ranks.
+        layout: the host and local rank of each rank in the last attempt; empty on this machine alone.
+    """
+
+    layout: list[tuple[str, int]]
+
+    @property
+    def gauges(self) -> Gauges: ...
+
+    def copy_data(self, pickled: Pickled, keep_going: Callable[[], bool]) -> None:
+        """Copy the run's data to where the ranks of all attempts find it; stop when ``keep_going()`` is false.
+
+        Raises:
+            OSError, LaunchError: there is not enough memory.
+        """
+
+    def new_crew(self, start_method: str) -> Crew:
+        """Return a crew for one attempt."""
+
+    def can_restart(self) -> bool:
+        """Return whether enough hosts are left for another attempt."""
+
+    def close(self) -> None:
+        """End the run here: free its data."""
+
+
+class Rank(Protocol):
+    """One rank, as the kernel sees it: on this machine or on another host.
+
+    Attributes:
+        rank: its number.
+        host: the rank's host, by the name that the user gave; None on this machine alone.
+        output: the rank's output.
+        ready: the rank has reported that device and process group are ready.
+        called: the rank has reported that the function begins.
+        report: the rank's last message, or None.
+        exitcode: as ``multiprocessing.Process.exitcode``; None while the rank lives.
+        exited_at: monotonic time at which the exit was noticed.
+        orphaned: the rank's fork server, which would have reported the exit code, has ended.
+        out_of_memory: the OOM killer ended the rank.
+        lost: why the connection to the rank's host was lost; "" otherwise.
+    """
+
+    rank: int
+    host: str | None
+    output: RankOutput
+    ready: bool
+    called: bool
+    report: wire.Report | None
+    exitcode: int | None
+    exited_at: float | None
+    orphaned: bool
+    out_of_memory: bool
+    lost: str
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def read_metrics(self) -> bytes:
+        """Return a part of the metric records that have arrived."""
+
+    def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Unpacked:
+        """Unpack the object in its result block."""
+
+
+class RankBase:
+    """The state of a rank on any machine; the attributes are those of :class:`Rank`."""
+
+    def __init__(self, rank: int, output: RankOutput, host: str | None = None) -> None:
+        self.rank = rank
+        self.host = host
+        self.output = output
+        self.ready = False
+        self.called = False
+        self.report: wire.Report | None = None
+        self.exitcode: int | None = None
+        self.exited_at: float | None = None
+        self.orphaned = False
+        self.out_of_memory = False
+        self.lost = ""
+        self._logged = 0  # bytes of metrics
+
+    @property
+    def alive(self) -> bool:
+        return self.exitcode is None
+
+    def progress(self) -> object:
+        """Return a value that changes whenever the rank prints, logs, reaches its next phase, or ends."""
+        printed = os.fstat(self.output.fileno()).st_size
+        return printed, self._logged, self.ready, self.called, self.report is None, self.alive
+
+
+class CrewBase:
+    """The common part of all crews, on this machine or on several hosts."""
+
+    workers: Sequence[Any]
+
+    @property
+    def alive(self) -> bool:
+        """Whether any rank is alive."""
+        return any(worker.alive for worker in self.workers)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ranks have reported that device and process group are ready."""
+        return all(worker.ready for worker in self.workers)
+
+    def progress(self) -> object:
+        """Return a value that changes whenever a rank prints, logs, reaches its next phase, or ends."""
+        return [worker.progress() for worker in self.workers]
+
+
+class Crew(Protocol):
+    """All ranks of one attempt. On leaving the context every rank and all its children have ended."""
+
+    @property
+    def workers(self) -> Sequence[Rank]: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    def launch(self, packed: Packed, outputs: Sequence[RankOutput], restart_count: int) -> None:
+        """Start all ranks; their site has copied the data."""
+
+    def watch(self, timeout_s: float) -> None:
+        """Wait until something happens, at most ``timeout_s``, and handle it."""
+
+    def wake(self) -> None:
+        """End a :meth:`watch` under way in another thread."""
+
+    def progress(self) -> object:
+        """Return a value that changes whenever a rank prints, logs, reaches its next phase, or ends."""
+
+    def dismiss_reported(self) -> None:
+        """Let the ranks that have reported exit."""
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in every rank that is in the function; kill those that have not reached it."""
+
+    def stacks(self, timeout_s: float) -> dict[int, str]:
+        """Return faulthandler's dumps by rank, of the ranks that answer in time."""
+
+    def close(self) -> None:
+        """Close every file descriptor."""
+
+    def disown(self) -> None:
+        """In a process forked from the kernel: hold nothing of the ranks open."""

@@ -1,0 +1,1 @@
+"""``%%ddp`` and ``%ddp`` run a cell or a script of the notebook on all ranks."""

@@ -1,0 +1,295 @@
+"""``%load_ext nbddp``: the ``%%ddp`` cell magic and the ``%ddp`` line magic."""
+
+# IPython's decorators and parsers are untyped.
+# mypy: disable-error-code="no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import glob
+import os
+import shlex
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+# IPython itself imports this module, for %load_ext.
+from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher  # noqa: TID253
+from IPython.core.error import UsageError  # noqa: TID253
+from IPython.core.magic import (  # noqa: TID253
+    Magics,
+    cell_magic,
+    line_magic,
+    magics_class,
+    output_can_be_silenced,
+)
+from IPython.core.magic_arguments import magic_arguments  # noqa: TID253
+
+from nbddp.errors import LaunchError
+from nbddp.forkserver import server as forkserver
+from nbddp.hosts.cluster import SLURM, Cluster
+from nbddp.kernel import run as runs
+from nbddp.kernel import runner
+from nbddp.kernel.options import RunOptions, complete
+from nbddp.kernel.plan import Call
+from nbddp.kernel.script import run_script
+from nbddp.launch import gauges
+from nbddp.launch.devices import CPU_NPROCS, accelerator
+from nbddp.magic import analysis
+from nbddp.magic.notebook import CellSource, ResultReceiver, keep_run_as
+from nbddp.magic.options import CELL_OPTIONS, DEFAULTS_PARSER, OUTPUT_OPTIONS, RUN_OPTIONS, SCRIPT_PARSER, with_options
+from nbddp.text import did_you_mean
+from nbddp.worker import script
+
+if TYPE_CHECKING:
+    import ast
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Register the magics, and start the fork server so that the first run starts as fast as later runs."""
+    shell.register_magics(DdpMagics)
+    if _complete not in shell.Completer.custom_matchers:
+        shell.Completer.custom_matchers.append(_complete)
+    forkserver.warm()
+
+
+@magics_class
+class DdpMagics(Magics):
+    """The magics of one notebook, and its defaults."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self._shell = shell
+        self._defaults: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------ %%ddp
+
+    @output_can_be_silenced
+    @cell_magic("ddp")
+    @magic_arguments("%ddp")  # the help puts one more % before it
+    @with_options([*CELL_OPTIONS, *OUTPUT_OPTIONS, *RUN_OPTIONS])
+    def cell(self, line: str, cell: str) -> Any:
+        """Run the cell on every rank: one fresh process per GPU, or on the CPU.
+
+        ::
+
+          %%ddp -n 2 -o model
+          model = nbddp.wrap(Net())
+          for x, y in nbddp.loader(train_set, 64, shuffle=True):
+              ...
+          evaluate(model)
+
+        The ranks get copies of the notebook's variables that the cell uses. Variables that it sets stay on
+        the ranks, except those of -o. The last line's value on rank 0 is the cell's output. A process group
+        is ready, and nbddp, torch, dist, rank, world_size and device are available without imports.
+        """
+        # IPython's parse_argstring would keep the quotes; both magics parse a line as a shell does.
+        options = _given(DdpMagics.cell.parser.parse_args(_words(line)))
+        source = CellSource(self._shell, cell)
+        out = options.pop("out", [])
+        tree = source.parse()
+        names = analysis.names_of(tree, out)
+        for name in out:
+            if name not in names.bound | names.needed and not names.binds_unknown:
+                raise LaunchError(f"-o {name}: the cell never sets {name}{did_you_mean(name, names.bound)}")
+        values = self._values_of(names, tree)
+        return self._launch(source, values, names.optional & values.keys(), ResultReceiver(self._shell, out), options)
+
+    def _values_of(self, names: analysis.Names, tree: ast.Module) -> dict[str, Any]:
+        """Return the notebook's variables that the cell may read."""
+        user_ns, hidden = self._shell.user_ns, self._shell.user_ns_hidden
+
+        def is_ipythons(name: str) -> bool:
+            """Return whether IPython put this name into the notebook (``exit``, ``open``, ``get_ipython``)."""
+            value = user_ns.get(name)
+            return value is not None and value is hidden.get(name) and callable(value)
+
+        ipythons = set(filter(is_ipythons, names.needed))
+        analysis.refuse_notebook_names(tree, (ipythons | ({"display"} & names.needed - set(user_ns))) - names.optional)
+        return {name: user_ns[name] for name in names.needed - ipythons if name in user_ns}
+
+    def _launch(
+        self,
+        source: CellSource,
+        values: dict[str, Any],
+        optional: frozenset[str],
+        receiver: ResultReceiver,
+        options: dict[str, Any],
+    ) -> Any:
+        keep, background = options.pop("keep", []), options.pop("background", False)
+        body = script.Cell(source.text, source.filename, tuple(receiver.names))
+        whole = complete(self._with_defaults({**options, "wait": not background}))
+        plan, site = runner.plan_run(source.name, whole)
+        plan = dataclasses.replace(plan, receive=receiver.receive, optional=optional)
+        call = Call(source.name, script.run_cell, (body,), values)
+        with keep_run_as(self._shell, keep):
+            run = runner.launch(plan, site, call, whole)
+        return run if background else run.value
+
+    def _with_defaults(self, options: dict[str, Any]) -> RunOptions:
+        """Return options and defaults, where the text of ``--hosts`` has become a Cluster or a list."""
+        whole = {**self._defaults, **options}
+        hosts = whole.get("hosts")
+        if isinstance(hosts, str) and hosts != SLURM:
+            known = self._shell.user_ns.get(hosts)
+            whole["hosts"] = known if isinstance(known, Cluster) else [hosts]
+        return cast(RunOptions, whole)
+
+    # ------------------------------------------------------------------ %ddp
+
+    @line_magic("ddp")  # type: ignore[arg-type]
+    def line(self, line: str) -> Any:
+        """Show and stop runs, set defaults, run scripts.
+
+        ::
+
+          %ddp status              the defaults and the newest run
+          %ddp stop                end every run that is not over
+          %ddp logs [RANK]         what the newest run printed
+          %ddp stacks              the stack of each rank now
+          %ddp show                show the newest run here
+          %ddp devices             the devices that runs can use
+          %ddp run [options] train.py --lr 0.1     a script on every rank, as torchrun does
+
+          %ddp --nprocs 4 --device cpu     defaults for every %%ddp and %ddp run from now on
+          %ddp --reset                     remove the defaults
+        """
+        words = _words(line)
+        command = words[0] if words else "status"
+        if words == ["--reset"]:
+            self._defaults.clear()
+            return self._print_defaults()
+        if command.startswith("-"):
+            self._defaults.update(_given(DEFAULTS_PARSER.parse_args(words)))
+            return self._print_defaults()
+        if command not in _COMMANDS:
+            suggestion = did_you_mean(command, _COMMANDS)
+            raise UsageError(f"%ddp {command}: unknown command; the commands are {', '.join(_COMMANDS)}{suggestion}")
+        if len(words) > 1 and command not in ("run", "logs"):
+            raise UsageError(f"%ddp {command} takes no arguments")
+        return getattr(self, f"_{command}")(words[1:])
+
+    def _print_defaults(self) -> None:
+        words = []
+        for name, value in self._defaults.items():
+            words.append("--" + name.replace("_", "-"))
+            if value is not True:
+                words.append(",".join(map(str, value)) if isinstance(value, list) else str(value))
+        print(f"defaults: {' '.join(words) or 'none'}")
+
+    def _status(self, _: list[str]) -> None:
+        self._print_defaults()
+        newest = runs.last_run()
+        print(newest if newest is not None else "no run yet")
+        for run in runs.going():
+            if run is not newest:
+                print(run)
+
+    def _stop(self, _: list[str]) -> None:
+        going = runs.going()
+        for run in going:
+            run.stop()
+            print(run)
+        if not going:
+            print("nothing is running")
+
+    def _logs(self, words: list[str]) -> None:
+        if len(words) > 1 or not all(word.isdigit() for word in words):
+            raise UsageError("%ddp logs takes one rank, or nothing for all ranks")
+        rank = int(words[0]) if words else None
+        run = _newest()
+        if rank is not None and rank >= run.nprocs:
+            raise UsageError(f"there is no rank {rank}: {run.name} has ranks 0 to {run.nprocs - 1}")
+        print(run.logs(rank), end="")
+
+    def _stacks(self, _: list[str]) -> None:
+        print(_newest().stacks())
+
+    def _show(self, _: list[str]) -> None:
+        _newest().show()
+
+    def _devices(self, _: list[str]) -> None:
+        print(_devices_text())
+
+    def _run(self, words: list[str]) -> Any:
+        options = _given(SCRIPT_PARSER.parse_args(words))
+        path, argv = options.pop("script"), options.pop("argv")
+        keep, background = options.pop("keep", []), options.pop("background", False)
+        with keep_run_as(self._shell, keep):
+            return run_script(path, argv, **self._with_defaults({**options, "wait": not background}))
+
+
+_COMMANDS = ("status", "stop", "logs", "stacks", "show", "devices", "run")
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"{line!r} cannot be parsed: {str(error)[:1].lower()}{str(error)[1:]}") from None
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if value is not None}
+
+
+def _newest() -> runs.Run[Any]:
+    newest = runs.last_run()
+    if newest is None:
+        raise UsageError("there is no run yet")
+    return newest
+
+
+def _devices_text() -> str:
+    found = accelerator()
+    if found is None:
+        return f"no GPU: runs use {CPU_NPROCS} processes with gloo on a CPU with {os.cpu_count()} cores"
+    kind, count = found
+    # From the driver, since torch would make a CUDA context in the notebook.
+    names = gauges.gpu_names() if kind == "cuda" else []
+    lines = []
+    for index, name in enumerate(names):
+        memory = gauges.gpu_memory(str(index)) or ()
+        lines.append(", ".join([str(index), name, *(f"{nbytes >> 20} MiB" for nbytes in memory)]))
+    return "\n".join(lines) or f"{count} × {kind}"
+
+
+# ---------------------------------------------------------------------------- Tab
+
+_VALUES: dict[str, Callable[[], list[str]]] = {
+    "--device": lambda: ["cpu", *([found[0]] if (found := accelerator()) else [])],
+    "--backend": lambda: ["gloo", "nccl"],
+    "logs": lambda: [str(rank) for rank in range(_newest().nprocs)] if runs.last_run() else [],
+}
+
+
+@context_matcher(identifier="nbddp", priority=200)
+def _complete(context: CompletionContext) -> dict[str, Any]:
+    """IPython's hook for Tab; on lines of %ddp and %%ddp, only our completions are shown."""
+    command, space, rest = context.text_until_cursor.lstrip().partition(" ")
+    if not space or command not in ("%ddp", "%%ddp"):
+        return {"completions": [], "suppress": False, "ordered": True}
+    words = rest.split()
+    word = words.pop() if words and not rest[-1:].isspace() else ""
+    before = words[-1] if words else ""
+    fitting: list[str] = []
+    if before in _VALUES:
+        fitting = _VALUES[before]()
+    elif word.startswith("-"):
+        fitting = _options_of(command, words)
+    elif command == "%ddp" and words[:1] == ["run"]:
+        folders = [path + "/" for path in glob.glob(word + "*") if os.path.isdir(path)]
+        fitting = sorted(glob.glob(word + "*.py") + folders)
+    elif command == "%ddp" and not words:
+        fitting = list(_COMMANDS)
+    found = [text for text in fitting if text.startswith(word)]
+    return {"completions": [SimpleCompletion(text) for text in found], "suppress": bool(found), "ordered": True}
+
+
+def _options_of(command: str, words: list[str]) -> list[str]:
+    parsers = {"%%ddp": DdpMagics.cell.parser, "run": SCRIPT_PARSER}
+    parser = parsers.get(command) or parsers.get("".join(words[:1]), DEFAULTS_PARSER)
+    extra = ["--reset"] if parser is DEFAULTS_PARSER else []
+    return [option for action in parser._actions for option in action.option_strings] + extra

@@ -1,0 +1,135 @@
+"""Latches and thread starts under an impatient user's interrupts, which may come in the middle of a lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import pytest
+
+from nbddp import latch as latches
+from nbddp.latch import Latch
+
+TRIALS = 1000
+NUMBER = signal.SIGUSR2
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which pytest keeps for itself."""
+
+
+def start_thread(target: Callable[[], object], name: str) -> None:
+    latches.start_thread(lambda: target() and None, name, refused=pytest.fail)  # type: ignore[arg-type]
+
+
+# Another process: a thread sends while it holds the GIL, and so never in the middle of what the main thread does.
+SENDER = "import os, sys, time\nwhile True:\n    os.kill(int(sys.argv[1]), int(sys.argv[2]))\n    time.sleep(2e-5)"
+
+
+class Impatience:
+    """While ``lasts``, signals from outside raise wherever the main thread waits or starts a thread."""
+
+    def __init__(self) -> None:
+        self.lasts = False
+        self.raised = 0
+
+    def raises(self, _number: int, frame: FrameType | None) -> None:
+        file = frame.f_code.co_filename if frame is not None else ""
+        if self.lasts and file.endswith(("/latch.py", "/threading.py")):
+            self.raised += 1
+            raise Interrupted
+
+
+@pytest.fixture
+def impatience() -> Iterator[Impatience]:
+    impatience = Impatience()
+    before = signal.signal(NUMBER, impatience.raises)
+    sender = subprocess.Popen([sys.executable, "-c", SENDER, str(os.getpid()), str(int(NUMBER))])
+    time.sleep(0.2)
+    yield impatience
+    impatience.lasts = False
+    sender.kill()
+    sender.wait()
+    signal.signal(NUMBER, before)
+
+
+def test_an_interrupted_waiter_does_not_block_the_thread_that_opens(impatience: Impatience) -> None:
+    for trial in range(TRIALS):
+        latch, opened = Latch(), Latch()
+
+        def open_it(latch: Latch = latch, opened: Latch = opened, after: float = (trial % 10) * 1e-4) -> None:
+            time.sleep(after)
+            latch.open()
+            opened.open()
+
+        start_thread(open_it, "opener")
+        impatience.lasts = True
+        while not latch.is_open:
+            try:
+                latch.wait(0.0002)
+            except Interrupted:
+                continue
+        impatience.lasts = False
+        assert opened.wait(30), f"the opener hangs, in trial {trial}"
+    assert impatience.raised > TRIALS / 2
+
+
+def test_a_thread_whose_start_returned_runs_despite_interrupts(impatience: Impatience) -> None:
+    for trial in range(TRIALS):
+        ran = Latch()
+        started = impatience.lasts = True
+        try:
+            start_thread(ran.open, "runner")
+        except Interrupted:
+            started = False
+        impatience.lasts = False
+        if started:
+            assert ran.wait(30), f"it does not run, in trial {trial}"
+
+
+def test_a_latch_waits_up_to_its_timeout_and_opens_for_all_waiters() -> None:
+    latch, through = Latch(), []
+    began = time.monotonic()
+    assert not latch.wait(0.05)
+    assert 0.05 <= time.monotonic() - began < 10
+    for _ in range(5):
+        start_thread(lambda: through.append(latch.wait(30)), "waiter")
+    time.sleep(0.05)
+    assert through == []
+    latch.open()
+    deadline = time.monotonic() + 20
+    while len(through) < 5 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert through == [True] * 5
+    assert latch.wait(0)
+    assert not latch._waiting
+
+
+def test_a_signal_that_wakes_no_thread_is_handled_within_10_s() -> None:
+    """It came just before the lock's sleep, or the system gave it to another thread: the sleep goes on."""
+    latch, heard = Latch(), []
+
+    def raises(_number: int, _frame: FrameType | None) -> None:
+        heard.append(time.monotonic())
+        raise Interrupted
+
+    before = signal.signal(NUMBER, raises)
+
+    def signal_this_thread() -> None:
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), NUMBER)
+
+    start_thread(signal_this_thread, "sender")
+    began = time.monotonic()
+    try:
+        with pytest.raises(Interrupted):
+            latch.wait(20)
+    finally:
+        signal.signal(NUMBER, before)
+    assert heard[0] - began < 10
