@@ -143,8 +143,15 @@ class Supervisor:
         if self.state.stop_grace_s is not None:
             return self.state.conclude("stopped")
         self._attempt_began = time.monotonic()
-        crew = self._site.new_crew(self._start_method)
-        self._attempt = Attempt(self._plan, self._pickled.packed, crew, self.state, self._history, self._stall)
+        # No name of this frame for the crew: the error of a failed attempt keeps the frame, as long as it is kept itself.
+        self._attempt = Attempt(
+            self._plan,
+            self._pickled.packed,
+            self._site.new_crew(self._start_method),
+            self.state,
+            self._history,
+            self._stall,
+        )
         try:
             self._attempt.run()
         except UnfitServer as error:
