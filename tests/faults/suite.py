@@ -23,7 +23,7 @@ _NEW_SERVER_S = 20.0  # which imports torch
 _GONE_S = 3.0
 _LIFE_S = {"payload": 0.25, "result": 0.5, "flood": 0.4, "workers": 0.2, "several": 0.4}  # beside what it sleeps
 _ENDLESS_FRACTION_S = 0.4  # of a run without an end, this much is its life
-_TORCHS_PROBE = re.compile(r"tmp[a-z0-9_]{8}")
+_TORCHS_PROBE = re.compile(r"(tmp)?[a-z0-9_]{8}")  # tempfile itself looks first where it can write, without "tmp"
 
 
 @dataclass
