@@ -143,7 +143,7 @@ class Supervisor:
         if self.state.stop_grace_s is not None:
             return self.state.conclude("stopped")
         self._attempt_began = time.monotonic()
-        # No name of this frame for the crew: the error of a failed attempt keeps the frame, as long as it is kept itself.
+        # No name of this frame for the crew: as long as the error of a failed attempt is kept, it keeps this frame.
         self._attempt = Attempt(
             self._plan,
             self._pickled.packed,
