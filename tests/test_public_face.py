@@ -26,7 +26,7 @@ PROMISED = {
 _OF_A_RUN = (
     "*, nprocs=None, device=None, gpus=None, backend=None, init=True, seed=None, deterministic=False, env=None, "
     "timeout=None, pg_timeout=None, max_restarts=0, stall_after=60.0, wait=True, show=None, name=None, "
-    "start_method=None, hosts=None, min_hosts=None, keep_children=False, oversubscribe=False"
+    "start_method=None, hosts=None, min_hosts=None, keep_children=False, oversubscribe=False, to=None"
 )
 SIGNATURES = {
     "run": f"(fn, args=(), kwargs=None, {_OF_A_RUN})",

@@ -73,7 +73,7 @@ class Column:
     """
 
     def __init__(self) -> None:
-        self._table = Table("qddB")  # steps, values, weights, 1 where log() counted the step
+        self._table = Table("qddBd")  # steps, values, weights, 1 where log() counted the step, times
         self.attempt_start = 0
         self.cuts = 0
         self._restarted = False  # and nothing was logged since
@@ -83,7 +83,7 @@ class Column:
             self._restarted = False
             self.cuts += self._table.drop_from(int(records["step"][0]))
             self.attempt_start = len(self)
-        self._table.extend(records["step"], records["value"], records["weight"], records["counted"])
+        self._table.extend(*(records[name] for name in ("step", "value", "weight", "counted", "time")))
 
     def restart(self) -> None:
         """The function starts again: the steps that it repeats will replace the old ones."""
@@ -93,9 +93,13 @@ class Column:
     def series(self, start: int = 0, stop: int | None = None) -> Series:
         return Series(*self._table.columns(start, stop)[:2])
 
+    def times(self, start: int) -> npt.NDArray[np.float64]:
+        """When the rows from ``start`` on were logged, in seconds since 1970."""
+        return self._table.columns(start)[4]
+
     def keys(self, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """The steps from row ``start`` on, and whether log() counted each of them."""
-        steps, _, _, counted = self._table.columns(start)
+        steps, _, _, counted, _ = self._table.columns(start)
         return steps, counted.astype(bool)
 
     def steps(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -106,6 +110,9 @@ class Column:
 
     def weights(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         return self._table.take(2, rows)
+
+    def times_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        return self._table.take(4, rows)
 
     def __len__(self) -> int:
         return len(self._table)

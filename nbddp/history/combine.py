@@ -48,7 +48,7 @@ class CombinedPoints:
     While the ranks may log more, the points are those that all of them have logged. ``close`` adds the others.
 
     Attributes:
-        series: Table of steps and values; empty without ``reduce=``.
+        series: Table of steps, values and times; empty without ``reduce=``.
         spread: Table of a ``Spread``.
         counts: Table of ``Counts``; empty without ``reduce=``.
         version: changes when points that were already handed out have changed.
@@ -133,7 +133,7 @@ class CombinedPoints:
         if not rows.shape[1]:
             return
         self._last_row = int(rows[0].max())
-        steps = _steps(rows, list(active.values()))
+        steps = _of_lowest(rows, [column.steps(row) for row, column in zip(rows, active.values())])
         if self._restarted:
             self._restarted = False
             self.version += sum(table.drop_from(int(steps[0])) for table in self._tables())
@@ -147,14 +147,15 @@ class CombinedPoints:
             return
         weights = np.array([column.weights(row) for column, row in zip(active.values(), rows)])
         valid = (ranks == len(active)) | (self._op != wire.REDUCE_SUM)  # a sum over some of the ranks is not the sum
-        self.series.extend(steps[valid], _reduced(self._op, values, weights, present)[valid])
+        times = _of_lowest(rows, [column.times_of(row) for row, column in zip(rows, active.values())])
+        self.series.extend(steps[valid], _reduced(self._op, values, weights, present)[valid], times[valid])
         self.counts.extend(steps, ranks, np.full(len(steps), world_size))
 
     def _tables(self) -> tuple[Table, ...]:
         return self.series, self.spread, self.counts
 
     def _reset_tables(self) -> None:
-        self.series, self.spread, self.counts = Table("qd"), Table("qdd"), Table("qqq")
+        self.series, self.spread, self.counts = Table("qdd"), Table("qdd"), Table("qqq")
         for table, columns in zip(self._tables(), self._earlier):
             table.extend(*columns)
 
@@ -164,12 +165,17 @@ def _active(columns: Mapping[int, Column]) -> dict[int, Column]:
     return {rank: columns[rank] for rank in sorted(columns) if columns[rank].attempt_start < len(columns[rank])}
 
 
-def _steps(rows: Ints, columns: list[Column]) -> Ints:
-    """Each point's step, from the lowest rank that logged the point."""
-    steps = columns[-1].steps(rows[-1])
+def _of_lowest(rows: Ints, columns: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Each point's entry, from the lowest rank that logged the point.
+
+    Args:
+        rows: of the points in each rank's column, shape (ranks, points).
+        columns: by rank, the entries at these rows.
+    """
+    entries = columns[-1]
     for row, column in zip(rows[-2::-1], columns[-2::-1]):
-        steps = np.where(row != ABSENT, column.steps(row), steps)
-    return steps
+        entries = np.where(row != ABSENT, column, entries)
+    return entries
 
 
 # ---------------------------------------------------------------------------- one value from several, rank by rank

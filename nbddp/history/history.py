@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 import numpy.typing as npt
 
@@ -211,16 +211,20 @@ class History(Mapping[str, Series]):
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write a CSV file: one line per step, one column per metric; a missing value is an empty field."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            self.write_csv(file)
+
+    def write_csv(self, file: TextIO) -> None:
+        """Write the same to a text file that was opened with ``newline=""``."""
         names = self.names
         rows: dict[int, dict[str, float]] = {}
         for name in names:
             steps, values = self[name]
             for step, value in zip(steps.tolist(), values.tolist()):
                 rows.setdefault(step, {})[name] = value
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["step", *names])
-            writer.writerows([step, *(rows[step].get(name, "") for name in names)] for step in sorted(rows))
+        writer = csv.writer(file)
+        writer.writerow(["step", *names])
+        writer.writerows([step, *(rows[step].get(name, "") for name in names)] for step in sorted(rows))
 
     def spread(self, name: str) -> Spread:
         """The lowest and highest value over the ranks; empty if only one rank logs this metric.
@@ -265,6 +269,20 @@ class History(Mapping[str, Series]):
             series, spread = metric.series(cursor.points), metric.spread(cursor.spread)
         points, spread_points = cursor.points + len(series.steps), cursor.spread + len(spread.steps)
         return series, spread, Cursor(cursor.version, points, spread_points)
+
+    def timed_points(self, cursors: Mapping[str, Cursor]) -> dict[str, tuple[Series, npt.NDArray[Any], Cursor]]:
+        """The points of every metric after its cursor, all at one moment, and when they were logged (unix seconds).
+
+        For the cursors see :meth:`new_points`; a metric without one is read from its start.
+        """
+        found = {}
+        with self._lock:
+            for name in self._names():
+                metric, cursor = self._metric(name), cursors.get(name, Cursor())
+                start = cursor.points if metric.version == cursor.version else 0
+                series, times = metric.series(start), metric.times(start)
+                found[name] = series, times, Cursor(metric.version, start + len(times))
+        return found
 
     def points_up_to(self, name: str, cursor: Cursor) -> tuple[Series, Spread]:
         """The points of the metric and its spread that were read before the cursor."""

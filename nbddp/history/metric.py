@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from nbddp import wire
@@ -61,7 +62,13 @@ class Metric:
 
     def series(self, start: int = 0, stop: int | None = None) -> Series:
         """The combined values; without ``reduce=`` those of the lowest rank that logged the metric."""
-        return Series(*self._combined.series.columns(start, stop)) if self.op else self._lowest.series(start, stop)
+        if not self.op:
+            return self._lowest.series(start, stop)
+        return Series(*self._combined.series.columns(start, stop)[:2])
+
+    def times(self, start: int = 0) -> npt.NDArray[np.float64]:
+        """When the points of :meth:`series` were logged, in seconds since 1970; of several ranks, by the lowest."""
+        return self._combined.series.columns(start)[2] if self.op else self._lowest.times(start)
 
     def spread(self, start: int = 0, stop: int | None = None) -> Spread:
         return Spread(*self._combined.spread.columns(start, stop))

@@ -39,6 +39,7 @@ class RunOptions(TypedDict, total=False):
     min_hosts: int | None
     keep_children: bool
     oversubscribe: bool
+    to: Any
 
 
 _OPTION_NAMES = tuple(RunOptions.__annotations__)

@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import os
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Generic, TypeVar
 
 from nbddp import errors, payload
@@ -15,12 +15,14 @@ from nbddp.errors import NbddpError
 from nbddp.forkserver import server as forkserver
 from nbddp.history.history import History
 from nbddp.kernel import state as run_state
+from nbddp.kernel.metrics_out import MetricsOut
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.supervisor import Supervisor
 from nbddp.kernel.viewable import ViewableRun
 from nbddp.kernel.views import RunViews
 from nbddp.launch.interface import Site
 from nbddp.launch.output import labelled
+from nbddp.sinks.interface import Sink
 from nbddp.text import duration
 
 R = TypeVar("R")
@@ -42,7 +44,15 @@ class Run(Generic[R]):
         history: the metrics so far.
     """
 
-    def __init__(self, plan: Plan, pickled: payload.Pickled, site: Site, *, blocking: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        pickled: payload.Pickled,
+        site: Site,
+        *,
+        blocking: bool = False,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
         self.name = plan.name
         self.nprocs = plan.nprocs
         self.history = History(plan.nprocs)
@@ -52,6 +62,7 @@ class Run(Generic[R]):
         self._blocking = blocking
         self._viewable = ViewableRun(plan, self._state, self.history, site, blocking=blocking)
         self._views = RunViews(plan.name, self._viewable, self._supervisor, blocking=blocking)
+        self._metrics_out = MetricsOut(sinks, self.history, self._state)
         _all.add(self)
         self._state.when_done(lambda: _live.discard(self))
 
@@ -143,6 +154,7 @@ class Run(Generic[R]):
         if not self._supervisor.join(timeout):
             raise TimeoutError(self._still_runs(timeout))
         self._views.show_the_end()
+        self._metrics_out.wait()
         if self.error is not None:
             raise self.error
         return self
@@ -201,6 +213,7 @@ class Run(Generic[R]):
         except KeyboardInterrupt:
             self._stop_and_wait()
             self._views.update()
+            self._metrics_out.wait()
             raise errors.interrupt(self._stopped_text()) from None
         except BaseException:  # raised by a view
             self._state.request_stop(0.0)
@@ -218,11 +231,13 @@ class Run(Generic[R]):
         global _last
         _live.add(self)
         self._supervisor.start()
+        self._metrics_out.start()
         _last = self
         if show is not False:
             self._views.open(wanted=bool(show))
         if self._blocking:
             self._views.follow()
+            self._metrics_out.wait()
         else:
             self._state.data_copied.wait()
 
@@ -278,6 +293,8 @@ def _stop_all() -> None:
         run._state.request_stop(0.0)
     for run in list(_live):
         run._supervisor.join(_EXIT_TIMEOUT_S)
+    for run in runs():
+        run._metrics_out.wait(_EXIT_TIMEOUT_S)
 
 
 def _disown_all() -> None:

@@ -14,6 +14,7 @@ from nbddp.kernel.run import R, Run
 from nbddp.kernel.site import LocalSite
 from nbddp.launch.interface import Site
 from nbddp.payload import unpicklable
+from nbddp.sinks.choose import choose_sinks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,6 +62,10 @@ def run(
             tracking server) survives the rank; the ranks are then started by ``"spawn"``. Default: every process that
             a rank has started ends with it.
         oversubscribe: True: allow more than 16 ranks per CPU core (and more than 64).
+        to: where the metrics go beside ``history``, while the run goes on: a ``SummaryWriter``, a run of
+            ``wandb.init()`` or ``mlflow.start_run()``, an object with ``log_metrics(metrics, step)``, a function
+            ``f(step, metrics)``, ``"csv:PATH"``, ``"jsonl:PATH"`` or ``"tensorboard:FOLDER"``; or a list of these. The
+            notebook kernel writes them, so they get one run however many ranks there are. Default: nowhere.
 
     Returns:
         The run, finished unless ``wait=False``; its ``value`` is what rank 0 returned.
@@ -95,10 +100,11 @@ def launch(plan: Plan, site: Site, call: Call, options: RunOptions) -> Run[Any]:
     """Pickle the call, start the run, and unless ``wait=False`` wait for the end. Raises the errors of :func:`run`."""
     with contextlib.ExitStack() as unless_begun:
         unless_begun.callback(site.close)
+        sinks = choose_sinks(options["to"])
         pickled = _pickle_call(plan, call)
         if len(pickled.packed.inherited) > _MAX_FORK_SERVER_FDS:
             plan = dataclasses.replace(plan, start_method="spawn")
-        started: Run[Any] = Run(plan, pickled, site, blocking=options["wait"])
+        started: Run[Any] = Run(plan, pickled, site, blocking=options["wait"], sinks=sinks)
         unless_begun.pop_all()
     started.begin(show=options["show"])
     return started

@@ -42,16 +42,24 @@ class RankOutput:
         assert self._fd is not None, "the run is over"
         return self._fd
 
-    def note(self, line: str) -> None:
-        """Append a line of nbddp's own to the rank's output."""
-        self.append(f"[{line}]\n")
+    def note(self, line: str) -> bool:
+        """Append a line of nbddp's own to the rank's output. Returns False if the run is over."""
+        return self.append(f"[{line}]\n")
 
-    def append(self, lines: str) -> None:
-        """Append whole lines to the rank's output; they are lost, like the rank's own, if the disk is full."""
-        size = os.fstat(self.fileno()).st_size
-        unfinished = size > 0 and os.pread(self.fileno(), 1, size - 1) != b"\n"
-        with contextlib.suppress(OSError):
-            os.write(self.fileno(), f"{chr(10) * unfinished}{lines}".encode())
+    def append(self, lines: str) -> bool:
+        """Append whole lines to the rank's output; they are lost, like the rank's own, if the disk is full.
+
+        Returns:
+            False if the run is over.
+        """
+        with self._lock:
+            if self._fd is None:
+                return False
+            size = os.fstat(self._fd).st_size
+            unfinished = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+            with contextlib.suppress(OSError):
+                os.write(self._fd, f"{chr(10) * unfinished}{lines}".encode())
+            return True
 
     def take(self) -> str:
         """Return the output since the last call, at most 64 KiB at a time; ``""`` if there is none."""

@@ -129,12 +129,14 @@ class DdpMagics(Magics):
         return run if background else run.value
 
     def _with_defaults(self, options: dict[str, Any]) -> RunOptions:
-        """Return options and defaults, where the text of ``--hosts`` has become a Cluster or a list."""
+        """Return options and defaults, where names in ``--hosts`` and ``--to`` have become the variables' values."""
         whole = {**self._defaults, **options}
         hosts = whole.get("hosts")
         if isinstance(hosts, str) and hosts != SLURM:
             known = self._shell.user_ns.get(hosts)
             whole["hosts"] = known if isinstance(known, Cluster) else [hosts]
+        if to := whole.get("to"):
+            whole["to"] = [self._shell.user_ns.get(each, each) for each in to]
         return cast(RunOptions, whole)
 
     # ------------------------------------------------------------------ %ddp

@@ -44,6 +44,7 @@ RUN_OPTIONS = [
     argument("--hosts", type=_hosts, help="Hosts, e.g. gpu1,gpu2; or slurm; or a variable with a Cluster."),
     argument("--keep-children", action="store_const", const=True, help="Processes that a rank detaches outlive it."),
     argument("--min-hosts", type=int, help="A restart needs at least this many hosts. Default: all."),
+    argument("--to", action="append", help="Metrics go there: a variable, csv:PATH, jsonl:PATH or tensorboard:FOLDER."),
     argument("--oversubscribe", action="store_const", const=True, help="Allow more than 16 ranks per CPU core."),
 ]
 OUTPUT_OPTIONS = [

@@ -1,0 +1,71 @@
+"""Hands a run's metrics to its sinks (``run(to=...)``), each on a thread of its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from nbddp.history.history import History
+from nbddp.kernel.state import RunState
+from nbddp.latch import Latch, start_thread
+from nbddp.sinks.interface import Sink
+from nbddp.sinks.unsent import Unsent
+from nbddp.text import in_a_line
+
+_WRITE_EVERY_S = 0.5
+_END_S = 10.0  # how long the cell waits for the sinks after the run
+
+
+class MetricsOut:
+    """The sinks of one run. One that raises or hangs is told of once, and the run and the other sinks go on."""
+
+    def __init__(self, sinks: Sequence[Sink], history: History, state: RunState) -> None:
+        self._feeds = [_SinkFeed(sink, history, state) for sink in sinks]
+
+    def start(self) -> None:
+        for feed in self._feeds:
+            start_thread(feed.work, f"nbddp-to-{feed.name}", feed.fail)
+
+    def wait(self, timeout_s: float = _END_S) -> None:
+        """Wait until all sinks have what the run logged; the run is over."""
+        for feed in self._feeds:
+            if not feed.done.wait(timeout_s):
+                feed.say(f"{feed.name} has not taken over all metrics yet: it goes on as long as this notebook does")
+
+
+class _SinkFeed:
+    def __init__(self, sink: Sink, history: History, state: RunState) -> None:
+        self.name = sink.name
+        self.done = Latch()
+        self._sink = sink
+        self._history = history
+        self._state = state
+        self._said = False
+
+    def work(self) -> None:
+        """Write what is new until the run is over and all is written."""
+        unsent = Unsent(self._history)
+        try:
+            over = False
+            while not over:
+                over = self._state.done.wait(_WRITE_EVERY_S)  # before the last points are taken
+                if points := unsent.take():
+                    self._sink.write(points, self._history)
+            self._sink.close(self._history)
+        except Exception as error:  # whatever the user's object raises
+            self.fail(error)
+        finally:
+            self.done.open()
+
+    def fail(self, error: Exception) -> None:
+        self.say(f"{self.name} takes no more metrics: {in_a_line(error)}. The run goes on, its history is whole")
+        self.done.open()
+
+    def say(self, text: str) -> None:
+        """Once, beside the output of rank 0; after the run as a warning."""
+        if self._said:
+            return
+        self._said = True
+        outputs = self._state.outputs
+        if not (outputs and outputs[0].note(text)):
+            warnings.warn(text, stacklevel=2)

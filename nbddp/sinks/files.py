@@ -1,0 +1,64 @@
+"""Sinks that are files: CSV and JSON lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from nbddp.atomic_file import WholeFile
+from nbddp.history.history import History
+from nbddp.sinks.interface import Points, rows
+
+_SHARE_OF_TIME = 0.05  # a CSV file has a column per metric and is written anew each time
+
+
+class CsvFile:
+    """``"csv:PATH"``: one line per step, one column per metric, as :meth:`nbddp.History.to_csv` writes it.
+
+    The file is replaced whole while the run goes on, as often as takes a twentieth of the time.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.name = f"csv:{path}"
+        self._path = Path(path).absolute()
+        self._due = 0.0
+
+    def write(self, points: Sequence[Points], history: History) -> None:
+        began = time.monotonic()
+        if points and began >= self._due:
+            self._write(history)
+            self._due = time.monotonic() + (time.monotonic() - began) / _SHARE_OF_TIME
+
+    def close(self, history: History) -> None:
+        self._write(history)
+
+    def _write(self, history: History) -> None:
+        with WholeFile(self._path, 0o666) as file:
+            text = io.TextIOWrapper(file, "utf-8", newline="")
+            history.write_csv(text)
+            text.detach()  # flushes, and leaves the file open
+
+
+class JsonLines:
+    """``"jsonl:PATH"``: one JSON object per step, ``{"_step": 3, "_timestamp": 1767225600.5, "loss": 0.5}``.
+
+    They are appended as they come: a step's metrics that were logged at different moments stand in several lines.
+    Each run begins the file anew.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.name = f"jsonl:{path}"
+        self._path = Path(path).absolute()
+        self._mode = "w"
+
+    def write(self, points: Sequence[Points], history: History) -> None:
+        with open(self._path, self._mode, encoding="utf-8") as file:
+            for row in rows(points):
+                file.write(json.dumps({"_step": row.step, "_timestamp": row.time, **row.values}) + "\n")
+        self._mode = "a"
+
+    def close(self, history: History) -> None:
+        """Every line has been written."""

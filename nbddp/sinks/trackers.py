@@ -1,0 +1,116 @@
+"""Sinks that are objects of the user's: TensorBoard's, W&B's, MLflow's, a logger of Lightning's, a function.
+
+None of these packages is imported: the object that the user passes brings its own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nbddp.history.history import History
+from nbddp.sinks.interface import Points, rows
+
+_MLFLOW_BATCH = 1_000  # metrics in one request, MLflow's limit
+_NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w\-. :/]")
+
+
+class TensorBoard:
+    """A ``SummaryWriter``, of torch or of tensorboardX.
+
+    Args:
+        close: close it at the end. The user's own stays open, since more may be written to it.
+    """
+
+    def __init__(self, writer: Any, *, close: bool = False) -> None:
+        self.name = type(writer).__name__
+        self._writer = writer
+        self._close = close
+
+    def write(self, points: Sequence[Points], history: History) -> None:
+        for name, steps, values, times in points:
+            for step, value, time in zip(steps.tolist(), values.tolist(), times.tolist()):
+                self._writer.add_scalar(name, value, step, walltime=time)
+        self._writer.flush()  # what is only in its queue is lost with the notebook kernel
+
+    def close(self, history: History) -> None:
+        if self._close:
+            self._writer.close()
+
+
+class WandbRun:
+    """A run of W&B's, from ``wandb.init()``. It stays open: ``finish()`` is the user's.
+
+    The steps are a metric named ``step``, which all charts have as their x axis: W&B's own steps may only grow, and the
+    user may have logged some.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self.name = f"wandb run {run.name or run.id}"
+        self._run = run
+        self._known: set[str] = set()
+
+    def write(self, points: Sequence[Points], history: History) -> None:
+        for name in [each.name for each in points if each.name not in self._known]:
+            self._known.add(name)
+            self._run.define_metric(name, step_metric="step")
+        for row in rows(points):
+            self._run.log({"step": row.step, "_timestamp": row.time, **row.values})
+
+    def close(self, history: History) -> None:
+        """W&B's own process has everything already."""
+
+
+class MlflowRun:
+    """A run of MLflow's, from ``mlflow.start_run()``. It stays open: ``end_run()`` is the user's."""
+
+    def __init__(self, run: Any) -> None:
+        self.name = f"mlflow run {run.info.run_name or run.info.run_id}"
+        self._run_id = run.info.run_id
+        self._client = sys.modules["mlflow"].MlflowClient()
+        self._metric = sys.modules["mlflow"].entities.Metric
+
+    def write(self, points: Sequence[Points], history: History) -> None:
+        metrics = [
+            self._metric(_NOT_IN_MLFLOW_NAMES.sub("_", name), value, round(time * 1000), step)
+            for name, steps, values, times in points
+            for step, value, time in zip(steps.tolist(), values.tolist(), times.tolist())
+        ]
+        for start in range(0, len(metrics), _MLFLOW_BATCH):
+            self._client.log_batch(self._run_id, metrics[start : start + _MLFLOW_BATCH])
+
+    def close(self, history: History) -> None:
+        """Every request has been answered."""
+
+
+class Logger:
+    """An object with ``log_metrics(metrics, step)``, such as Lightning's loggers."""
+
+    def __init__(self, logger: Any) -> None:
+        self.name = type(logger).__name__
+        self._logger = logger
+
+    def write(self, points: Sequence[Points], history: History) -> None:
+        for row in rows(points):
+            self._logger.log_metrics(row.values, row.step)
+
+    def close(self, history: History) -> None:
+        if callable(save := getattr(self._logger, "save", None)):
+            save()
+
+
+class Function:
+    """A function ``f(step, metrics)``, called once per step. A step's later metrics come in another call."""
+
+    def __init__(self, function: Callable[[int, dict[str, float]], object]) -> None:
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self._function = function
+
+    def write(self, points: Sequence[Points], history: History) -> None:
+        for row in rows(points):
+            self._function(row.step, row.values)
+
+    def close(self, history: History) -> None:
+        """A function has no end."""
