@@ -56,9 +56,11 @@ if TYPE_CHECKING:
     from nbddp.worker.context import restart_count as restart_count
     from nbddp.worker.context import world_size as world_size
     from nbddp.worker.data import loader as loader
-    from nbddp.worker.data import wrap as wrap
     from nbddp.worker.metrics import log as log
     from nbddp.worker.metrics import progress as progress
+    from nbddp.worker.model import accumulate as accumulate
+    from nbddp.worker.model import join as join
+    from nbddp.worker.model import wrap as wrap
     from nbddp.worker.snapshot import load_snapshot as load_snapshot
     from nbddp.worker.snapshot import save_snapshot as save_snapshot
 
@@ -91,8 +93,9 @@ _HOMES = {
         "restart_count",
         "world_size",
     ),
-    "nbddp.worker.data": ("loader", "wrap"),
+    "nbddp.worker.data": ("loader",),
     "nbddp.worker.metrics": ("log", "progress"),
+    "nbddp.worker.model": ("accumulate", "join", "wrap"),
     "nbddp.worker.snapshot": ("load_snapshot", "save_snapshot"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -291,16 +291,10 @@ def test_split_batch_divides_the_batch_among_the_ranks(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train(batch): return nbddp.loader(torch.arange(12), batch_size=batch, split_batch=True).batch_size
-        def stream():
-            class Stream(torch.utils.data.IterableDataset):
-                def __iter__(self): return iter(range(3))
-            nbddp.loader(Stream())
     """)
     assert run(names.train, 8).values == [4, 4]
     with pytest.raises(nbddp.RankError, match="is not divisible by 2"):
         run(names.train, 9)
-    with pytest.raises(nbddp.RankError, match="IterableDataset"):
-        run(names.stream)
 
 
 def test_a_loader_gives_the_same_epochs_with_workers_and_set_epoch(cell: Cells) -> None:

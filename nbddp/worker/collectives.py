@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -92,9 +92,45 @@ def reduce(x: N, op: str = "mean") -> N:
     return all_reduce(x, op)
 
 
-def gather(x: N) -> list[N]:
-    """Same as :func:`all_gather`: every rank gets the list, unlike with ``torch.distributed.gather``."""
-    return all_gather(x)
+@overload
+def gather(x: N, *, exact: Literal[False] = False) -> list[N]: ...
+
+
+@overload
+def gather(x: torch.Tensor, *, exact: Literal[True]) -> torch.Tensor: ...
+
+
+def gather(x: Any, *, exact: bool = False) -> Any:
+    """Same as :func:`all_gather`: every rank gets the list, unlike with ``torch.distributed.gather``.
+
+    Args:
+        exact: True: ``x`` has an entry for each sample that this rank took from a loader with ``exact=True``, in its
+            order, shape (n, ...). Returns one tensor with the entries of all ranks in the order of the dataset (with
+            ``shuffle=True`` or a sampler: of the epoch), so that a metric of it does not depend on the number of ranks.
+
+    Raises:
+        ValueError: with ``exact=True``: the ranks' numbers of entries are not those of an exact loader, or the other
+            dimensions differ. TypeError: ``x`` is not a tensor. Both are raised on all ranks.
+    """
+    return _interleaved(all_gather(x)) if exact else all_gather(x)
+
+
+def _interleaved(shares: list[Any]) -> torch.Tensor:
+    """The entries of all ranks: the first of each rank, then the second of each, and so on."""
+    if not all(isinstance(share, torch.Tensor) and share.dim() for share in shares):
+        raise TypeError("gather(x, exact=True) takes a tensor with an entry for each sample, of shape (n, ...)")
+    if len({(share.dtype, share.shape[1:]) for share in shares}) > 1:
+        raise ValueError("gather(x, exact=True): the ranks' tensors differ in dtype, or in a dimension after the first")
+    lengths = [len(share) for share in shares]
+    if lengths != [len(range(rank, sum(lengths), len(shares))) for rank in range(len(shares))]:
+        raise ValueError(
+            f"gather(x, exact=True): {', '.join(map(str, lengths))} entries by rank are not the shares of one dataset. "
+            "Use loader(..., exact=True), and pass one entry for each sample"
+        )
+    whole: torch.Tensor = shares[0].new_empty((sum(lengths), *shares[0].shape[1:]))
+    for rank, share in enumerate(shares):
+        whole[rank :: len(shares)] = share
+    return whole
 
 
 def broadcast(x: N, src: int = 0) -> N:

@@ -1,117 +1,213 @@
-"""``wrap`` and ``loader`` distribute a model and its data over the ranks, with torch's own tools."""
+"""``loader`` distributes data over the ranks, with torch's own tools."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-# Private, of torch 2.6 to 2.13: DDP's own constructor calls them.
-from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from nbddp.worker import context, metrics
 from nbddp.worker.epochs import EpochSampler, Pass
-from nbddp.worker.exchange import require_group
+from nbddp.worker.streams import StreamShare, split_by_itself
 
 _COUNT_EVERY_S = 0.1
-_BUCKET_NBYTES = 250 << 20  # DDP's own value
 _samples = 0  # of all loaders of this rank together
 
 
-def wrap(model: torch.nn.Module, **ddp: Any) -> torch.nn.Module:
-    """Move the model to this rank's device and, with several ranks, wrap it in ``DistributedDataParallel``.
-
-    Data is not moved: batches stay on the CPU until you write ``x.to(nbddp.device())``.
+class _EpochLoader(DataLoader[Any]):
+    """A DataLoader that counts its epochs, and reports to the panel how many samples it has returned.
 
     Args:
-        **ddp: options of ``torch.nn.parallel.DistributedDataParallel``, e.g. ``find_unused_parameters``.
-
-    Returns:
-        The DDP module (the model itself is its ``.module``), or the model itself if there is one rank or
-        no parameter requires a gradient. In either case all ranks have rank 0's parameters and buffers.
+        epochs: the sampler, or the sampler of batches.
     """
-    device = context.device()
-    model = model.to(device)
-    if context.world_size() == 1:
-        return model
-    require_group("wrap")
-    if not any(p.requires_grad for p in model.parameters()):
-        # Broadcast as DDP's constructor does, because a randomly initialised frozen model differs on each rank.
-        if tensors := [*model.parameters(), *model.buffers()]:
-            group: Any = dist.group.WORLD
-            _verify_param_shape_across_processes(group, tensors)
-            _sync_module_states(model, group, _BUCKET_NBYTES, 0, ())
-        return model
-    if device.type != "cpu":
-        ddp.setdefault("device_ids", [device])
-    return DistributedDataParallel(model, **ddp)
 
-
-class _EpochLoader(DataLoader[Any]):
-    """A DataLoader that counts its epochs, and reports to the panel how many samples it has returned."""
-
-    sampler: EpochSampler
+    def __init__(self, dataset: Dataset[Any], epochs: EpochSampler, *, batches: bool, **kw: Any) -> None:
+        self._epochs = epochs
+        self._batches = batches
+        role: dict[str, Any] = {"batch_sampler" if batches else "sampler": epochs}
+        super().__init__(dataset, **role, **kw)
 
     def __iter__(self) -> Any:
-        global _samples
-        counted_at = 0.0
-        remaining = len(self.sampler)
-        this_pass = Pass(self.sampler)
+        this_pass = Pass(self._epochs)
+        sizes = self._sizes()
+        count = _Counter()
         for batch in super().__iter__():
-            taken = min(self.batch_size or 1, remaining)
-            remaining -= taken
-            _samples += taken
-            now = time.monotonic()
-            if now - counted_at >= _COUNT_EVERY_S or not remaining:
-                counted_at = now
-                metrics.count_samples(_samples)
-            this_pass.count(taken)
+            size = next(sizes)
+            count.add(size)
+            this_pass.count(1 if self._batches else size)
             yield batch
             this_pass.check_epoch()
+        count.end()
         this_pass.end()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where in the data the ranks are, to be saved in a snapshot."""
+        return self._epochs.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there: the next pass has the rest of that epoch, also with another number of ranks.
+
+        Raises:
+            ValueError: the state is of a dataset, or sampler, of another length.
+        """
+        self._epochs.load_state_dict(state)
+
+    def _sizes(self) -> Iterator[int]:
+        """The number of samples of each batch of a pass."""
+        if self._batches:
+            yield from map(len, self._epochs)
+        left = len(self._epochs)
+        while left > 0:
+            yield min(self.batch_size or 1, left)
+            left -= self.batch_size or 1
+
+
+class _StreamLoader(DataLoader[Any]):
+    """A DataLoader of a stream that counts epochs and samples."""
+
+    def __init__(self, share: Any, **kw: Any) -> None:
+        self._epoch = 0
+        self._taken = self._skip = 0  # samples: of this rank in the newest pass, of all ranks before it
+        super().__init__(share, **kw)
+
+    def __iter__(self) -> Any:
+        if isinstance(self.dataset, StreamShare):
+            self.dataset.skip = self._skip
+        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):  # of the package datasets
+            set_epoch(self._epoch)
+        self._taken = 0
+        count = _Counter()
+        for batch in super().__iter__():
+            self._taken += self.batch_size or 1
+            count.add(self.batch_size or 1)
+            yield batch
+        count.end()
+        self._epoch, self._taken, self._skip = self._epoch + 1, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where in the stream the ranks are, to be saved in a snapshot."""
+        return {"epoch": self._epoch, "taken": self._skip + self._taken * context.world_size()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there: the next pass leaves out what was taken of that epoch.
+
+        Raises:
+            TypeError: the stream splits itself, so that only its own ``load_state_dict`` knows where it was.
+        """
+        if not isinstance(self.dataset, StreamShare):
+            raise TypeError("this stream splits itself: save its own state_dict() in the snapshot, and load that")
+        self._epoch, self._skip = state["epoch"], state["taken"]
+
+
+class _Counter:
+    """Reports the samples of this rank to the panel, not more often than it shows them."""
+
+    def __init__(self) -> None:
+        self._reported_at = 0.0
+
+    def add(self, samples: int) -> None:
+        global _samples
+        _samples += samples
+        now = time.monotonic()
+        if now - self._reported_at >= _COUNT_EVERY_S:
+            self._reported_at = now
+            metrics.count_samples(_samples)
+
+    def end(self) -> None:
+        metrics.count_samples(_samples)
 
 
 def loader(
-    dataset: Dataset[Any], batch_size: int = 1, *, shuffle: bool = False, split_batch: bool = False, **kw: Any
+    dataset: Dataset[Any],
+    batch_size: int = 1,
+    *,
+    shuffle: bool = False,
+    split_batch: bool = False,
+    exact: bool = False,
+    sampler: Sampler[Any] | None = None,
+    batch_sampler: Sampler[list[Any]] | None = None,
+    **kw: Any,
 ) -> DataLoader[Any]:
     """A DataLoader for this rank's share of ``dataset``. Batches stay on the CPU.
 
     A batch may have any structure, so nbddp does not move it: write ``x.to(nbddp.device())``. On CUDA its memory is
     pinned, so that ``x.to(nbddp.device(), non_blocking=True)`` overlaps with the training.
 
-    With ``shuffle=True`` an epoch ends when all its batches have been taken, in one pass or in several that were left
-    early: each pass continues where the last one stopped. So a single rank may look at a batch, ``next(iter(loader))``,
-    and its next pass still has its whole share of the epoch that the other ranks are in. If ranks get into different
-    epochs, e.g. because one rank alone went through the whole loader, a ``UserWarning`` names them.
+    With ``shuffle=True`` or a sampler an epoch ends when all its batches have been taken, in one pass or in several
+    that were left early: each pass continues where the last one stopped. So a single rank may look at a batch,
+    ``next(iter(loader))``, and its next pass still has its whole share of the epoch that the other ranks are in. If
+    ranks get into different epochs, e.g. because one rank alone went through the whole loader, a ``UserWarning`` names
+    them.
+
+    ``loader.state_dict()`` says where in the data the ranks are. A loader that gets it by ``load_state_dict()`` goes on
+    with the next sample, also with another number of ranks.
 
     Args:
-        dataset: map-style; its length need not be divisible by the world size: as with ``DistributedSampler``, a few
-            samples are repeated to make the shares equal, so that no rank waits for another.
+        dataset: map-style, or an ``IterableDataset``. Of a stream of the package ``datasets`` each rank reads its part;
+            any other stream is read by every rank, which keeps every n-th sample.
         batch_size: samples per step, on this rank or, with ``split_batch=True``, over all ranks.
         shuffle: use a new order each epoch, from the run's ``seed``: that of ``DistributedSampler`` with
             ``set_epoch(0)``, ``set_epoch(1)``, ... ``loader.sampler.set_epoch`` begins another epoch, e.g. after a
             resume.
+        exact: True: every sample exactly once, for an evaluation; some ranks may have a sample, and a batch, less.
+            False: as with ``DistributedSampler`` a few samples are repeated to make the shares equal, so that no rank
+            waits for another one in a collective.
+        sampler: any sampler with a length, such as ``WeightedRandomSampler``: every rank makes the same draw, of as
+            many samples as on one GPU, and takes its share of it.
+        batch_sampler: any sampler of batches; each rank takes its share of the batches.
         **kw: options of ``torch.utils.data.DataLoader``.
 
     Raises:
-        TypeError: ``dataset`` is an IterableDataset, or you pass a sampler.
-        ValueError: the global batch size is not divisible by the world size.
+        TypeError: the sampler is already distributed, or has no length.
+        ValueError: options that exclude each other, or a global batch size that is not divisible by the world size.
+        RuntimeError: while iterating: the samplers of two ranks drew different samples.
     """
-    if isinstance(dataset, IterableDataset):
-        raise TypeError("loader() shards by index; shard an IterableDataset yourself, by rank() and world_size()")
-    if "sampler" in kw or "batch_sampler" in kw:
-        raise TypeError("loader() has its own sampler; to use another one, use torch.utils.data.DataLoader")
     ranks = context.world_size()
     if split_batch:
         if batch_size % ranks:
             raise ValueError(f"a global batch_size of {batch_size} is not divisible by {ranks} ranks")
         batch_size //= ranks
-    sampler = EpochSampler(
-        dataset, batch_size, num_replicas=ranks, rank=context.rank(), shuffle=shuffle, seed=context.seed()
-    )
     kw.setdefault("pin_memory", context.device().type == "cuda")
-    return _EpochLoader(dataset, batch_size, sampler=sampler, **kw)
+    given = sampler if sampler is not None else batch_sampler
+    _check_samplers(dataset, sampler, batch_sampler, shuffle=shuffle)
+    if isinstance(dataset, IterableDataset):
+        share = split_by_itself(dataset)
+        share = StreamShare(dataset, exact=exact) if share is None else share
+        return _StreamLoader(share, batch_size=batch_size, **kw)
+    if batch_sampler is None:
+        kw["batch_size"] = batch_size
+    elif batch_size != 1 or kw.get("drop_last"):
+        raise ValueError(
+            "loader() with batch_sampler takes no batch_size, split_batch or drop_last: it makes the batches"
+        )
+    epochs = EpochSampler(
+        dataset if given is None else given,
+        batch_size,
+        draws=given is not None,
+        exact=exact,
+        num_replicas=ranks,
+        rank=context.rank(),
+        shuffle=shuffle,
+        seed=context.seed(),
+    )
+    return _EpochLoader(dataset, epochs, batches=batch_sampler is not None, **kw)
+
+
+def _check_samplers(dataset: Any, sampler: Any, batch_sampler: Any, *, shuffle: bool) -> None:
+    given = sampler if sampler is not None else batch_sampler
+    if sampler is not None and batch_sampler is not None:
+        raise ValueError("loader() takes a sampler or a batch_sampler, not both")
+    if isinstance(dataset, IterableDataset) and (given is not None or shuffle):
+        raise ValueError("a stream has an order of its own: shuffle it before, and pass neither shuffle nor a sampler")
+    if given is None:
+        return
+    if shuffle:
+        raise ValueError("the sampler decides the order: leave out shuffle=True")
+    if isinstance(given, DistributedSampler) or isinstance(getattr(given, "sampler", None), DistributedSampler):
+        raise TypeError(
+            "loader() distributes the samples itself: leave the DistributedSampler out, or pass the sampler of one GPU"
+        )
+    if not hasattr(given, "__len__"):
+        raise TypeError(f"loader() needs a sampler with a length, and {type(given).__name__} has no __len__")

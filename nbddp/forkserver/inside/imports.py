@@ -4,6 +4,7 @@ import torch._dynamo  # noqa: F401 - 1 s at the first torch.optim.Optimizer othe
 
 import nbddp.worker.data
 import nbddp.worker.entry
+import nbddp.worker.model
 import nbddp.worker.snapshot  # noqa: F401
 from nbddp.worker import blas
 
