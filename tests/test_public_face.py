@@ -17,8 +17,8 @@ OURS = [path for path in sorted(PACKAGE.rglob("*.py")) if "node_modules" not in 
 
 PROMISED = {
     "Cluster", "History", "HostLost", "LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "Run",
-    "RunTimeout", "all_gather", "all_reduce", "barrier", "broadcast", "cluster", "device", "export",
-    "gather", "is_primary", "last_run", "load_result",
+    "RunTimeout", "accumulate", "all_gather", "all_reduce", "barrier", "broadcast", "cluster", "device", "export",
+    "gather", "is_primary", "join", "last_run", "load_result",
     "load_snapshot", "loader", "local_rank", "log", "main_first", "preload", "print", "progress", "rank", "reduce",
     "restart_count", "run", "run_script", "runs", "save_snapshot", "shutdown", "spawn", "world_size", "wrap",
 }  # fmt: skip
@@ -48,7 +48,10 @@ SIGNATURES = {
     "log": "(values=None, /, *, step=None, reduce=None, weight=1, **metrics)",
     "progress": "(iterable, total=None, desc=None)",
     "wrap": "(model, **ddp)",
-    "loader": "(dataset, batch_size=1, *, shuffle=False, split_batch=False, **kw)",
+    "loader": (
+        "(dataset, batch_size=1, *, shuffle=False, split_batch=False, exact=False, sampler=None, "
+        "batch_sampler=None, **kw)"
+    ),
     "all_reduce": "(x, op='mean')",
     "all_gather": "(x)",
     "broadcast": "(x, src=0)",
@@ -60,7 +63,9 @@ SIGNATURES = {
     "Run.done": "(self)",
     "Run.cancel": "(self)",
     "reduce": "(x, op='mean')",
-    "gather": "(x)",
+    "gather": "(x, *, exact=False)",
+    "join": "(model)",
+    "accumulate": "(model, k, *, last=False)",
     "barrier": "()",
     "rank": "()",
     "local_rank": "()",
