@@ -56,7 +56,7 @@ hypothesis.settings.load_profile("nbddp")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    lanes.arrange(items)
+    lanes.longest_first(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

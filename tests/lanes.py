@@ -1,7 +1,6 @@
-"""Runs the tests in several processes side by side (``pytest -n 3``) without one test seeing what another one left.
+"""Runs the tests in several processes side by side (``pytest -n 2 --dist loadfile``), each file in one of them.
 
-Tests of hosts share one set of network namespaces, those of pages one browser and its servers; tests of other files
-share a costly fixture. Each such group runs in one process. The longest groups start first.
+No test sees what another process leaves: each has a /dev/shm of its own, and the tests know their processes by a mark.
 """
 
 from __future__ import annotations
@@ -13,8 +12,28 @@ import pytest
 
 _CLONE_NEWNS = 0x00020000  # linux/sched.h
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
-_GROUPS = ("hosts", "browser", "notebooks", "faults", "soak", "benchmarks", "properties")  # folders or files, by length
-_WITH_A_COSTLY_FIXTURE = ("test_packaging", "test_one_process", "test_same_as_torchrun", "test_docs")
+# These begin first, so that none is left alone at the end.
+_LONGEST = (
+    "test_browser",
+    "test_in_a_notebook",
+    "test_end",
+    "test_lost",
+    "test_smoke",
+    "test_notebooks",
+    "test_script",
+    "test_preload",
+    "test_export",
+    "test_docs",
+    "test_waits",
+    "test_network",
+    "test_left_behind",
+    "test_sinks",
+    "test_panel",
+    "test_ranks",
+    "test_bad_input",
+    "test_faults",
+    "test_soak",
+)
 
 
 def take_own_shared_memory() -> None:
@@ -31,20 +50,6 @@ def take_own_shared_memory() -> None:
         raise RuntimeError(f"pytest -n needs a /dev/shm for each process: {os.strerror(ctypes.get_errno())} (be root?)")
 
 
-def arrange(items: list[pytest.Item]) -> None:
-    """Put the tests that share something into one group, and the groups first."""
-    for item in items:
-        if group := _group(item):
-            item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: _GROUPS.index(_group(item)) if _group(item) in _GROUPS else len(_GROUPS))
-
-
-def _group(item: pytest.Item) -> str:
-    folder, name = item.path.parent.name, item.path.stem
-    if folder == "properties":  # each draws many cases with what its module has made once
-        return name
-    if folder in _GROUPS:
-        return folder
-    if name == "test_notebooks":
-        return "notebooks"
-    return name if name in _WITH_A_COSTLY_FIXTURE else ""
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sort by file, the longest first; needs ``--no-loadscope-reorder``."""
+    items.sort(key=lambda item: _LONGEST.index(item.path.stem) if item.path.stem in _LONGEST else len(_LONGEST))
