@@ -61,6 +61,7 @@ def test_several_threads_launch_at_once(cell: Cells) -> None:
     assert results == {i: [10 * i, 10 * i + 1] for i in range(6)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_ranks_survive_the_thread_that_started_them(cell: Cells, in_folder: Path, start_method: str) -> None:
     """PDEATHSIG follows the thread: with it every rank would die when a launching thread ends."""
@@ -239,6 +240,7 @@ def test_two_notebooks_run_at_once_without_collisions(notebook: Notebook, own_no
     assert len(listening_ports(own_notebook.pid)) == len(listening_ports(notebook.pid))
 
 
+@pytest.mark.slow
 def test_load_ext_starts_the_fork_server_for_the_first_run(in_folder: Path) -> None:
     """The first run starts as fast as every later one."""
     with Notebook() as notebook:
@@ -268,6 +270,7 @@ def test_load_ext_starts_the_fork_server_for_the_first_run(in_folder: Path) -> N
         assert first < 5 * max(later)  # torch's import would be ten times a start
 
 
+@pytest.mark.slow
 def test_importing_in_a_plain_script_starts_nothing() -> None:
     ended = script("""
         import os, nbddp, psutil

@@ -52,6 +52,7 @@ def _run(two: tuple[Path, Path], method: str, *, moved: bool) -> CompletedProces
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "moved"), [("forkserver", False), ("forkserver", True), ("spawn", False)])
 def test_ranks_import_the_notebooks_copy(two: tuple[Path, Path], method: str, moved: bool) -> None:
     """``moved``: sys.path now finds another; until Python 3.13 the fork server's own finds the installed one anyway."""
@@ -60,6 +61,7 @@ def test_ranks_import_the_notebooks_copy(two: tuple[Path, Path], method: str, mo
     assert _run(two, method, moved=moved).stdout == f"{expected}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version_0_1", [False, True])
 def test_a_rank_with_another_copy_is_refused_with_both_paths(two: tuple[Path, Path], version_0_1: bool) -> None:
     mine, other = two

@@ -156,6 +156,7 @@ def patient(notebook: Notebook) -> Iterator[Notebook]:
     notebook.ok("state.STOP_GRACE_S = grace_s")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "killpg"])
 def test_one_interrupt_stops_the_run_and_the_next_run_works(patient: Notebook, in_folder: Path, how: str) -> None:
     """VS Code signals the kernel alone, Jupyter its whole process group."""
@@ -228,6 +229,7 @@ def test_two_interrupts_end_a_run_whose_result_never_unpickles(notebook: Noteboo
     assert notebook.ok("nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values").shown.strip() == "[5, 5]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", ["returned", "raised"])
 def test_the_timeout_ends_a_run_whose_result_never_unpickles(cell: Cells, body: str) -> None:
     with pytest.raises(nbddp.RunTimeout, match="unpickling"):
@@ -245,6 +247,7 @@ _GARBAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goes_on", [True, False])
 @pytest.mark.parametrize("data", _GARBAGE)
 def test_a_stray_write_to_a_ranks_channel_is_an_error_of_that_rank(cell: Cells, data: str, goes_on: bool) -> None:
@@ -287,6 +290,7 @@ def test_an_interrupt_stops_run_all(notebook: Notebook, in_folder: Path) -> None
     assert notebook.ok("'after_interrupt' in globals()").shown.strip() == "False"
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_the_ranks_start_leaves_none(own_notebook: Notebook) -> None:
     """The most delicate moment: a process half made must not stay."""
     own_notebook.ok("import nbddp, time\ndef train(): time.sleep(1000)")
@@ -361,6 +365,7 @@ def test_the_kernels_handlers_environment_and_threads_are_as_before_the_runs(
 # ---------------------------------------------------------------------------- the kernel goes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", BODIES)
 def test_a_killed_kernels_ranks_end_in_time_whatever_they_do(in_folder: Path, body: str) -> None:
     """SIGKILL leaves no code to run: ranks, their children, sockets and folders must go by themselves."""
@@ -383,6 +388,7 @@ def _runs(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_a_killed_scripts_ranks_end_in_time(in_folder: Path, start_method: str) -> None:
     import subprocess
@@ -404,6 +410,7 @@ def test_a_killed_scripts_ranks_end_in_time(in_folder: Path, start_method: str) 
     assert time.monotonic() - began < GONE_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", ["sleep", "swallow everything"])
 def test_a_restarted_kernel_leaves_no_ranks_and_can_run_again(
     own_notebook: Notebook, in_folder: Path, body: str
@@ -419,6 +426,7 @@ def test_a_restarted_kernel_leaves_no_ranks_and_can_run_again(
     assert reply.shown == "[5, 5]\n"
 
 
+@pytest.mark.slow
 def test_a_kernel_restarted_while_a_cell_runs_leaves_no_ranks(own_notebook: Notebook, in_folder: Path) -> None:
     own_notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
     own_notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
@@ -428,6 +436,7 @@ def test_a_kernel_restarted_while_a_cell_runs_leaves_no_ranks(own_notebook: Note
     own_notebook.ok("import nbddp\nnbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values")
 
 
+@pytest.mark.slow
 def test_a_script_with_a_background_run_ends_without_waiting_for_it(in_folder: Path) -> None:
     """multiprocessing would join the ranks at exit, for ever."""
     Path("train_script.py").write_text(
@@ -440,6 +449,7 @@ def test_a_script_with_a_background_run_ends_without_waiting_for_it(in_folder: P
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_sigterm_to_a_script_ends_its_ranks(in_folder: Path) -> None:
     import subprocess
     import sys
@@ -489,6 +499,7 @@ def test_a_run_names_one_folder_in_tmp_and_nothing_in_shared_memory(cell: Cells,
     assert not {name for name in during[0] - before[0] if str(os.getpid()) in name}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_keeps_neither_its_crews_nor_the_notebooks_objects(cell: Cells) -> None:
     names = cell("""
         import time
@@ -513,6 +524,7 @@ def test_a_run_that_is_over_keeps_neither_its_crews_nor_the_notebooks_objects(ce
     assert left == []
 
 
+@pytest.mark.slow
 def test_fifty_runs_leave_no_fd_no_thread_and_no_memory(cell: Cells) -> None:
     names = cell("import torch\ndef train(data): return data.sum()")
     import torch
@@ -579,6 +591,7 @@ def test_no_gpu_memory_is_left_after_stop_and_kill(cell: Cells, in_folder: Path)
     wait_until(lambda: torch.cuda.mem_get_info()[0] > before - (64 << 20))
 
 
+@pytest.mark.slow
 def test_killed_dataloader_workers_leave_no_sockets(cell: Cells, own_notebook: Notebook, in_folder: Path) -> None:
     """Each batch travels by a socket in a folder, which nobody removes after a SIGKILL."""
     source = """

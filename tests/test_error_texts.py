@@ -134,6 +134,7 @@ def test_the_matplotlib_backend_that_the_user_chose_is_kept(cell: Cells) -> None
     assert HINT not in finished.logs(0)
 
 
+@pytest.mark.slow
 def test_a_preloaded_matplotlib_backend_is_replaced() -> None:
     """The fork server imports matplotlib with the notebook's environment."""
     done = script(
@@ -318,6 +319,7 @@ def test_ranks_that_ended_differently_did_not_all_fail_alike(other: Any) -> None
     assert not failure.all_alike([one, SimpleNamespace(report=other)])  # type: ignore[list-item]
 
 
+@pytest.mark.slow
 def test_a_collective_that_timed_out_says_first_where_the_ranks_were(cell: Cells) -> None:
     names = cell("""
         import nbddp, time, torch, torch.distributed as dist
@@ -340,6 +342,7 @@ def test_a_collective_that_timed_out_says_first_where_the_ranks_were(cell: Cells
 # ---------------------------------------------------------------------------- whose frames
 
 
+@pytest.mark.slow
 def test_the_location_in_an_installed_script_is_the_scripts_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,6 +535,7 @@ def test_a_misspelt_name_or_command_is_answered_with_a_suggestion(notebook: Note
     assert notebook.cell("%ddp stauts").shown.endswith("; did you mean status?\n")
 
 
+@pytest.mark.slow
 def test_the_error_of_a_fork_server_that_ended_quotes_its_last_lines() -> None:
     """torch makes a folder of that name in TMPDIR when the server imports it."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:  # not tmp_path, which is too long for sockets
@@ -559,6 +563,7 @@ def test_the_error_of_a_fork_server_that_ended_quotes_its_last_lines() -> None:
     assert done.stderr.count(last_lines[-1]) == 2  # all of it is there; a server that dies is started a second time
 
 
+@pytest.mark.slow
 def test_output_of_the_fork_servers_imports_is_shown(tmp_path: Path) -> None:
     (tmp_path / "chatty.py").write_text(
         "import sys, os; print('from Python', file=sys.stderr); os.write(2, b'from C\\n')"

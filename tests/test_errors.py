@@ -402,6 +402,7 @@ def test_a_keyboardinterrupt_raised_by_the_users_code_is_an_error(cell: Cells) -
 # ---------------------------------------------------------------------------- times
 
 
+@pytest.mark.slow
 def test_a_timeout_says_where_every_rank_was(cell: Cells) -> None:
     names = cell("""
         import nbddp, time
@@ -424,6 +425,7 @@ def test_a_timeout_says_where_every_rank_was(cell: Cells) -> None:
     assert "time.sleep(100)" in text
 
 
+@pytest.mark.slow
 def test_pg_timeout_is_the_timeout_of_collectives(cell: Cells) -> None:
     names = cell("""
         import nbddp, time, torch, torch.distributed as dist
@@ -525,6 +527,7 @@ def test_the_next_run_works_after_every_kind_of_failure(cell: Cells) -> None:
         assert run(names.good).values == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before the run", "once it was seen to be there"])
 def test_a_killed_fork_server_is_replaced_and_leaves_nothing(
     when: str, cell: Cells, monkeypatch: pytest.MonkeyPatch
@@ -609,6 +612,7 @@ def _kill_the_fork_server() -> None:
     wait_until(lambda: not psutil.pid_exists(server) or psutil.Process(server).status() == psutil.STATUS_ZOMBIE)
 
 
+@pytest.mark.slow
 def test_ranks_outlive_their_killed_fork_server(cell: Cells, in_folder: Path) -> None:
     train = cell("""
         import nbddp, os, time

@@ -119,6 +119,7 @@ def same(ours: nbddp.History, theirs: nbddp.History) -> bool:
 # ---------------------------------------------------------------------------- the same as in the notebook
 
 
+@pytest.mark.slow
 def test_a_job_gives_what_the_run_gives_bit_for_bit(
     cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +177,7 @@ def main(ready):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ready", [True, False])
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_a_job_can_make_its_own_process_groups(cell: Cells, tmp_path: Path, nprocs: int, ready: bool) -> None:
@@ -200,6 +202,7 @@ def slurm(rank: int, **more: str) -> dict[str, str]:
     return {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "3", **local, **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", ["2,1", "3"])
 def test_under_srun_ranks_meet_using_slurms_variables(cell: Cells, tmp_path: Path, nodes: str) -> None:
     """A store that ranks on other hosts are to find listens where they are, whatever its own host is called."""
@@ -303,6 +306,7 @@ def test_an_exception_shows_only_the_users_frames(cell: Cells, tmp_path: Path) -
     assert ended.stderr.rstrip().endswith("ValueError: bad batch")
 
 
+@pytest.mark.slow
 def test_torchrun_names_the_exception_and_its_lines(cell: Cells, tmp_path: Path) -> None:
     nbddp.export(cell(FAILS).train, tmp_path / "job.nbddp", ("raise",))
     ended = torchrun(tmp_path / "job.nbddp")
@@ -393,6 +397,7 @@ def train(snapshot, steps=20):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_killed_and_restarted_under_torchrun_gives_one_curve(cell: Cells, tmp_path: Path) -> None:
     nbddp.export(cell(RESUMES).train, tmp_path / "job.nbddp", (str(tmp_path / "snapshot"),))
     ended = torchrun(
@@ -410,6 +415,7 @@ def test_a_rank_killed_and_restarted_under_torchrun_gives_one_curve(cell: Cells,
     assert restart.reason.startswith("started again 20")
 
 
+@pytest.mark.slow
 def test_a_job_restarted_by_hand_continues_its_metrics_file(cell: Cells, tmp_path: Path) -> None:
     nbddp.export(cell(RESUMES).train, tmp_path / "job.nbddp", (str(tmp_path / "snapshot"), 8))
     assert alone(tmp_path / "job.nbddp", "--metrics", tmp_path / "m").returncode == 0
@@ -423,6 +429,7 @@ def test_a_job_restarted_by_hand_continues_its_metrics_file(cell: Cells, tmp_pat
     assert [restart.step for restart in history.restarts] == [5]
 
 
+@pytest.mark.slow
 def test_metrics_can_be_read_while_the_job_runs(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import time, nbddp
@@ -689,6 +696,7 @@ def tampered(path: Path, **versions: str) -> None:
     path.write_bytes(with_head(path.read_bytes(), lambda head: {**head, "versions": head["versions"] | versions}))
 
 
+@pytest.mark.slow
 def test_a_job_of_other_versions_is_refused_in_one_line(cell: Cells, tmp_path: Path) -> None:
     path = tmp_path / "job.nbddp"
     nbddp.export(cell("def train(): return 1").train, path)
@@ -842,6 +850,7 @@ def test_a_missing_job_file_is_reported_in_one_line(tmp_path: Path) -> None:
     assert ended.stderr == f"nbddp: [Errno 2] No such file or directory: '{tmp_path}/none'\n"
 
 
+@pytest.mark.slow
 def test_a_module_beside_the_notebook_is_found_and_a_missing_one_is_named(
     cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -890,6 +899,7 @@ def test_large_data_arrives_and_the_job_file_is_not_changed(cell: Cells, tmp_pat
     assert names.big[-1] == 999_999
 
 
+@pytest.mark.slow
 def test_dataloader_workers_find_the_notebooks_classes(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import torch

@@ -26,6 +26,7 @@ UNEVEN = """
 """
 
 
+@pytest.mark.slow
 def test_uneven_batches_are_named_as_the_likely_cause(cell: Cells) -> None:
     going = start(cell(UNEVEN).train, [3, 5, 5], nprocs=3)
     expected = re.compile(
@@ -37,6 +38,7 @@ def test_uneven_batches_are_named_as_the_likely_cause(cell: Cells) -> None:
     going.stop(0)
 
 
+@pytest.mark.slow
 def test_ranks_that_make_progress_are_not_called_stalled(cell: Cells, in_folder: Path) -> None:
     names = cell("""
         import nbddp, os, torch
@@ -109,6 +111,7 @@ def test_only_the_runs_own_thread_feeds_metrics_while_stacks_are_read(
     assert fed_by == {"nbddp-train"}
 
 
+@pytest.mark.slow
 def test_ranks_in_different_collectives_are_named(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch, torch.distributed as dist
@@ -145,6 +148,7 @@ def test_a_late_rank_is_not_called_uneven(cell: Cells) -> None:
     going.stop(0)
 
 
+@pytest.mark.slow
 def test_a_stall_is_reported_unasked_and_withdrawn_when_it_is_over(cell: Cells, in_folder: Path) -> None:
     names = cell("""
         import nbddp, os, time
@@ -174,6 +178,7 @@ def test_a_stall_is_reported_unasked_and_withdrawn_when_it_is_over(cell: Cells, 
     assert not going._viewable.status().hang
 
 
+@pytest.mark.slow
 def test_a_run_in_which_one_rank_logs_is_not_a_stall(cell: Cells) -> None:
     names = cell("""
         import nbddp, time
@@ -204,6 +209,7 @@ def test_with_stall_after_none_no_stall_is_reported(cell: Cells) -> None:
     assert not going._viewable.status().hang
 
 
+@pytest.mark.slow
 def test_a_collective_that_times_out_names_the_missing_rank(cell: Cells) -> None:
     names = cell("""
         import nbddp, time, torch, torch.distributed as dist
@@ -230,6 +236,7 @@ def test_an_ordinary_failure_does_not_mention_the_other_ranks(cell: Cells) -> No
     assert str(raised.value) == "rank 1 of 2 failed: ValueError: boom"
 
 
+@pytest.mark.slow
 def test_a_timeout_says_where_the_ranks_were(cell: Cells) -> None:
     names = cell("import nbddp, time\ndef train():\n    if nbddp.rank(): time.sleep(99)\n    nbddp.barrier()")
     expected = r"It was here: rank 0 waits in barrier \(train, line 4\); rank 1 is in train, line 3\n"

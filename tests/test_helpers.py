@@ -683,6 +683,7 @@ def test_samples_of_a_loader_are_counted(cell: Cells) -> None:
     assert [rank.samples for rank in run(names.train).history.ranks] == [22, 22]
 
 
+@pytest.mark.slow
 def test_log_does_not_wait_for_a_suspended_notebook(tmp_path: Path) -> None:
     """The kernel is stopped (SIGSTOP) while a rank logs more than any pipe holds."""
     import subprocess
@@ -754,6 +755,7 @@ def test_the_loaders_seed_is_the_runs(cell: Cells) -> None:
     assert run(names.train, seed=1).values != run(names.train, seed=2).values
 
 
+@pytest.mark.slow
 def test_helpers_use_the_group_that_a_torchrun_script_made(tmp_path: Path) -> None:
     """The same script under torchrun: rank and world size are the group's."""
     (tmp_path / "t.py").write_text(

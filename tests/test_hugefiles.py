@@ -223,6 +223,7 @@ def takes_the_channel_for_words(folder: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_large_block_does_not_wait_long_for_it(anew: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages, "_TIMEOUT_S", 5.0)
     monkeypatch.setattr(huge_pages, "get_executable", lambda: never_ends(tmp_path))
@@ -260,6 +261,7 @@ def test_after_a_large_result_the_next_ones_lie_in_it(anew: None, cell: Cells) -
     assert huge_pages._begun.is_set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forbidden", [False, True], ids=["allowed", "forbidden"])
 def test_the_first_large_payload_starts_the_program_unless_the_environment_forbids_it(
     huge: None, forbidden: bool
@@ -358,6 +360,7 @@ def test_a_rank_that_became_another_user_returns_much(huge: None) -> None:
     assert done.stdout.startswith("True /nbddp-test"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_process_gives_its_blocks_back(huge: None) -> None:
     """A tmpfs that is mounted nowhere could still keep its files."""
     before = shared_memory()

@@ -80,6 +80,7 @@ def test_processes_detached_by_a_rank_end_with_it(cell: Cells, in_folder: Path, 
     assert _in_folder(in_folder) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["finish", "kill"])
 def test_processes_detached_by_a_spawned_rank_end_with_it(cell: Cells, in_folder: Path, end: str) -> None:
     names = cell(_DETACH)
@@ -89,6 +90,7 @@ def test_processes_detached_by_a_spawned_rank_end_with_it(cell: Cells, in_folder
     assert _in_folder(in_folder) == []
 
 
+@pytest.mark.slow
 def test_processes_detached_by_a_rank_end_with_it_without_the_fork_server(cell: Cells, in_folder: Path) -> None:
     names = cell(_DETACH)
     going = start(names.end_by, "stop", names.detach)
@@ -102,6 +104,7 @@ def test_processes_detached_by_a_rank_end_with_it_without_the_fork_server(cell: 
     assert run(names.time.time).state == "finished"  # a new server, for the tests that follow
 
 
+@pytest.mark.slow
 def test_processes_detached_by_a_rank_end_with_a_killed_kernel(in_folder: Path) -> None:
     before = marked_pids()
     with Notebook() as notebook:
@@ -113,6 +116,7 @@ def test_processes_detached_by_a_rank_end_with_a_killed_kernel(in_folder: Path) 
     wait_until(lambda: marked_pids() <= before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [
@@ -163,6 +167,7 @@ def lives():
     assert _in_folder(in_folder) == []
 
 
+@pytest.mark.slow
 def test_keep_children_lets_a_detached_process_go_on(cell: Cells) -> None:
     """A tracking daemon, say. What stays in the rank's group ends with it all the same."""
     names = cell("""
@@ -178,6 +183,7 @@ def test_keep_children_lets_a_detached_process_go_on(cell: Cells) -> None:
     wait_until(lambda: gone(own))
 
 
+@pytest.mark.slow
 def test_keep_children_works_for_scripts_and_cells(notebook: Notebook, in_folder: Path) -> None:
     (in_folder / "detaches.py").write_text(
         "import subprocess\n"
@@ -235,6 +241,7 @@ def name() -> str:
     return f"nbddp-test-{os.getpid()}-{time.monotonic_ns()}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_shared_memory_and_semaphores_of_a_stopped_run_are_removed(
     cell: Cells, in_folder: Path, name: str, start_method: str
@@ -295,6 +302,7 @@ def train(ours, name):
     assert not (SHM / "sem.AbCd12").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_kernel_leaves_nothing_in_shared_memory(in_folder: Path, name: str) -> None:
     before, others = set(os.listdir(SHM)), marked_pids()
     with Notebook() as notebook:
@@ -307,6 +315,7 @@ def test_a_killed_kernel_leaves_nothing_in_shared_memory(in_folder: Path, name: 
     wait_until(lambda: marked_pids() <= others)
 
 
+@pytest.mark.slow
 def test_the_resource_tracker_does_not_complain_of_removed_segments(in_folder: Path, name: str) -> None:
     """At its end it would list what is registered, and complain of each that is not there."""
     ended = script(

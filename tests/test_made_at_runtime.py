@@ -190,6 +190,7 @@ PARAMETRIZED = """
 """
 
 
+@pytest.mark.slow
 def test_parametrized_modules_train_in_a_rank_as_in_the_notebook(cell: Cells) -> None:
     cell(PARAMETRIZED)
     names = cell("""

@@ -152,6 +152,7 @@ def test_an_edited_module_beside_the_notebook_runs_its_new_code(
         assert run(names.train).values == [size, size]
 
 
+@pytest.mark.slow
 def test_ranks_have_the_notebooks_present_environment_folder_and_path(
     cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,6 +407,7 @@ def test_tensors_keep_sharing_storage_and_arrays_are_independent_as_after_pickle
     assert made["array"].tolist() == list(range(numel))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [5, 140_000], ids=["small", "mapped"])
 def test_pandas_objects_are_independent_in_a_rank_and_afterwards(cell: Cells, rows: int) -> None:
     """pandas' note of who is a view of whom does not travel; memory that did would be written to unprotected."""
@@ -591,6 +593,7 @@ _DIVIDE = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_batch_from_a_dataloader_worker_is_copied_for_each_rank(
@@ -622,6 +625,7 @@ def test_a_tensor_once_sent_to_another_process_is_copied_for_each_rank(cell: Cel
     queue.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
 def test_share_memory_tensors_are_shared_by_every_run(strategy: str) -> None:
     """In a process of its own, with which torch's manager of shared files ends."""

@@ -32,6 +32,7 @@ def nothing_preloaded() -> Iterator[None]:
     wait_until(lambda: not forkserver.reap(), what="servers that were replaced are gone")
 
 
+@pytest.mark.slow
 def test_preloaded_modules_are_imported_in_every_later_rank(cell: Cells) -> None:
     names = cell(IS_THERE)
     assert run(names.is_there, "mailbox").values == [False, False]
@@ -44,6 +45,7 @@ def test_preloaded_modules_are_imported_in_every_later_rank(cell: Cells) -> None
     assert "mailbox" not in sys.modules, "the kernel has no need of it"
 
 
+@pytest.mark.slow
 def test_preload_works_where_the_servers_program_is_not_its_last_argument(
     cell: Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +56,7 @@ def test_preload_works_where_the_servers_program_is_not_its_last_argument(
     assert run(cell(IS_THERE).is_there, "mailbox").values == [True, True]
 
 
+@pytest.mark.slow
 def test_a_second_preload_or_a_killed_server_keeps_the_first(cell: Cells) -> None:
     names = cell(IS_THERE)
     nbddp.preload("mailbox")
@@ -66,6 +69,7 @@ def test_a_second_preload_or_a_killed_server_keeps_the_first(cell: Cells) -> Non
     assert run(names.is_there, "shelve").values == [True, True]
 
 
+@pytest.mark.slow
 def test_preload_leaves_a_running_run_alone(cell: Cells, in_folder: Path) -> None:
     train = cell("""
         import nbddp, os, time
@@ -80,6 +84,7 @@ def test_preload_leaves_a_running_run_alone(cell: Cells, in_folder: Path) -> Non
     assert going.wait(30).values == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_the_death_of_a_rank_of_the_old_server_is_reported(cell: Cells) -> None:
     """Its exit code comes from the server that forked it, which so has to stay."""
     going = start(cell("import time\ndef train():\n    time.sleep(1000)").train)
@@ -94,6 +99,7 @@ def test_the_death_of_a_rank_of_the_old_server_is_reported(cell: Cells) -> None:
     wait_until(lambda: (forkserver.reap(), not psutil.pid_exists(before))[1], what="the server before ends")
 
 
+@pytest.mark.slow
 def test_runs_that_are_starting_finish_despite_a_preload(cell: Cells) -> None:
     one = cell("def one(): return 1").one
     modules = ["mailbox", "shelve", "wsgiref.headers", "mailcap" if sys.version_info < (3, 13) else "zipapp", "cmd"]
@@ -104,6 +110,7 @@ def test_runs_that_are_starting_finish_despite_a_preload(cell: Cells) -> None:
     assert run(cell(IS_THERE).is_there, "shelve").values == [True, True]
 
 
+@pytest.mark.slow
 def test_preload_works_after_an_interrupted_preload(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     names = cell(IS_THERE)
     server = forkserver._current
@@ -119,6 +126,7 @@ def test_preload_works_after_an_interrupted_preload(cell: Cells, monkeypatch: py
     assert run(names.is_there, "mailbox").values == [True, True]
 
 
+@pytest.mark.slow
 def test_a_start_method_that_the_user_sets_is_kept(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is set while ranks start; only what a new server does to it is undone."""
     one = cell("def one(): return 1").one
@@ -172,6 +180,7 @@ UNFIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNFIT)
 def test_a_module_that_is_unsafe_to_fork_is_left_out_with_a_message(name: str, in_folder: Path) -> None:
     source, why = UNFIT[name]
@@ -182,6 +191,7 @@ def test_a_module_that_is_unsafe_to_fork_is_left_out_with_a_message(name: str, i
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["1 / 0", "import not_there", "raise SystemExit(1)", "print('hello')"])
 def test_a_module_that_fails_to_import_leaves_the_server_running(line: str, in_folder: Path) -> None:
     works = "print" in line
@@ -191,6 +201,7 @@ def test_a_module_that_fails_to_import_leaves_the_server_running(line: str, in_f
     )
 
 
+@pytest.mark.slow
 def test_the_server_prints_nothing_when_it_ends(in_folder: Path) -> None:
     """torch 2.15's bindings list what they find leaked while the interpreter is taken apart."""
     # As those do, in C, when no Python is left; what this one says is of no interest.
@@ -198,6 +209,7 @@ def test_the_server_prints_nothing_when_it_ends(in_folder: Path) -> None:
     assert _with_installed(in_folder, "speaks_last", source).startswith("beside: [True, True]\n")
 
 
+@pytest.mark.slow
 def test_a_submodule_of_a_lazily_loading_package_can_be_preloaded(own_notebook: Notebook) -> None:
     pytest.importorskip("transformers")
     own_notebook.ok("""
@@ -244,6 +256,7 @@ def _with_installed(folder: Path, name: str, source: str) -> str:
     return program.stdout
 
 
+@pytest.mark.slow
 def test_preloaded_modules_are_in_a_notebooks_ranks(own_notebook: Notebook) -> None:
     shown = "print(nbddp.run(lambda: 'pandas' in sys.modules, nprocs=2, device='cpu', show=False).values)"
     assert own_notebook.ok(f"import nbddp, sys\n{shown}").shown == "[False, False]\n"

@@ -41,6 +41,7 @@ def program(_program: Program) -> Program:
     return _program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 def test_a_rank_has_the_notebooks_present_state(program: Program, state: str, tmp_path: Path) -> None:
     _compare(program, STATES[state], "forkserver", tmp_path)
@@ -85,6 +86,7 @@ BY_SPAWN = "This run's ranks are started by spawn, and each imports torch itself
 COUNTS = ": only what a process starts with, or imports torch with, counts. "
 
 
+@pytest.mark.slow
 def test_a_variable_read_only_at_process_start_leads_to_one_new_server(program: Program) -> None:
     """Their effect is that in a plain child of the notebook, whose environment has changed since."""
     before, expected, (found, note), (again, silence) = program.value(f"""
@@ -99,6 +101,7 @@ value += [child("effects()"), ranks(seen), ranks(seen)]
     assert (again, silence) == (found, "")
 
 
+@pytest.mark.slow
 def test_a_run_whose_env_has_such_a_variable_is_spawned(program: Program) -> None:
     expected, (found, note), (others, silence) = program.value(f"""
 {SEEN}
@@ -112,6 +115,7 @@ value = [child("effects()", env), ranks(seen, env=env), ranks(seen)]
     assert silence == ""
 
 
+@pytest.mark.slow
 def test_a_variable_that_a_forked_rank_can_apply_needs_neither(program: Program, tmp_path: Path) -> None:
     env = {
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TZ": "Asia/Tokyo", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1",
@@ -128,6 +132,7 @@ value = [ranks(all_seen, folder, env=env), [child("effects()", env), child(f"loo
     assert note == ""
 
 
+@pytest.mark.slow
 def test_a_runs_environment_is_that_of_its_call_even_if_it_changes_while_it_starts(cell: Cells) -> None:
     """No new server could have it: the notebook's has changed once more."""
     names = cell("""
@@ -142,6 +147,7 @@ def test_a_runs_environment_is_that_of_its_call_even_if_it_changes_while_it_star
         assert going.wait(120).values == [("1", True)] * 2
 
 
+@pytest.mark.slow
 def test_a_preloaded_module_sees_the_present_variables(in_folder: Path) -> None:
     packages = in_folder / "site-packages"
     packages.mkdir()

@@ -130,6 +130,7 @@ NOT_IN_A_RANK = (
 )
 
 
+@pytest.mark.slow
 def test_a_rank_imports_no_front_end_and_no_kernel_side_module(cell: Cells) -> None:
     names = cell("""
         import nbddp

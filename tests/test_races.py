@@ -76,6 +76,7 @@ def test_stop_ends_a_flood_of_metrics_within_15_s(cell: Cells) -> None:
     assert started.state == "stopped"
 
 
+@pytest.mark.slow
 def test_a_timeout_is_not_restarted(cell: Cells) -> None:
     names = cell("""
         import nbddp, time
@@ -208,6 +209,7 @@ def _script(folder: Any, source: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "program.py"], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_killed_kernel_although_its_fork_lives_on(in_folder: Any) -> None:
     kernel = _script(
         in_folder,
@@ -234,6 +236,7 @@ def test_ranks_end_with_a_killed_kernel_although_its_fork_lives_on(in_folder: An
         kernel.stdout.close()
 
 
+@pytest.mark.slow
 def test_runs_work_when_the_fork_server_has_initialised_cuda(in_folder: Any) -> None:
     (in_folder / "initialises_cuda.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
     program = _script(

@@ -150,6 +150,7 @@ def test_ddp_trains_and_every_rank_holds_the_same_moved_weights(cell: Cells) -> 
     assert first[3] < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["fork", "spawn", "forkserver"])
 def test_dataloader_workers_work_inside_ranks_with_every_start_method(cell: Cells, workers: str) -> None:
     """Their start method is the platform's or the user's, never an accident of how the rank was started."""
@@ -292,6 +293,7 @@ def test_garbage_collection_in_a_rank_has_the_default_thresholds(cell: Cells) ->
     assert run(ns.thresholds).values == [(True, gc.get_threshold())] * 2
 
 
+@pytest.mark.slow
 def test_the_spawn_start_method_gives_each_rank_a_fresh_interpreter(cell: Cells) -> None:
     names = cell("""
         import os, torch.distributed as dist
@@ -305,12 +307,14 @@ def test_the_spawn_start_method_gives_each_rank_a_fresh_interpreter(cell: Cells)
     assert run(names.train, start_method="forkserver").values == [(0, 2, True), (1, 2, True)]
 
 
+@pytest.mark.slow
 def test_a_spawned_rank_prints_nothing_of_its_own(cell: Cells) -> None:
     """torch's exit handlers, taken away, complained at the interpreter's end, a hundred lines for each rank."""
     names = cell("import torch\ndef train(): torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)")
     assert run(names.train, start_method="spawn").logs() == ""
 
 
+@pytest.mark.slow
 def test_runs_work_with_a_path_object_on_sys_path(in_folder: Path) -> None:
     """``sys.path.append(Path("lib"))``: Python passes over it; the standard library's fork server cannot be started."""
     done = script("""

@@ -143,6 +143,7 @@ def test_a_resumed_run_has_every_step_once(cell: Cells, in_folder: Path) -> None
     assert "RankDied: rank 1 of 2 was killed by SIGKILL" in finished.history.restarts[0].reason
 
 
+@pytest.mark.slow
 def test_a_timeout_after_a_restart_names_the_first_failure(cell: Cells) -> None:
     names = cell("""
         import nbddp, time

@@ -73,6 +73,7 @@ def test_runs_lists_what_goes_on_and_what_is_held(cell: Cells) -> None:
     going.stop()
 
 
+@pytest.mark.slow
 def test_shutdown_ends_runs_and_fork_server_and_a_later_run_starts_anew(cell: Cells) -> None:
     names = cell(SLEEPS)
     going = start(names.train, 300)

@@ -100,6 +100,7 @@ def beside(in_folder: Path) -> Path:
 # ---------------------------------------------------------------------------- equal to torchrun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "argv"),
     [
@@ -128,6 +129,7 @@ def test_a_program_trains_to_the_same_numbers_as_under_torchrun(beside: Path, pr
     assert written(beside) == expected
 
 
+@pytest.mark.slow
 def test_resuming_after_a_failure_gives_the_same_numbers_as_under_torchrun(beside: Path) -> None:
     argv = ["6", "2", "--out", ".", "--crash_at", "3"]
     under_torchrun(beside / "multigpu_torchrun.py", argv, "--max_restarts=1")
@@ -141,6 +143,7 @@ def test_resuming_after_a_failure_gives_the_same_numbers_as_under_torchrun(besid
     assert "Resuming training from snapshot at Epoch 3" in run.logs(0)
 
 
+@pytest.mark.slow
 def test_a_resumed_program_gives_the_numbers_of_an_uninterrupted_one_under_torchrun(beside: Path) -> None:
     under_torchrun(beside / "imagenet_style.py", [])
     expected = written(beside)
@@ -159,6 +162,7 @@ def test_a_resumed_program_gives_the_numbers_of_an_uninterrupted_one_under_torch
         assert second[rank]["after"] == expected[rank]["after"] != first[rank]["after"]
 
 
+@pytest.mark.slow
 def test_a_program_that_calls_mp_spawn_trains_to_the_same_numbers(beside: Path) -> None:
     argv = [str(free_port()), "."]
     by_itself(beside / "multigpu_spawn.py", argv)
@@ -170,6 +174,7 @@ def test_a_program_that_calls_mp_spawn_trains_to_the_same_numbers(beside: Path) 
     assert written(beside) == expected
 
 
+@pytest.mark.slow
 def test_a_tutorial_pasted_into_a_cell_trains_to_the_same_numbers(
     beside: Path, cell: Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +243,7 @@ def test_an_edited_sibling_module_runs_its_new_code(in_folder: Path) -> None:
         assert script("a.py").logs(0) == f"{value}\n"
 
 
+@pytest.mark.slow
 def test_dataloader_workers_find_the_scripts_dataset(in_folder: Path) -> None:
     (in_folder / "a.py").write_text(
         """\
@@ -324,6 +330,7 @@ def test_a_wrong_call_is_refused_before_a_process_starts(in_folder: Path, path: 
     assert os.path.exists("a.py")
 
 
+@pytest.mark.slow
 def test_a_group_that_a_fast_rank_destroys_at_once_does_not_fail_slow_ranks(in_folder: Path) -> None:
     (in_folder / "a.py").write_text(
         "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()\n"
@@ -354,6 +361,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["parent", "child"])
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize("under", ["python", "nbddp"])

@@ -239,6 +239,7 @@ def test_the_fork_server_listens_on_no_name(cell: Cells) -> None:
 # ---------------------------------------------------------------------------- secrets
 
 
+@pytest.mark.slow
 def test_secrets_appear_on_no_command_line_and_in_no_message(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks have the notebook's environment, as they must; nobody else sees it."""
     monkeypatch.setenv("API_TOKEN", SECRET)
@@ -482,6 +483,7 @@ def _delete_keys(port: int, hold: list[socket.socket]) -> None:
         store.delete_key(key)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch cannot list a store's keys")
 @pytest.mark.parametrize("attack", [_overwrite_keys, _delete_keys])
 def test_a_stranger_who_rewrites_keys_cannot_hang_the_run_or_run_code(
@@ -650,6 +652,7 @@ def test_a_huge_file_of_metrics_is_refused_before_it_is_read(tmp_path: Path) -> 
         nbddp.History.load(tmp_path / "m")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("elsewhere", path)], ids=["pipe", "link"])
 def test_a_jobs_metrics_are_written_only_to_a_regular_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
     nbddp.export(print, tmp_path / "job.nb")

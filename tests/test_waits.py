@@ -82,6 +82,7 @@ context._default_context._default_context = context._concrete_contexts["forkserv
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_dataloader_workers_are_forked_where_the_platform_has_a_fork_server(in_folder: Path, method: str) -> None:
     """A server of the rank's own would have to import torch in every epoch, 10 s."""
@@ -143,12 +144,14 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "length"), [("forkserver", 70), ("forkserver", 77), ("spawn", 75)])
 def test_dataloader_workers_work_in_a_long_tmpdir(short_path: Path, method: str, length: int) -> None:
     done = script(LOADS, method, TMPDIR=_folder_of_length(short_path, length))
     assert done.stdout.splitlines()[0] == "[28.0, 28.0]", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     hasattr(multiprocessing.util, "_get_base_temp_dir"), reason="Python 3.14 finds a shorter one itself"
 )
@@ -275,6 +278,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ERRORS)
 def test_an_error_too_deep_to_pickle_arrives_at_once(cell: Cells, kind: str) -> None:
     if "ExceptionGroup" in ERRORS[kind][1] and sys.version_info < (3, 11):
@@ -291,6 +295,7 @@ def test_an_error_too_deep_to_pickle_arrives_at_once(cell: Cells, kind: str) -> 
 # ---------------------------------------------------------------------------- what is left of a fork server
 
 
+@pytest.mark.slow
 def test_a_dead_fork_server_is_reaped_when_the_run_is_over(cell: Cells, in_folder: Path) -> None:
     """Without the help of the garbage collector; and the next run has another one."""
     train = cell("""
@@ -319,6 +324,7 @@ def test_a_dead_fork_server_is_reaped_when_the_run_is_over(cell: Cells, in_folde
         gc.enable()
 
 
+@pytest.mark.slow
 def test_runs_work_after_the_user_reaped_the_fork_server(cell: Cells) -> None:
     """``os.waitpid(-1, 0)``: multiprocessing does not find it any more, and raised ChildProcessError in every run."""
     names = cell("def train(): return 1")

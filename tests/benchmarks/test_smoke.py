@@ -39,6 +39,7 @@ def filled(tables: list[Table], rows: set[str] | None = None, *, differences: bo
 NAMES = {NBDDP_SILENT.name}
 
 
+@pytest.mark.slow
 def test_a_first_run_is_timed_in_a_new_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "THINK_S", 0.1)
     tables = start.cold(SHORT)
@@ -48,6 +49,7 @@ def test_a_first_run_is_timed_in_a_new_kernel(monkeypatch: pytest.MonkeyPatch) -
             assert table.values[name]["first all-reduce"][0] < table.values[name]["cell's end"][0]
 
 
+@pytest.mark.slow
 def test_warm_runs_are_timed_by_number_of_ranks() -> None:
     peers = installed([NBDDP_SILENT, DEBUG_LAUNCHER])  # that takes no seconds
     names = {peer.name for peer in peers}
@@ -57,6 +59,7 @@ def test_warm_runs_are_timed_by_number_of_ranks() -> None:
     assert list(growth.columns) == ["1 to 2"]
 
 
+@pytest.mark.slow
 def test_the_timeline_lists_kernel_and_rank_events_in_order() -> None:
     (table,) = timeline.measure(SHORT)
     rows = list(table.values)
@@ -68,6 +71,7 @@ def test_the_timeline_lists_kernel_and_rank_events_in_order() -> None:
     assert table.median("kernel: copy the data", "last ends") <= table.median("rank: is there", "first begins")  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_memory_is_measured_for_every_rank() -> None:
     private, share, whole = memory.measure(replace(SHORT, peers=[NBDDP_SILENT]))
     filled([private, share, whole], {NBDDP_SILENT.name})
@@ -76,6 +80,7 @@ def test_memory_is_measured_for_every_rank() -> None:
     assert whole.median(NBDDP_SILENT.name, 2) > 2 * private.median(NBDDP_SILENT.name, 2)  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "numpy array", "pandas frame"])
 def test_sending_data_is_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "INTO", [(kind, 2, (1,))])
@@ -88,6 +93,7 @@ def test_sending_data_is_measured(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     assert set(peak.values) == NAMES
 
 
+@pytest.mark.slow
 def test_returning_a_result_is_measured() -> None:
     tables = data.back(SHORT)
     assert [next(iter(table.values)) for table in tables] == ["tensor.clone()", "array.copy()"]
@@ -106,6 +112,7 @@ def test_each_way_to_log_is_timed() -> None:
     assert len(table.values) + len(table.notes) == 4
 
 
+@pytest.mark.slow
 def test_training_is_timed_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "WAYS", [training.WAYS[3], training.WAYS[1]])  # torchrun leaves its folders
     monkeypatch.setattr(training, "STEPS", {"gpt": 5})
@@ -116,11 +123,13 @@ def test_training_is_timed_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gpt, nbddp, log at every step, panel: turn by turn " in table.markdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [ends.failure, ends.stop, ends.death], ids=lambda part: part.__name__)
 def test_failure_stop_and_death_are_timed(part: object) -> None:
     filled(part(SHORT), NAMES)  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_a_restart_is_timed() -> None:
     filled(ends.restart(SHORT), {NBDDP_SILENT.name})
 
@@ -148,6 +157,7 @@ def test_peers_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch)
     assert "ipyparallel, engines kept" not in [peer.name for peer in installed(CANDIDATES)]
 
 
+@pytest.mark.slow
 def test_a_killed_benchmark_keeps_the_figures_measured_so_far(tmp_path: Path) -> None:
     program = """
 import os, signal, sys
@@ -171,6 +181,7 @@ sys.exit(program.main())
     assert json.loads(figures.read_text())["tables"][0]["values"] == {"a row": {"": [0.25]}}
 
 
+@pytest.mark.slow
 def test_other_parts_keep_their_tables_when_one_part_fails(tmp_path: Path) -> None:
     program = """
 import sys

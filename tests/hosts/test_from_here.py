@@ -87,6 +87,7 @@ def here() -> Iterator[nbddp.Cluster]:
         yield hosts
 
 
+@pytest.mark.slow
 def test_a_module_beside_the_notebook_takes_precedence_over_an_installed_one(
     cell: Cells, here: nbddp.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,7 @@ def test_a_module_beside_the_notebook_takes_precedence_over_an_installed_one(
     assert here.run(names.train, nprocs=1, device="cpu", show=False).value == "beside the notebook"
 
 
+@pytest.mark.slow
 def test_closing_a_cluster_during_a_run_ends_the_run_with_host_lost(cell: Cells, here: nbddp.Cluster) -> None:
     names = cell("def train():\n    import time\n    time.sleep(60)")
     run = here.run(names.train, nprocs=1, device="cpu", show=False, wait=False)

@@ -28,6 +28,7 @@ def refused(program: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_login_timeout_quotes_the_launchers_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host, cluster):
         monkeypatch.setattr(module, "HELLO_S", 1.0)
@@ -47,6 +48,7 @@ def test_a_failed_login_reports_its_exit_code_and_last_line() -> None:
     assert said == "box1: its login ended with exit code 3; its last output: Welcome to box1"
 
 
+@pytest.mark.slow
 def test_a_login_without_file_descriptors_is_a_launch_error_that_names_ulimit() -> None:
     for spare in range(20):
         try:
@@ -63,6 +65,7 @@ class Interrupted(BaseException):
     """As KeyboardInterrupt, which pytest keeps for itself."""
 
 
+@pytest.mark.slow
 def test_an_interrupt_just_after_a_login_began_kills_the_login(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[subprocess.Popen[bytes]] = []
 

@@ -69,6 +69,7 @@ def test_a_process_of_the_fork_server_has_its_exit_code_and_not_our_main() -> No
     del sys.modules["__main__"].__dict__["marker"]
 
 
+@pytest.mark.slow
 def test_a_fork_server_killed_between_two_processes_is_replaced() -> None:
     with started(far_side.answer) as (process, _):
         process.join(10)
@@ -81,6 +82,7 @@ def test_a_fork_server_killed_between_two_processes_is_replaced() -> None:
         assert process.exitcode == 7
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_default_start_method_unset() -> None:
     code = (
         "import multiprocessing as mp\n"
@@ -100,6 +102,7 @@ with started(far_side.live_for_ever) as (process, ours):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread watches")
 def test_a_rank_that_swallows_every_exception_ends_with_a_killed_kernel() -> None:
     kernel = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, timeout=60, cwd=PACKAGE.parent)

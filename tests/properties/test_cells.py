@@ -36,6 +36,7 @@ def test_a_cell_does_the_same_with_only_the_names_it_needs(program: Program) -> 
     assert difference(program, analysis.names_of(parsed(program)).needed) == ""
 
 
+@pytest.mark.slow
 def test_a_real_cell_does_on_a_rank_what_python_does(notebook: Notebook) -> None:
     notebook.ok("%load_ext nbddp\nimport json, sys\nfrom tests.properties.cells import helpers")
 

@@ -6,6 +6,7 @@ import os
 import pickle
 from typing import Any
 
+import pytest
 from cloudpickle import cloudpickle
 from hypothesis import given, note, reject
 from hypothesis import strategies as st
@@ -62,6 +63,7 @@ def _there_and_back(instances: list[Any]) -> tuple[Any, Any]:
         os.close(back)
 
 
+@pytest.mark.slow
 @examples(6)
 @given(st.lists(cells(), min_size=1, max_size=6))
 def test_real_ranks_see_and_return_what_pickle_makes_of_instances(sources: list[str]) -> None:

@@ -327,6 +327,7 @@ def check_complex(op: str, values: Any, got: Any, **limits: float) -> None:
         check_sum(op, [float(getattr(v, part, 0.0)) for v in values], float(getattr(got, part)), **limits)
 
 
+@pytest.mark.slow
 @batches(8, CASES)
 @given(runs("reduce"))
 def test_reduce_gives_what_one_process_computes(several: list[Case]) -> None:
@@ -336,6 +337,7 @@ def test_reduce_gives_what_one_process_computes(several: list[Case]) -> None:
         check_reduced(case, outcomes)
 
 
+@pytest.mark.slow
 @batches(4, CASES)
 @given(runs("gather"))
 def test_gather_gives_what_each_rank_has(several: list[Case]) -> None:

@@ -53,6 +53,7 @@ def test_frames_are_independent_after_a_round_trip(
     assert play(arrived, writes) == play(expected, writes)
 
 
+@pytest.mark.slow
 @examples(3)
 @given(st.lists(st.tuples(_STEPS, _WRITES), min_size=1, max_size=8), st.sampled_from([5, 140_000]))
 def test_frames_are_independent_in_real_ranks_and_afterwards(several: list[Any], rows: int) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -117,6 +118,7 @@ def may_differ(case: Case) -> bool:
     )
 
 
+@pytest.mark.slow
 @batches(8, CASES)
 @given(runs())
 def test_a_pass_of_all_ranks_has_every_sample_or_a_warning(drawn: tuple[int, list[Case]]) -> None:

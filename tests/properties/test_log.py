@@ -315,6 +315,7 @@ def state(history: History) -> Any:
     }, (history.names, history.notices, history.restarts, history.latest().keys())
 
 
+@pytest.mark.slow
 @examples(120)
 @given(attempts(), st.booleans(), st.data())
 def test_the_history_follows_the_rules_of_log(program: list[Attempt], broken_off: bool, data: st.DataObject) -> None:

@@ -72,6 +72,7 @@ def _kept(kind: str) -> Any:
     return made(kind)
 
 
+@pytest.mark.slow
 @examples(60)
 @given(st.sampled_from(sorted(MAKERS)), WAYS, DELIVERIES)
 def test_the_path_to_a_launchers_object_is_named(kind: str, way: list[str], delivery: str) -> None:

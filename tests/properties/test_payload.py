@@ -32,6 +32,7 @@ def round_trip(thing: Any, *, back: bool = False) -> Any:
         os.close(fd)
 
 
+@pytest.mark.slow
 @examples(150)
 @given(things(), st.booleans(), st.booleans())
 def test_any_value_arrives_as_it_was(thing: Any, mapped: bool, back: bool) -> None:
@@ -55,6 +56,7 @@ def test_a_result_can_be_sent_as_an_argument_again(thing: Any) -> None:
     assert describe(round_trip(round_trip(thing), back=True)) == before
 
 
+@pytest.mark.slow
 @examples(8)
 @given(st.lists(things(), min_size=1, max_size=6))
 def test_real_ranks_receive_and_return_any_value_unchanged(several: list[Any]) -> None:

@@ -71,6 +71,7 @@ def program(_warm: None) -> Iterator[Program]:
     program.close()
 
 
+@pytest.mark.slow
 @examples(15)
 @given(state=STATES)
 def test_ranks_have_the_process_state_of_a_plain_child(
@@ -97,6 +98,7 @@ value = [child(f"[look({{folder!r}}), (lambda os: {{mine}})(__import__('os'))]")
     assert note == ""
 
 
+@pytest.mark.slow
 @examples(2)
 @given(present=VARIABLES, of_the_run=VARIABLES)
 def test_environment_variables_affect_ranks_as_they_affect_a_plain_child(
