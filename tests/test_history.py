@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbddp import wire
+from nbddp.history.columns import Series
 from nbddp.history.history import Cursor, History, Restart
 from nbddp.history.records import RECORD_DTYPE
 from nbddp.text import fold
@@ -444,3 +445,10 @@ def two_metrics() -> History:
         history.feed(0, wire.NAME_PIECE.pack(wire.KIND_NAME, 0, i, name.encode()))
         history.feed(0, wire.RECORD.pack(wire.KIND_METRIC, 0, i, False, 1.0, 0, value, 1.0))
     return history
+
+
+def test_a_series_tells_its_length_and_its_ends() -> None:
+    two = Series(np.array([0, 4]), np.array([0.5, 1 / 3]))
+    assert repr(two) == "Series(2 points: 0.5 at step 0 … 0.333333 at step 4)"
+    assert repr(Series(np.array([7]), np.array([math.nan]))) == "Series(1 point: nan at step 7)"
+    assert repr(Series(np.array([]), np.array([]))) == "Series(no points)"

@@ -10,7 +10,7 @@ import pytest
 
 import nbddp
 from nbddp.forkserver import server as forkserver
-from tests.support import Cells, run, start, wait_until
+from tests.support import Cells, Notebook, run, start, wait_until
 
 SLEEPS = """
     import time
@@ -93,3 +93,19 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant(cell: Cells) -
         nbddp.run(cell(SLEEPS).train, (0.0,), nproc=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"run_script\(\) got an unexpected keyword argument 'sed'"):
         nbddp.run_script("train.py", sed=2)  # type: ignore[call-arg]
+
+
+def test_a_run_and_a_history_show_their_curves_but_not_in_the_cell_that_shows_them_anyway(notebook: Notebook) -> None:
+    notebook.ok("""
+        import nbddp
+        def kinds(shown): return sorted(get_ipython().display_formatter.format(shown)[0])
+        def train(): nbddp.log(loss=0.5)
+        run = nbddp.run(train, nprocs=2, device="cpu", show=True)
+        same = kinds(run)
+    """)
+    assert notebook.ok("same").shown.strip() == "['text/plain']"
+    for each in ("run", "run.history", "nbddp.run(train, nprocs=2, device='cpu', show=False)"):
+        assert notebook.ok(f"kinds({each})").shown.strip() == "['text/html', 'text/plain']"
+    assert notebook.ok("'data:image/svg+xml;base64' in run._repr_html_()").shown.strip() == "True"
+    without = notebook.ok("kinds(nbddp.run(lambda: 1, nprocs=2, device='cpu', show=False))").shown.strip()
+    assert without == "['text/plain']"

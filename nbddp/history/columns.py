@@ -20,6 +20,12 @@ class Series(NamedTuple):
     steps: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
 
+    def __repr__(self) -> str:
+        if not len(self.steps):
+            return "Series(no points)"
+        ends = [f"{self.values[i]:.6g} at step {self.steps[i]}" for i in (0, -1)[: len(self.steps)]]
+        return f"Series({len(self.steps):,} point{'s' * (len(self.steps) > 1)}: {' … '.join(ends)})"
+
 
 class Table:
     """Columns that grow together; the first holds steps.

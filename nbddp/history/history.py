@@ -249,6 +249,10 @@ class History(Mapping[str, Series]):
         picture: Picture = doors.picture_of(self, names, log)
         return picture
 
+    def _repr_html_(self) -> str | None:
+        """The curves, in a notebook."""
+        return self.plot()._repr_mimebundle_()["text/html"] if self.names else None
+
     # ------------------------------------------------------------------ for a view, which reads in pieces
 
     def changes(self) -> dict[str, int]:

@@ -135,6 +135,9 @@ class Run(Generic[R]):
         error = f" ({type(self.error).__name__})" if self.error is not None else ""
         return f"<Run {self.name}: {self.state}{error}, {self._viewable.summary()}, {duration(self.seconds)}>"
 
+    def _repr_html_(self) -> str | None:
+        return self._views.html()
+
     def __reduce__(self) -> Any:
         raise TypeError("a Run stays in the notebook; pass its value")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from nbddp.kernel.supervisor import Supervisor
 from nbddp.kernel.viewable import ViewableRun
 from nbddp.latch import start_thread
+from nbddp.panel.frontend import cell_number
 from nbddp.panel.live import view_for
+from nbddp.panel.picture import Picture
 from nbddp.panel.view import View
 
 _REDRAW_S = 0.2
@@ -22,9 +24,11 @@ class RunViews:
         self._blocking = blocking
         self._views: list[View] = []
         self._followed = False  # by a thread of its own
+        self._cell: int | None = None  # the last one that a view was opened in
 
     def open(self, *, wanted: bool, again: bool = False) -> None:
         """Open a view in the calling cell; :meth:`follow` updates it."""
+        self._cell = cell_number()
         view = view_for(self._viewable, requested=wanted, reopened=again, with_output=self._blocking and not again)
         view.update(self._viewable.status())
         self._views.append(view)
@@ -52,6 +56,12 @@ class RunViews:
         for view in list(self._views):
             view.write(output)
             view.update(status)
+
+    def html(self) -> str | None:
+        """Return the picture of the run as HTML; None in the cell that shows the run anyway, and without a metric."""
+        if not self._viewable.history.names or (self._cell is not None and self._cell == cell_number()):
+            return None
+        return Picture(self._viewable.history, self._viewable.status(), self._viewable).bundle()["text/html"]
 
     def show_the_end(self) -> None:
         """Update the views of a background run that no thread updates: lines of text, or the picture."""

@@ -23,6 +23,12 @@ def shell() -> InteractiveShell | None:
     return current if getattr(current, "kernel", None) is not None else None
 
 
+def cell_number() -> int | None:
+    """The execution count of the running cell; None in a terminal or a script."""
+    current = shell()
+    return current.execution_count if current is not None else None
+
+
 def has_page() -> bool:
     """Whether a page with widgets probably shows this cell's output."""
     if shell() is None:
