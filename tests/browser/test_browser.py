@@ -559,6 +559,38 @@ def test_no_text_becomes_an_element_or_script(notebook: Notebook) -> None:
         assert "<script>window.hit=1</script>" in shown.inner_text(), "text stays text"
 
 
+def test_keys_typed_at_a_button_are_not_the_notebooks_shortcuts(notebook: Notebook) -> None:
+    """In JupyterLab "d d" deletes the cell, with the running panel in it."""
+    notebook.open(FAKES + "view = show(run)")
+    notebook.run_to_end(1)
+    cells = notebook.page.locator(".jp-Notebook .jp-CodeCell")
+    expect(cells).to_have_count(2)
+    notebook.panel.locator(".nbddp-logs summary").click()
+    focusable = notebook.panel.locator("button:visible, summary:visible, [tabindex]:visible, input[type=checkbox]:visible")
+    assert focusable.count() >= 5
+    for element in focusable.all():
+        element.focus()
+        notebook.page.keyboard.press("d")
+        notebook.page.keyboard.press("d")
+    notebook.page.wait_for_timeout(300)
+    expect(cells).to_have_count(2)
+    notebook.page.locator(".jp-Notebook .jp-InputPrompt").nth(1).click()
+    notebook.page.keyboard.press("d")
+    notebook.page.keyboard.press("d")
+    expect(cells).to_have_count(1)  # elsewhere in the cell they still are
+
+
+def test_every_panel_starts_in_the_pages_theme(notebook: Notebook) -> None:
+    notebook.open(FAKES, *["view = show(run)"] * 10)
+    notebook.run_to_end(1)
+    go_dark(notebook.page)
+    for index in range(2, 12):
+        notebook.run_to_end(index)
+        panel = notebook.output(index).locator(".nbddp")
+        expect(panel).to_have_attribute("data-state", "running")
+        assert panel.get_attribute("data-theme") == "dark", index
+
+
 def test_where_stop_cannot_work_the_panel_names_the_toolbar_button(notebook: Notebook) -> None:
     deaf = "view._widget.on_msg(view._on_message, remove=True)"
     one = f"view = show(run); {deaf}; view._widget.heard = 0"

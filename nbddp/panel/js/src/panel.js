@@ -132,9 +132,15 @@ class Panel {
   }
 
   _watch() {
-    const resized = new ResizeObserver(() => this._drawCharts());
+    const resized = new ResizeObserver(() => {
+      this._updateTheme(); // the panel may just have been put into the page
+      this._drawCharts();
+    });
     resized.observe(this._grid);
-    const clock = setInterval(() => this._drawHeader(), CLOCK_MS);
+    const clock = setInterval(() => {
+      this._updateTheme(); // a theme's style sheet may come later than any event tells
+      this._drawHeader();
+    }, CLOCK_MS);
     const model = this._store.model;
     const changed = () => this.update();
     model.on("change:stopping", changed);
