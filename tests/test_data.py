@@ -116,6 +116,17 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], me
         nbddp.loader(**{"dataset": range(4), **options})
 
 
+def test_the_loader_of_a_stream_that_knows_its_length_has_one() -> None:
+    class Sized(Stream):
+        def __len__(self) -> int:
+            return 3
+
+    assert len(nbddp.loader(Sized(), 2)) == 2
+    assert [batch.tolist() for batch in nbddp.loader(Sized(), 2)] == [[0, 1], [2]]
+    with pytest.raises(TypeError):
+        len(nbddp.loader(Stream()))
+
+
 def test_a_state_of_other_data_is_refused() -> None:
     loader: Any = nbddp.loader(range(4))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is of 5 samples, and there are 4 now"):

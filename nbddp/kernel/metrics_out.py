@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Sequence
 
@@ -26,21 +27,33 @@ class MetricsOut:
         for feed in self._feeds:
             start_thread(feed.work, f"nbddp-to-{feed.name}", feed.fail)
 
-    def wait(self, timeout_s: float = _END_S) -> None:
-        """Wait until all sinks have what the run logged; the run is over."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all sinks have what the run logged; the run is over. For one that takes long, only once.
+
+        Args:
+            timeout_s: for all sinks together. Default: 10.
+        """
+        deadline = time.monotonic() + (_END_S if timeout_s is None else timeout_s)
         for feed in self._feeds:
-            if not feed.done.wait(timeout_s):
-                feed.say(f"{feed.name} has not taken over all metrics yet: it goes on as long as this notebook does")
+            if not feed.told and not feed.done.wait(max(0.0, deadline - time.monotonic())):
+                feed.tell(f"{feed.name} has not taken over all metrics yet: it goes on as long as this notebook does")
 
 
 class _SinkFeed:
+    """Feeds one sink.
+
+    Attributes:
+        done: opened when the sink has everything, or takes nothing more.
+        told: the user knows that the sink has failed or takes long.
+    """
+
     def __init__(self, sink: Sink, history: History, state: RunState) -> None:
         self.name = sink.name
         self.done = Latch()
         self._sink = sink
         self._history = history
         self._state = state
-        self._said = False
+        self.told = False
 
     def work(self) -> None:
         """Write what is new until the run is over and all is written."""
@@ -58,14 +71,14 @@ class _SinkFeed:
             self.done.open()
 
     def fail(self, error: Exception) -> None:
-        self.say(f"{self.name} takes no more metrics: {in_a_line(error)}. The run goes on, its history is whole")
+        self.tell(f"{self.name} takes no more metrics: {in_a_line(error)}. The run goes on, its history is whole")
         self.done.open()
 
-    def say(self, text: str) -> None:
-        """Once, beside the output of rank 0; after the run as a warning."""
-        if self._said:
+    def tell(self, text: str) -> None:
+        """Write it once, to the output of rank 0; after the run as a warning."""
+        if self.told:
             return
-        self._said = True
+        self.told = True
         outputs = self._state.outputs
         if not (outputs and outputs[0].note(text)):
             warnings.warn(text, stacklevel=2)

@@ -147,6 +147,7 @@ class Run(Generic[R]):
         """End the run: KeyboardInterrupt in every rank, SIGKILL after ``grace`` seconds. Returns when all ended."""
         self._state.request_stop(grace)
         self._supervisor.join()
+        self._metrics_out.wait()
 
     def wait(self, timeout: float | None = None) -> Run[R]:
         """Wait for the end. An interrupt ends the waiting, not the run.
@@ -170,6 +171,7 @@ class Run(Generic[R]):
         """Wait for the end, and return the run's error or None. Raises TimeoutError after ``timeout`` seconds."""
         if not self._supervisor.join(timeout):
             raise TimeoutError(self._still_runs(timeout))
+        self._metrics_out.wait()
         return self.error
 
     def done(self) -> bool:
@@ -214,9 +216,11 @@ class Run(Generic[R]):
         try:
             self._start_and_watch(show)
         except KeyboardInterrupt:
+            was_over = self._state.done.is_open  # and the cell may have waited for what takes the metrics
             self._stop_and_wait()
             self._views.update()
-            self._metrics_out.wait()
+            if not was_over:
+                self._metrics_out.wait()
             raise errors.interrupt(self._stopped_text()) from None
         except BaseException:  # raised by a view
             self._state.request_stop(0.0)
@@ -305,6 +309,7 @@ def _disown_all() -> None:
     for run in _live:
         run._supervisor.disown()
     _live.clear()
+    _all.clear()
 
 
 atexit.register(_stop_all)

@@ -31,6 +31,10 @@ def _hosts(text: str) -> list[str] | str:
     return text if "," not in text else [name for name in text.split(",") if name]
 
 
+def _places(text: str) -> list[str]:
+    return [place for place in text.split(",") if place]
+
+
 RUN_OPTIONS = [
     argument("-n", "--nprocs", type=int, help="Number of ranks. Default: one per visible GPU, or 2 on the CPU."),
     argument("--device", help="cuda, cpu or another device type of torch."),
@@ -44,7 +48,7 @@ RUN_OPTIONS = [
     argument("--hosts", type=_hosts, help="Hosts, e.g. gpu1,gpu2; or slurm; or a variable with a Cluster."),
     argument("--keep-children", action="store_const", const=True, help="Processes that a rank detaches outlive it."),
     argument("--min-hosts", type=int, help="A restart needs at least this many hosts. Default: all."),
-    argument("--to", action="append", help="Metrics go there: a variable, csv:PATH, jsonl:PATH or tensorboard:FOLDER."),
+    argument("--to", type=_places, help="Metrics go there: variables, csv:PATH, jsonl:PATH, tensorboard:FOLDER."),
     argument("--oversubscribe", action="store_const", const=True, help="Allow more than 16 ranks per CPU core."),
 ]
 OUTPUT_OPTIONS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from nbddp.errors import LaunchError
 from nbddp.sinks.files import CsvFile, JsonLines
 from nbddp.sinks.interface import Sink
-from nbddp.sinks.trackers import Function, Logger, MlflowRun, TensorBoard, WandbRun
+from nbddp.sinks.trackers import Function, Logger, MlflowRun, TensorBoard, TensorBoardFolder, WandbRun
 from nbddp.text import did_you_mean, short
 
 _KINDS = (
@@ -70,11 +71,11 @@ def _in_folder(make: Callable[[str], Sink]) -> Callable[[str], Sink]:
 
 
 def _tensorboard(folder: str) -> Sink:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise LaunchError("to='tensorboard:...' needs the package tensorboard: pip install tensorboard") from None
-    return TensorBoard(SummaryWriter(folder), close=True)
+    if importlib.util.find_spec("tensorboard") is None:
+        raise LaunchError("to='tensorboard:...' needs the package tensorboard: pip install tensorboard")
+    if Path(folder).is_file():
+        raise LaunchError(f"to='tensorboard:{folder}': that is a file, not a folder")
+    return TensorBoardFolder(folder)
 
 
 _PREFIXES = {"csv": _in_folder(CsvFile), "jsonl": _in_folder(JsonLines), "tensorboard": _tensorboard}

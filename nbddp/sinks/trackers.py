@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from nbddp.history.history import History
@@ -18,16 +19,11 @@ _NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w\-. :/]")
 
 
 class TensorBoard:
-    """A ``SummaryWriter``, of torch or of tensorboardX.
+    """A ``SummaryWriter``, of torch or of tensorboardX. It stays open: the user may write more to it."""
 
-    Args:
-        close: close it at the end. The user's own stays open, since more may be written to it.
-    """
-
-    def __init__(self, writer: Any, *, close: bool = False) -> None:
+    def __init__(self, writer: Any) -> None:
         self.name = type(writer).__name__
         self._writer = writer
-        self._close = close
 
     def write(self, points: Sequence[Points], history: History) -> None:
         for name, steps, values, times in points:
@@ -36,7 +32,26 @@ class TensorBoard:
         self._writer.flush()  # what is only in its queue is lost with the notebook kernel
 
     def close(self, history: History) -> None:
-        if self._close:
+        """Everything has been flushed."""
+
+
+class TensorBoardFolder:
+    """``"tensorboard:FOLDER"``: a ``SummaryWriter`` of torch for this run."""
+
+    def __init__(self, folder: str) -> None:
+        self.name = f"tensorboard:{folder}"
+        self._folder = Path(folder).absolute()
+        self._writer: Any = None
+
+    def write(self, points: Sequence[Points], history: History) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder))
+        TensorBoard(self._writer).write(points, history)
+
+    def close(self, history: History) -> None:
+        if self._writer is not None:
             self._writer.close()
 
 

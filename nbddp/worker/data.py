@@ -58,6 +58,7 @@ class _EpochLoader(DataLoader[Any]):
         """The number of samples of each batch of a pass."""
         if self._batches:
             yield from map(len, self._epochs)
+            return
         left = len(self._epochs)
         while left > 0:
             yield min(self.batch_size or 1, left)

@@ -46,6 +46,11 @@ class StreamShare(IterableDataset[Any]):
         if first and 0 < ranks_with_one_more <= self._rank:
             yield first[(self._rank - ranks_with_one_more) % len(first)]
 
+    def __len__(self) -> int:
+        """For a stream that knows its length."""
+        length = len(self.stream)  # type: ignore[arg-type]
+        return len(range(self._rank, length, self._ranks)) if self._exact else -(-length // self._ranks)
+
 
 def split_by_itself(stream: Any) -> Any:
     """The share of a stream that knows how to split itself over ranks and workers (package ``datasets``), else None."""
