@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from nbddp.history.history import Bar, History
-from nbddp.panel import ranks, summary
+from nbddp.panel import numbers, ranks, summary
 from nbddp.panel.summary import counts_epochs, hang_lines, plain, restart_count, restart_text, seconds_left
 from nbddp.panel.view import Status, Viewable
 from nbddp.text import duration, fold
@@ -156,7 +156,7 @@ def end_text(status: Status, history: History) -> str:
 def metrics_text(history: History) -> list[str]:
     """``["loss 0.412", "val/acc 0.97"]``, at most 8 metrics."""
     latest = history.latest()
-    parts = [f"{name[:_NAME_CHARS]} {latest[name]:.4g}" for name in list(latest)[:_MAX_METRICS]]
+    parts = [f"{name[:_NAME_CHARS]} {numbers.metric(latest[name])}" for name in list(latest)[:_MAX_METRICS]]
     return [*parts, f"… and {len(latest) - _MAX_METRICS:,} more"] if len(latest) > _MAX_METRICS else parts
 
 
