@@ -330,7 +330,7 @@ class History(Mapping[str, Series]):
                 self._open_restarts, self._restart_step_by = len(self._restarts), None
             self._restarts.append(Restart(None, reason))
             for rank in self._readers:  # only these have logged anything
-                self.ranks[rank] = RankProgress()
+                self.ranks[rank] = self.ranks[rank].after_restart()
             self._readers.clear()
             for metric in self._metrics.values():
                 metric.restart(self._world_size)

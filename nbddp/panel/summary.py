@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nbddp.history.finite import Broken
-from nbddp.history.history import Bar, History
+from nbddp.history.history import Bar, History, RankProgress
 from nbddp.panel import numbers
 from nbddp.panel.view import Status
 from nbddp.text import first_line
@@ -15,6 +16,8 @@ from nbddp.text import plain as plain
 _STAGE = "train|training|val|valid|validation|test|eval|dev"
 _STAGE_FIRST = re.compile(rf"(?P<stage>{_STAGE})[/_.\- ]+(?P<rest>.+)", re.IGNORECASE)
 _STAGE_LAST = re.compile(rf"(?P<rest>.+?)[/_.\- ]+(?P<stage>{_STAGE})", re.IGNORECASE)
+_TQDM = re.compile(r"(?<!\d)(\d{1,15})/(\d{1,15}) \[[\d:]+<([\d:]{1,12}|\?)[,\]]")  # 76/100 [00:07<00:02, 10.1it/s]
+_TQDM_CHARS = 2_000  # of the end of an output
 _EPOCHS = re.compile(r"epoch|\brounds?\b", re.IGNORECASE)
 _LABEL_CHARS = 120  # of a loop
 _MAX_NOTICES = 3
@@ -88,8 +91,8 @@ class Progress:
 
 
 def progress(history: History, *, over: bool = False) -> Progress:
-    """The progress by rank 0's ``progress()`` loops; without any, by its last step."""
-    first = history.ranks[0]
+    """The progress by the slowest rank's ``progress()`` loops; without any, by its last step."""
+    first = slowest(history)
     bars = list(first.bars)
     rates = [rank.samples_per_second for rank in history.ranks]
     throughput = sum(rate for rate in rates if rate) or None
@@ -126,6 +129,41 @@ def progress(history: History, *, over: bool = False) -> Progress:
         left=left,
         throughput=throughput,
     )
+
+
+def slowest(history: History) -> RankProgress:
+    """The rank with the most left to do, of those that report progress; rank 0 before the first report."""
+    with_bars = [rank for rank in history.ranks if rank.bars]
+    if with_bars:
+        return min(with_bars, key=lambda rank: (_done(rank.bars), rank.step))
+    return min((rank for rank in history.ranks if rank.step >= 0), key=lambda rank: rank.step, default=history.ranks[0])
+
+
+def _done(bars: list[Bar]) -> float:
+    """How many items of the outermost loop are done, with a part of the present item."""
+    outer, inner = bars[0].done, bars[1] if len(bars) > 1 else None
+    within = inner.done / inner.total if inner and inner.total else 0.0
+    return outer + (within if within < 1 else 0.0)
+
+
+def from_output(tails: Iterable[str]) -> Progress | None:
+    """The progress by the bars that tqdm writes, of the rank that is furthest behind; None if no rank writes any.
+
+    Args:
+        tails: the end of each rank's output.
+    """
+    found = [bars[-1] for tail in tails if (bars := _TQDM.findall(tail[-_TQDM_CHARS:]))]
+    if not found:
+        return None
+    done, total, left = min(found, key=lambda bar: int(bar[0]) / max(1, int(bar[1])))
+    return Progress(int(done), int(total), fraction=_share(int(done), int(total)), left=_seconds(left))
+
+
+def _seconds(clock: str) -> float | None:
+    """The seconds of tqdm's ``1:02:03`` or ``00:07``; None for ``?``."""
+    if "?" in clock:
+        return None
+    return float(sum(int(part) * 60**power for power, part in enumerate(reversed(clock.split(":")))))
 
 
 def _caught_up(step: int, bar: Bar, logged: int) -> int:

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from nbddp.history.history import Bar, History
 from nbddp.panel import numbers, ranks, summary
-from nbddp.panel.summary import counts_epochs, hang_lines, plain, restart_count, restart_text, seconds_left
+from nbddp.panel.summary import counts_epochs, hang_lines, plain, restart_count, restart_text, seconds_left, slowest
 from nbddp.panel.view import Status, Viewable
 from nbddp.text import duration, fold
 
@@ -117,7 +117,7 @@ class TextView:
 
     def _write_progress(self) -> None:
         history = self._run.history
-        bars = history.ranks[0].bars
+        bars = slowest(history).bars
         epoch = bars[0].done if len(bars) > 1 or (bars and _has_slow_epochs(bars[0])) else 0
         due = self._clock() - self._last_line_at >= _LINE_INTERVAL_S
         if not due and epoch <= self._epoch:
@@ -132,7 +132,7 @@ class TextView:
 
 def progress_text(history: History) -> list[str]:
     """``["epoch 2/5", "step 30/118", "0:42 left"]``, as far as these are known."""
-    rank = history.ranks[0]
+    rank = slowest(history)
     parts = []
     for bar in rank.bars:
         total = f"/{bar.total:,}" if bar.total is not None else ""

@@ -15,7 +15,7 @@ from nbddp.panel import numbers, summary
 from nbddp.panel.curves import charts, log_ticks, smooth, ticks, x_range, y_range
 from nbddp.panel.feed import Feed
 from nbddp.panel.picture import Picture
-from nbddp.panel.text import TextView
+from nbddp.panel.text import TextView, progress_text
 from tests.panel.fakes import FakeRun, Rank, status
 
 # js/test/numbers.test.js reads the same cases.
@@ -194,3 +194,70 @@ def test_a_chart_of_nothing_but_nan_says_so() -> None:
     Rank(history).log("loss", range(5), [math.nan] * 5)
     assert ">every value is NaN or infinite</text>" in Picture(history).svg
     assert x_range(charts(history, 100).families[0].lines) == (0.0, 4.0)
+
+
+# ---------------------------------------------------------------------------- progress
+
+
+def test_progress_and_time_left_are_the_slowest_ranks_in_panel_and_text() -> None:
+    history = History(3)
+    for rank, speed in ((0, 10), (1, 4), (2, 10)):
+        for at in (1, 2):
+            Rank(history, rank).bar(0, "step", 100, speed * at, at=float(at))
+    progress = summary.progress(history)
+    assert (progress.step, progress.steps, progress.fraction, progress.left) == (8, 100, 0.08, 23.0)
+    assert progress_text(history) == ["step 8/100", "0:23 left"]
+
+
+def test_a_rank_without_a_loop_does_not_hold_the_progress_back() -> None:
+    history = History(2)
+    Rank(history, 0).bar(0, "epoch", 5, 2)
+    Rank(history, 1).log("loss", [1], [1.0])
+    assert summary.progress(history).outer == 3
+    logged = History(3)
+    Rank(logged, 0).log("loss", [9], [1.0])
+    Rank(logged, 2).log("loss", [7], [1.0])
+    assert summary.progress(logged).step == 7
+
+
+def test_a_loop_over_the_rest_of_a_range_counts_from_there_after_a_restart() -> None:
+    history = History()
+    rank = Rank(history)
+    rank.bar(0, "epoch", 6, 3)
+    for _ in range(2):  # a second restart, too
+        history.restart("killed")
+        rank = Rank(history)
+        rank.bar(0, "epoch", 3, 0)
+        progress = summary.progress(history)
+        assert (progress.outer, progress.outers, progress.fraction) == (4, 6, 0.5)
+        assert progress_text(history)[0] == "epoch 3/6"
+
+
+def test_the_whole_loop_again_after_a_restart_counts_from_zero() -> None:
+    history = History()
+    Rank(history).bar(0, "epoch", 6, 3)
+    history.restart("killed")
+    Rank(history).bar(0, "epoch", 6, 1)
+    assert summary.progress(history).outer == 2
+
+
+TQDM = "\r 75%|███████▌  | 75/100 [00:07<00:02, 10.12it/s]\r 76%|███████▌  | 76/100 [00:07<00:02, 10.12it/s]"
+
+
+def test_tqdms_own_numbers_fill_the_bar_where_there_is_no_progress_loop() -> None:
+    run = FakeRun(History(2), printed={0: "epoch 3/5\n" + TQDM, 1: TQDM.replace("76/", "70/")})
+    content, _ = Feed(run).frame(status("running", ranks=2)) or ({}, b"")
+    head = content["head"]
+    assert (head["step"], head["steps"], head["fraction"], head["left"]) == (70, 100, 0.7, 2.0)
+    Rank(run.history).bar(0, "step", 10, 1)
+    content, _ = Feed(run).frame(status("running", ranks=2)) or ({}, b"")
+    assert content["head"]["steps"] == 10
+
+
+@pytest.mark.parametrize("text", ["", "epoch 3/5\n", "10/11/2026 [INFO]", "1/2 [a<b]"])
+def test_other_fractions_in_the_output_are_not_progress(text: str) -> None:
+    assert summary.from_output([text]) is None
+
+
+def test_a_bar_of_unknown_speed_has_no_time_left() -> None:
+    assert summary.from_output(["0/0 [00:00<?, ?it/s]"]) == summary.Progress(0, 0)
