@@ -9,7 +9,7 @@ from typing import TextIO
 
 from nbddp.history.history import Bar, History
 from nbddp.panel import numbers, ranks, summary
-from nbddp.panel.summary import counts_epochs, hang_lines, plain, restart_count, restart_text, seconds_left, slowest
+from nbddp.panel.summary import counts_epochs, hang_lines, plain, restart_count, restart_text, slowest
 from nbddp.panel.view import Status, Viewable
 from nbddp.text import duration, fold
 
@@ -131,18 +131,16 @@ class TextView:
 
 
 def progress_text(history: History) -> list[str]:
-    """``["epoch 2/5", "step 30/118", "0:42 left"]``, as far as these are known."""
-    rank = slowest(history)
-    parts = []
-    for bar in rank.bars:
-        total = f"/{bar.total:,}" if bar.total is not None else ""
-        parts.append(f"{bar.desc[:_NAME_CHARS] or 'step'} {bar.done:,}{total}")
-    if not parts and rank.step >= 0:
-        parts = [f"step {rank.step:,}"]
-    left = seconds_left(rank.bars)
-    if left is not None:
-        parts.append(f"{duration(left)} left")
-    return parts
+    """``["epoch 3/5", "step 266/590", "0:42 left"]``, as far as these are known; the same numbers as in the panel."""
+    now = summary.progress(history)
+    loops = [(now.outer_label, now.outer, now.outers), (now.step_label, now.step, now.steps)]
+    parts = [_count_text(label, done, total) for label, done, total in loops if done is not None]
+    return [*parts, f"{duration(now.left)} left"] if now.left is not None else parts
+
+
+def _count_text(label: str, done: int, total: int | None) -> str:
+    name = label[:1].lower() + label[1:_NAME_CHARS]
+    return f"{name} {done:,}" + (f"/{total:,}" if total is not None else "")
 
 
 def end_text(status: Status, history: History) -> str:

@@ -230,7 +230,7 @@ def test_a_loop_over_the_rest_of_a_range_counts_from_there_after_a_restart() -> 
         rank.bar(0, "epoch", 3, 0)
         progress = summary.progress(history)
         assert (progress.outer, progress.outers, progress.fraction) == (4, 6, 0.5)
-        assert progress_text(history)[0] == "epoch 3/6"
+        assert progress_text(history)[0] == "epoch 4/6", "as in the panel"
 
 
 def test_the_whole_loop_again_after_a_restart_counts_from_zero() -> None:
