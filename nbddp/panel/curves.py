@@ -18,6 +18,7 @@ _MIN_SMOOTHED = 100  # points; a line with fewer is not smoothed
 _ROUGH_POINTS = 2_000  # the newest points, which decide whether a line is smooth already
 _ROUGH = 0.25  # of noise, two thirds of the points turn; of a schedule or of values per epoch, hardly any
 MAX_POINTS = 6_000  # of all lines together; a picture that is too large gets fewer
+_POINTS_PER_LINE = 600  # two per pixel of a chart in a row of two
 MAX_LINES = 24  # in one chart; a picture that is too large gets fewer
 _MAX_CHARTS = 12
 _MAX_NAMED = 8  # families without a chart whose titles are listed
@@ -107,7 +108,8 @@ def charts(
     families = list(groups.values())
     shown, undrawn = families[:_MAX_CHARTS], families[_MAX_CHARTS:]
     each = points // max(1, sum(min(lines, len(metrics)) for metrics in shown))
-    drawn = [Family(_lines(history, m[:lines], max(16, each), log), len(m[lines:]), log) for m in shown]
+    each = min(max(16, each), _POINTS_PER_LINE * (2 if len(shown) == 1 else 1))
+    drawn = [Family(_lines(history, m[:lines], each, log), len(m[lines:]), log) for m in shown]
     return Charts(drawn, [metrics[0].title for metrics in undrawn], summary.marks(history))
 
 

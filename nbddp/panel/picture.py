@@ -24,7 +24,7 @@ from nbddp.text import fold
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MAX_SVG_BYTES = 110_000  # the notebook file holds the SVG as base64, with tables beside it
+_MAX_SVG_BYTES = 64_000  # the notebook file holds the SVG as base64, with tables beside it: 100 kB in all
 _MAX_ROWS = 40  # in a table
 _NAME_CHARS = 60
 _LOG_LINES = 12
@@ -65,7 +65,7 @@ class Picture:
 
     @property
     def svg(self) -> str:
-        """The charts as an SVG document, readable on light and dark; at most 110 kB."""
+        """The charts as an SVG document, readable on light and dark; at most 64 kB."""
         points, lines = MAX_POINTS, MAX_LINES
         while True:
             text = draw(charts(self._history, points, lines, self._names, log=self._log))

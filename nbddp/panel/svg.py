@@ -30,6 +30,7 @@ _TEXT = "#7d7d7d"
 _GRID = "#808080"
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',sans-serif"
 _LINE_CHARS = 300
+_LABEL_PX = 6.2  # the width of a character of a mark's label, about
 
 WIDTH = 744  # of the whole picture
 _HEIGHT = 218  # of one row of charts
@@ -95,7 +96,7 @@ def _marks(marks: list[summary.Mark], box: _Box) -> Iterable[str]:
     for mark in marks:
         color = mark_color(mark)
         at = float(box.px(np.array([mark.step]))[0])
-        left = at > box.x + box.width * 0.75
+        left = at + 10 + _LABEL_PX * len(mark.label) > box.x + box.width
         yield (
             f'<g stroke="{color}" fill="{color}"><title>{escape(mark.text[:_LINE_CHARS])}</title>'
             f'<path d="M{at:.1f} {box.y:.0f}v{box.height:.0f}" stroke-dasharray="4 3"/>'

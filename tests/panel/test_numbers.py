@@ -261,3 +261,25 @@ def test_other_fractions_in_the_output_are_not_progress(text: str) -> None:
 
 def test_a_bar_of_unknown_speed_has_no_time_left() -> None:
     assert summary.from_output(["0/0 [00:00<?, ?it/s]"]) == summary.Progress(0, 0)
+
+
+# ---------------------------------------------------------------------------- the picture's size
+
+
+def test_a_picture_is_at_most_100_kb_with_all_that_is_around_it() -> None:
+    history = History(2)
+    for rank in range(2):
+        for name in ("train/loss", "val/loss", "acc", "lr", "grad_norm"):
+            values = np.random.default_rng(rank).normal(size=20_000)
+            Rank(history, rank).log(name, range(20_000), values.tolist())
+    bundle = Picture(history, status("finished", ranks=2)).bundle()
+    assert len(json.dumps(bundle).encode()) <= 100_000
+    (loss, *_) = charts(history, 6000).families
+    assert len(loss.lines[0].series.steps) <= 600, "two points per pixel"
+
+
+def test_a_marks_label_stays_within_its_chart() -> None:
+    history = History()
+    Rank(history).log("loss", range(100), [1.0] * 70 + [math.nan] * 30)
+    Rank(history).log("acc", range(100), [1.0] * 100)
+    assert 'text-anchor="end">NaN from step 70</text>' in Picture(history).svg

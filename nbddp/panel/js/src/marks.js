@@ -4,7 +4,7 @@ import { h, setText } from "./dom.js";
 import { count } from "./numbers.js";
 
 const MAX_SHOWN = 20; // the newest
-const LABEL_LEFT_FROM = 0.75; // of the chart's width: from here on the label is left of the line
+const LABEL_PX = 6.2; // the width of a character of a label, about
 
 export class Marks {
   constructor() {
@@ -36,7 +36,7 @@ function place(element, { label, text, family }, left, width) {
   element.dataset.broken = Boolean(family);
   const shown = element.firstChild;
   element.style.left = `${left}px`;
-  element.dataset.side = left > width * LABEL_LEFT_FROM ? "left" : "right";
+  element.dataset.side = left + 10 + LABEL_PX * label.length > width ? "left" : "right";
   setText(shown, label);
   shown.title = text;
 }
