@@ -22,6 +22,7 @@ if sys.platform == "win32":
 if TYPE_CHECKING:
     from nbddp.errors import HostLost as HostLost
     from nbddp.errors import LaunchError as LaunchError
+    from nbddp.errors import NanLogged as NanLogged
     from nbddp.errors import NbddpError as NbddpError
     from nbddp.errors import PayloadError as PayloadError
     from nbddp.errors import RankDied as RankDied
@@ -65,7 +66,16 @@ if TYPE_CHECKING:
     from nbddp.worker.snapshot import save_snapshot as save_snapshot
 
 _HOMES = {
-    "nbddp.errors": ("HostLost", "LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "RunTimeout"),
+    "nbddp.errors": (
+        "HostLost",
+        "LaunchError",
+        "NanLogged",
+        "NbddpError",
+        "PayloadError",
+        "RankDied",
+        "RankError",
+        "RunTimeout",
+    ),
     "nbddp.job.export": ("export", "load_result"),
     "nbddp.history.history": ("History",),
     "nbddp.hosts.cluster": ("Cluster", "cluster"),

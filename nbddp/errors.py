@@ -6,7 +6,8 @@
     ├── RankError       the user's code raised on a rank
     ├── RankDied        a rank ended without a result and without a Python exception
     ├── HostLost        the connection to one of several hosts was lost
-    └── RunTimeout      the run's wall time is over
+    ├── RunTimeout      the run's wall time is over
+    └── NanLogged       a rank logged NaN, and the run has stop_on_nan=True
 
 A kernel interrupt is ``KeyboardInterrupt`` and none of these, so that "Run All" stops.
 """
@@ -20,7 +21,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from nbddp.text import bounded, in_a_line
+from nbddp.text import bounded, in_a_line, plain
 from nbddp.tracebacks import hidden_runs, user_frames
 
 MESSAGE_CHARS = 64 << 10  # of an error's text
@@ -185,6 +186,28 @@ class HostLost(NbddpError):
 
 class RunTimeout(NbddpError):
     """The run took longer than its ``timeout`` (seconds of wall time), and its ranks were stopped."""
+
+
+class NanLogged(NbddpError):
+    """A rank logged NaN in a run with ``stop_on_nan=True``, and all ranks were stopped.
+
+    Attributes:
+        metric: the name of the metric with the first NaN.
+        step: the step of this NaN.
+        ranks: the ranks that logged NaN at this step.
+    """
+
+    def __init__(self, metric: str, step: int, ranks: list[int]) -> None:
+        where = ", ".join(map(str, ranks))
+        super().__init__(
+            f"{plain(metric)} is NaN from step {step} on rank{'s' * (len(ranks) > 1)} {where}; the run has "
+            "stop_on_nan=True, so all ranks were stopped. Try a lower learning rate, clip the gradients, or look at "
+            "the batch of this step"
+        )
+        self.metric, self.step, self.ranks = metric, step, ranks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.metric, self.step, self.ranks), {**self.__dict__, "args": self.args}
 
 
 def interrupt(message: str) -> KeyboardInterrupt:

@@ -16,17 +16,17 @@ PACKAGE = Path(nbddp.__file__).parent
 OURS = [path for path in sorted(PACKAGE.rglob("*.py")) if "node_modules" not in path.parts]
 
 PROMISED = {
-    "Cluster", "History", "HostLost", "LaunchError", "NbddpError", "PayloadError", "RankDied", "RankError", "Run",
-    "RunTimeout", "accumulate", "all_gather", "all_reduce", "barrier", "broadcast", "cluster", "device", "export",
-    "gather", "is_primary", "join", "last_run", "load_result",
+    "Cluster", "History", "HostLost", "LaunchError", "NanLogged", "NbddpError", "PayloadError", "RankDied", "RankError",
+    "Run", "RunTimeout", "accumulate", "all_gather", "all_reduce", "barrier", "broadcast", "cluster", "device",
+    "export", "gather", "is_primary", "join", "last_run", "load_result",
     "load_snapshot", "loader", "local_rank", "log", "main_first", "preload", "print", "progress", "rank", "reduce",
     "restart_count", "run", "run_script", "runs", "save_snapshot", "shutdown", "spawn", "world_size", "wrap",
 }  # fmt: skip
 
 _OF_A_RUN = (
     "*, nprocs=None, device=None, gpus=None, backend=None, init=True, seed=None, deterministic=False, env=None, "
-    "timeout=None, pg_timeout=None, max_restarts=0, stall_after=60.0, wait=True, show=None, name=None, "
-    "start_method=None, hosts=None, min_hosts=None, keep_children=False, oversubscribe=False, to=None"
+    "timeout=None, pg_timeout=None, max_restarts=0, stall_after=60.0, stop_on_nan=False, wait=True, show=None, "
+    "name=None, start_method=None, hosts=None, min_hosts=None, keep_children=False, oversubscribe=False, to=None"
 )
 SIGNATURES = {
     "run": f"(fn, args=(), kwargs=None, {_OF_A_RUN})",
@@ -117,7 +117,7 @@ def test_a_run_has_the_promised_attributes(cell: Cells) -> None:
 
 
 def test_the_error_tree_is_as_promised() -> None:
-    for name in ("LaunchError", "PayloadError", "RankError", "RankDied", "HostLost", "RunTimeout"):
+    for name in ("LaunchError", "PayloadError", "RankError", "RankDied", "HostLost", "RunTimeout", "NanLogged"):
         assert getattr(nbddp, name).__mro__[1] is nbddp.NbddpError
     assert not issubclass(nbddp.NbddpError, KeyboardInterrupt)
 

@@ -15,6 +15,7 @@ from nbddp import doors, wire
 from nbddp.history import metrics_file
 from nbddp.history.columns import Series
 from nbddp.history.combine import Counts, Spread
+from nbddp.history.finite import Broken
 from nbddp.history.metric import Metric
 from nbddp.history.progress import Bar, RankProgress
 from nbddp.history.records import RankReader
@@ -260,6 +261,19 @@ class History(Mapping[str, Series]):
         with self._lock:
             return {name: metric.changes for name, metric in self._metrics.items()}
 
+    def broken(self) -> list[Broken]:
+        """The metrics whose newest values are NaN or infinite on some rank, in the order of ``names``."""
+        with self._lock:
+            if not any(metric.finite.since for metric in self._metrics.values()):
+                return []
+            return [found for name in self._names() if (found := self._metrics[name].finite.broken(name))]
+
+    def first_nan(self) -> Broken | None:
+        """The NaN with the lowest step since the last restart; None if there was none."""
+        with self._lock:
+            found = [nan for name, metric in self._metrics.items() if (nan := metric.finite.nan(name))]
+        return min(found, key=lambda nan: nan.step, default=None)
+
     def new_points(self, name: str, cursor: Cursor) -> tuple[Series, Spread, Cursor]:
         """The points of the metric and its spread after the cursor, and the cursor after these points.
 
@@ -316,7 +330,7 @@ class History(Mapping[str, Series]):
                 self._open_restarts, self._restart_step_by = len(self._restarts), None
             self._restarts.append(Restart(None, reason))
             for rank in self._readers:  # only these have logged anything
-                self.ranks[rank] = RankProgress()
+                self.ranks[rank] = self.ranks[rank].after_restart()
             self._readers.clear()
             for metric in self._metrics.values():
                 metric.restart(self._world_size)

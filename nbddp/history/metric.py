@@ -11,6 +11,7 @@ import numpy.typing as npt
 from nbddp import wire
 from nbddp.history.columns import Column, Series
 from nbddp.history.combine import CombinedPoints, Counts, Spread
+from nbddp.history.finite import FiniteCheck
 
 
 @dataclass
@@ -20,11 +21,13 @@ class Metric:
     Attributes:
         positions: by rank, how many other names that rank had logged before this one.
         changes: a counter that grows with every change.
+        finite: where its values are NaN or infinite.
     """
 
     columns: dict[int, Column] = field(default_factory=dict)
     positions: dict[int, int] = field(default_factory=dict)
     changes: int = 0
+    finite: FiniteCheck = field(default_factory=FiniteCheck)
     _ops: dict[int, list[int]] = field(default_factory=dict)  # by rank: each reduce= that it used, in order
     _combined: CombinedPoints = field(default_factory=CombinedPoints)
     _over: bool = False
@@ -49,6 +52,7 @@ class Metric:
     def add(self, rank: int, records: npt.NDArray[Any]) -> None:
         self.changes += 1
         self.columns.setdefault(rank, Column()).extend(records)
+        self.finite.add(rank, records)
         ops = self._ops.setdefault(rank, [])
         if len(ops) != 1 or (records["op"] != ops[0]).any():
             ops += [op for op in dict.fromkeys(records["op"].tolist()) if op not in ops]
@@ -83,6 +87,7 @@ class Metric:
     def restart(self, world_size: int) -> None:
         self._combined.close(self.columns, self.op, world_size, broken_off=True)
         self._combined.restart()
+        self.finite.clear()
         for column in self.columns.values():
             column.restart()
 

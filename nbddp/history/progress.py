@@ -48,6 +48,7 @@ class RankProgress:
         step_seconds: mean time between its last steps, None if not known.
         samples: how many samples its data loaders have yielded.
         bars: its open and last progress loops, outermost first.
+        totals: by description, the number of items of each outermost loop over all restarts.
     """
 
     step: int = -1
@@ -56,8 +57,14 @@ class RankProgress:
     samples: int = 0
     samples_per_second: float | None = None
     bars: list[Bar] = field(default_factory=list)
+    totals: dict[str, int] = field(default_factory=dict)
+    _earlier_totals: dict[str, int] = field(default_factory=dict)
     _step_times: list[tuple[float, int]] = field(default_factory=list, repr=False)
     _sample_times: list[tuple[float, int]] = field(default_factory=list, repr=False)
+
+    def after_restart(self) -> RankProgress:
+        """The progress of the process that takes this rank's place, and that may skip what this one has done."""
+        return RankProgress(_earlier_totals=self.totals)
 
     def add_step(self, step: int, at: float) -> None:
         self.advanced_at = max(self.advanced_at, at)
@@ -73,6 +80,11 @@ class RankProgress:
 
     def add_bar(self, level: int, desc: str, total: int | None, done: int, at: float) -> None:
         self.advanced_at = max(self.advanced_at, at)
+        if level == 0 and total is not None:
+            # range(3, 6) in place of range(6): three items were done before the restart.
+            skipped = max(0, self._earlier_totals.get(desc, 0) - total)
+            total, done = total + skipped, done + skipped
+            self.totals[desc] = total
         if level < len(self.bars) and self.bars[level].desc == desc:
             self.bars[level].update(total, done, at)
             return

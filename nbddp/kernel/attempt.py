@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from nbddp import wire
-from nbddp.errors import PayloadError, RunTimeout
+from nbddp.errors import NanLogged, PayloadError, RunTimeout
 from nbddp.history.history import History
 from nbddp.kernel import failure, stacks
 from nbddp.kernel.hang import Locator, StallDetector
@@ -83,6 +83,7 @@ class Attempt:
                 return self._stop()
             if any(map(failure.has_failed, self._crew.workers)):
                 return self._fail()
+            self._check_for_nan()
             if all(isinstance(worker.report, wire.Finished) for worker in self._crew.workers):
                 return self._succeed()
             if time.monotonic() >= self._deadline:
@@ -103,6 +104,8 @@ class Attempt:
         # Exit handlers and threads are left: a stop or the timeout need not wait for them.
         leave_by = min(time.monotonic() + _LEAVE_GRACE_S, self._deadline)
         self._watch_until(leave_by, or_when=lambda: self._state.stop_grace_s is not None)
+        self._feed_all()  # a rank writes its last metrics after its report
+        self._check_for_nan()
         if losses:
             losses[0].partial = values
             raise losses[0]
@@ -167,6 +170,13 @@ class Attempt:
                 lock.release()
         self._wind_down(lambda: self._state.stop_grace_s or 0.0)
         self._state.conclude("stopped")
+
+    def _check_for_nan(self) -> None:
+        """End the run at the first NaN, if it has ``stop_on_nan=True``."""
+        nan = self._history.first_nan() if self._plan.stop_on_nan else None
+        if nan is not None:
+            self._wind_down(lambda: _PEERS_GRACE_S)
+            raise NanLogged(nan.name, nan.step, nan.ranks)
 
     def _time_out(self) -> None:
         where = self.locator.report(self._feed) if self._crew.workers else "no rank had been started"

@@ -31,6 +31,7 @@ class RunOptions(TypedDict, total=False):
     pg_timeout: float | None
     max_restarts: int
     stall_after: float | None
+    stop_on_nan: bool
     wait: bool
     show: bool | None
     name: str | None
@@ -48,6 +49,7 @@ _DEFAULTS_OTHER_THAN_NONE: RunOptions = {
     "deterministic": False,
     "max_restarts": 0,
     "stall_after": STALL_AFTER_S,
+    "stop_on_nan": False,
     "wait": True,
     "keep_children": False,
     "oversubscribe": False,

@@ -52,6 +52,7 @@ class Plan:
     pg_timeout_s: float | None
     max_restarts: int
     stall_after_s: float | None
+    stop_on_nan: bool
     start_method: str
     argv: list[str]
     environ: dict[str, str]
@@ -138,6 +139,7 @@ def make_plan(
         pg_timeout_s=options["pg_timeout"],
         max_restarts=options["max_restarts"],
         stall_after_s=options["stall_after"],
+        stop_on_nan=bool(options["stop_on_nan"]),
         start_method=start_method,
         argv=[name, *argv],
         environ=environ,

@@ -51,6 +51,8 @@ def run(
         max_restarts: how many times all ranks start again after a failure.
         stall_after: after this many seconds without a logged metric or output the panel shows where each rank is.
             None: never.
+        stop_on_nan: True: end the run as soon as a rank logs NaN (an infinity does not end it). A restart would only
+            repeat it, so there is none.
         wait: False: return at once, the run goes on in the background.
         show: False: show nothing while it runs.
         name: the run's name. Default: the function's.
@@ -75,7 +77,7 @@ def run(
         PayloadError: an object cannot be sent to the ranks; names the variable.
         RankError: the function raised on a rank; its exception is the ``cause``.
         RankDied: a rank ended by a signal or by ``os._exit``. RunTimeout: ``timeout`` is over.
-        HostLost: the connection to a host was lost.
+        HostLost: the connection to a host was lost. NanLogged: a rank logged NaN and ``stop_on_nan`` is true.
         KeyboardInterrupt: the cell was interrupted; the ranks have ended.
     """
     call = checked_call(fn, args, kwargs, options["name"])

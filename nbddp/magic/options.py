@@ -44,6 +44,7 @@ RUN_OPTIONS = [
     argument("--deterministic", action="store_const", const=True, help="Use torch's deterministic algorithms."),
     argument("--max-restarts", type=int, help="How often all ranks may be restarted after a failure."),
     argument("--stall-after", type=float, help="Show stacks after this many silent seconds. Default: 60."),
+    argument("--stop-on-nan", action="store_const", const=True, help="End the run as soon as a rank logs NaN."),
     argument("--timeout", type=float, help="Limit of the run's wall time in seconds. Default: none."),
     argument("--hosts", type=_hosts, help="Hosts, e.g. gpu1,gpu2; or slurm; or a variable with a Cluster."),
     argument("--keep-children", action="store_const", const=True, help="Processes that a rank detaches outlive it."),

@@ -13,8 +13,12 @@ import numpy.typing as npt
 from nbddp.history.history import History, Series, Spread
 from nbddp.panel import summary, thinning
 
-SMOOTHING = 0.85
+SMOOTHING = 0.02  # a mean reaches over this share of the points
+_MIN_SMOOTHED = 100  # points; a line with fewer is not smoothed
+_ROUGH_POINTS = 2_000  # the newest points, which decide whether a line is smooth already
+_ROUGH = 0.25  # of noise, two thirds of the points turn; of a schedule or of values per epoch, hardly any
 MAX_POINTS = 6_000  # of all lines together; a picture that is too large gets fewer
+_POINTS_PER_LINE = 600  # two per pixel of a chart in a row of two
 MAX_LINES = 24  # in one chart; a picture that is too large gets fewer
 _MAX_CHARTS = 12
 _MAX_NAMED = 8  # families without a chart whose titles are listed
@@ -28,14 +32,24 @@ _FLAT = 1e-12  # relative to the values; a smaller range is drawn as a flat line
 _COLORS = ("#3b7df0", "#e0661f", "#22994f", "#a457e0", "#1492ac", "#d63f7c", "#b07a10", "#7c8696")
 _STAGE_COLORS = {"train": 0, "val": 1, "valid": 1, "validation": 1, "eval": 1, "dev": 1, "test": 2}
 MARK_COLOR = "#b07a10"
+BROKEN_COLOR = "#d9453d"
 
 
 @dataclass(frozen=True)
 class Line:
+    """A metric's curve.
+
+    Attributes:
+        series: the points to draw.
+        mean: at each of these points, the mean of the points around it; None if the line is not smoothed.
+        sparse: draw dots, too.
+    """
+
     metric: summary.Metric
     color: str
     last: float
     series: Series
+    mean: npt.NDArray[np.float64] | None
     spread: Spread
     sparse: bool
 
@@ -94,7 +108,8 @@ def charts(
     families = list(groups.values())
     shown, undrawn = families[:_MAX_CHARTS], families[_MAX_CHARTS:]
     each = points // max(1, sum(min(lines, len(metrics)) for metrics in shown))
-    drawn = [Family(_lines(history, m[:lines], max(16, each), log), len(m[lines:]), log) for m in shown]
+    each = min(max(16, each), _POINTS_PER_LINE * (2 if len(shown) == 1 else 1))
+    drawn = [Family(_lines(history, m[:lines], each, log), len(m[lines:]), log) for m in shown]
     return Charts(drawn, [metrics[0].title for metrics in undrawn], summary.marks(history))
 
 
@@ -103,12 +118,15 @@ def _lines(history: History, metrics: list[summary.Metric], points: int, log: bo
     densest = max(len(series.steps) for series in full)
     lines = []
     for metric, series, color in zip(metrics, full, _colors(metrics)):
-        thin = thinning.thin(series, points)
+        kept = thinning.kept(series, points)
+        thin = Series(series.steps[kept], series.values[kept])
         band = thinning.thin_spread(thinning.forward(history.spread(metric.name)), points // 4)
         shown = Series(thin.steps, _drawable(thin.values, log))
         shown_band = Spread(band.steps, _drawable(band.low, log), _drawable(band.high, log))
         sparse = len(series.steps) < max(_SPARSE, densest / 5)
-        lines.append(Line(metric, color, float(series.values[-1]), shown, shown_band, sparse))
+        mean = None if sparse else smooth(series.values, kept)
+        drawn = None if mean is None else _drawable(mean, log)
+        lines.append(Line(metric, color, float(series.values[-1]), shown, drawn, shown_band, sparse))
     return lines
 
 
@@ -130,24 +148,51 @@ def _colors(metrics: list[summary.Metric]) -> list[str]:
     return [_COLORS[next(rest) if index is None else index] for index in chosen]
 
 
-def smooth(series: Series, weight: float = SMOOTHING) -> npt.NDArray[np.float64]:
-    """Exponential moving average with bias correction at the start; a value decays more over a wider gap in steps."""
-    steps, values = series
-    usual = thinning.stride(series) or 1.0
-    result = np.empty(len(values))
-    total = mass = 0.0
-    before = steps[0] - usual if len(steps) else 0.0
-    for i, (step, value) in enumerate(zip(steps.tolist(), values.tolist())):
-        if math.isfinite(value):
-            decay = weight ** max(0.0, (step - before) / usual)
-            total, mass = total * decay + value * (1 - decay), mass * decay + (1 - decay)
-        result[i] = total / mass if mass else math.nan
-        before = step
-    return result
+def smooth(
+    values: npt.NDArray[np.float64], at: npt.NDArray[np.int64], share: float = SMOOTHING
+) -> npt.NDArray[np.float64] | None:
+    """The mean of the points around each of the points ``at``, over ``share`` of all points.
+
+    Returns:
+        None if there are few points, or if the values hardly go up and down.
+    """
+    if len(values) < _MIN_SMOOTHED or not _is_rough(values[-_ROUGH_POINTS:]):
+        return None
+    reach = math.floor(len(values) * share / 2 + 0.5)
+    finite = np.isfinite(values)
+    edges = np.ravel([np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))], order="F")
+    # reduceat takes no index beyond the end, hence the additional zero.
+    used = np.append(np.where(finite, np.clip(values, -_LARGEST, _LARGEST), 0.0), 0.0)
+    sums = np.add.reduceat(used, edges)[::2]
+    counts = np.add.reduceat(np.append(finite, False).astype(np.int64), edges)[::2]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(counts, sums / counts, np.nan)
 
 
-def shown_marks(marks: list[summary.Mark], x_range: tuple[float, float]) -> list[summary.Mark]:
-    return [mark for mark in marks if x_range[0] <= mark.step <= x_range[1]][-_MAX_MARKS:]
+def _is_rough(values: npt.NDArray[np.float64]) -> bool:
+    """Whether the values go up and down, so that a mean shows more than they do."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        changes = np.diff(values)
+    signs = np.sign(changes[np.isfinite(changes) & (changes != 0)])
+    return bool(np.count_nonzero(signs[1:] != signs[:-1]) > len(values) * _ROUGH)
+
+
+def shown_marks(family: Family, marks: list[summary.Mark]) -> list[summary.Mark]:
+    """The newest marks of this family's chart."""
+    low, high = x_range(family.lines)
+    name = family.lines[0].metric.family
+    return [mark for mark in marks if mark.family in ("", name) and low <= mark.step <= high][-_MAX_MARKS:]
+
+
+def mark_color(mark: summary.Mark) -> str:
+    return BROKEN_COLOR if mark.family else MARK_COLOR
+
+
+def nothing_to_draw(family: Family) -> str:
+    """Why no line of the chart can be seen; "" if one can."""
+    if any(np.isfinite(line.series.values).any() for line in family.lines):
+        return ""
+    return "no value is positive" if family.log else "every value is NaN or infinite"
 
 
 def x_range(lines: list[Line]) -> tuple[float, float]:
@@ -166,6 +211,8 @@ def y_range(family: Family) -> tuple[float, float]:
     if not len(values):
         return 0.0, 1.0
     low, high = float(values.min()), float(values.max())
+    if family.log and _flat(low, high):
+        return low - 0.5, high + 0.5
     if _flat(low, high):
         margin = abs(low) * 0.1
         margin = margin if margin > 1 / _LARGEST else 1.0
@@ -180,13 +227,15 @@ def _flat(low: float, high: float) -> bool:
     return high - low <= max(_FLAT * max(abs(low), abs(high)), 1 / _LARGEST)
 
 
-def ticks(low: float, high: float, count: int) -> list[float]:
-    """About ``count`` round numbers between the two."""
+def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
+    """About ``count`` round numbers between the two; ``whole``: only whole ones."""
     if not math.isfinite(high - low) or _flat(low, high):
         return [low]
     rough = (high - low) / count
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough)
+    if whole:
+        step = max(1.0, math.ceil(step))
     first = math.ceil(low / step - 1e-9)
     return [float(f"{i * step:.12g}") for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -195,8 +244,10 @@ def log_ticks(low: float, high: float, count: int) -> list[float]:
     """Decimal logarithms of about ``count`` round numbers, between the logarithms ``low`` and ``high``."""
     if high - low >= 2:
         step = math.ceil((high - low) / count)
-        return [float(power) for power in range(math.ceil(low), math.floor(high) + 1, step)]
+        return [float(power) for power in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1, step)]
     powers = range(math.floor(low), math.ceil(high) + 1)
     found = [power + math.log10(digit) for power in powers for digit in (1, 2, 5)]
     found = [tick for tick in found if low <= tick <= high]
-    return found if len(found) > 1 else ticks(low, high, count)
+    return (
+        found if len(found) > 1 else [math.log10(value) for value in ticks(10.0**low, 10.0**high, count) if value > 0]
+    )

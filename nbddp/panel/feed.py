@@ -151,6 +151,14 @@ class Feed:
         self._head, self._head_at = head, self._clock()
         return {"head": head}
 
+    def _progress(self, status: Status) -> summary.Progress:
+        history = self._source.history
+        found = summary.progress(history, over=status.over)
+        if any(rank.bars for rank in history.ranks):
+            return found
+        printed = summary.from_output(log.tail for log in self._logs)
+        return dataclasses.replace(printed, throughput=found.throughput) if printed else found
+
     def _head_of(self, status: Status) -> dict[str, Any]:
         history = self._source.history
         rows = ranks.rows(status, history, time.time())
@@ -165,7 +173,7 @@ class Feed:
             "marks": [dataclasses.asdict(mark) for mark in summary.marks(history)],
             "failed_rank": status.failed_rank,
             "blocking": status.blocking,
-            **dataclasses.asdict(summary.progress(history, over=status.over)),
+            **dataclasses.asdict(self._progress(status)),
             "rows": [dataclasses.asdict(row) for row in rows],
             "hosts": [dataclasses.asdict(host) for host in ranks.hosts(rows)],
         }

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbddp.history.history import History
-from nbddp.panel import ranks, summary
-from nbddp.panel.curves import MARK_COLOR, MAX_LINES, MAX_POINTS, Family, charts, shown_marks, smooth, x_range
+from nbddp.panel import numbers, ranks, summary
+from nbddp.panel.curves import BROKEN_COLOR, MARK_COLOR, MAX_LINES, MAX_POINTS, Family, charts, mark_color, shown_marks
 from nbddp.panel.summary import plain
 from nbddp.panel.svg import WIDTH, draw
 from nbddp.panel.text import end_text
@@ -24,7 +24,7 @@ from nbddp.text import fold
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MAX_SVG_BYTES = 110_000  # the notebook file holds the SVG as base64, with tables beside it
+_MAX_SVG_BYTES = 64_000  # the notebook file holds the SVG as base64, with tables beside it: 100 kB in all
 _MAX_ROWS = 40  # in a table
 _NAME_CHARS = 60
 _LOG_LINES = 12
@@ -65,7 +65,7 @@ class Picture:
 
     @property
     def svg(self) -> str:
-        """The charts as an SVG document, readable on light and dark; at most 110 kB."""
+        """The charts as an SVG document, readable on light and dark; at most 64 kB."""
         points, lines = MAX_POINTS, MAX_LINES
         while True:
             text = draw(charts(self._history, points, lines, self._names, log=self._log))
@@ -197,9 +197,16 @@ def _metrics_table(history: History) -> Iterable[str]:
     yield _table_head("Metric", "Last", "Lowest", "Highest", "Points")
     for name, (steps, values) in named[:_MAX_ROWS]:
         finite = values[np.isfinite(values)]
-        low, high = (f"{finite.min():.4g}", f"{finite.max():.4g}") if len(finite) else ("–", "–")
-        yield _table_row(escape(plain(name[:_NAME_CHARS])), f"{values[-1]:.4g}", low, high, f"{len(steps):,}")
+        low, high = (
+            (numbers.metric(float(finite.min())), numbers.metric(float(finite.max()))) if len(finite) else ("–", "–")
+        )
+        yield _table_row(escape(plain(name[:_NAME_CHARS])), _value(float(values[-1])), low, high, f"{len(steps):,}")
     yield _table_end(5, len(named) - _MAX_ROWS)
+
+
+def _value(value: float) -> str:
+    text = numbers.metric(value)
+    return text if math.isfinite(value) else f'<b style="color:{BROKEN_COLOR}">{text}</b>'
 
 
 def _table_head(*headings: str) -> str:
@@ -221,18 +228,19 @@ def _plot(axes: Any, family: Family, marks: list[summary.Mark]) -> None:
     for line in lines:
         steps, values = line.series.steps, shown(line.series.values)
         options = {"color": line.color, "label": line.metric.label}
-        if line.sparse:
-            axes.plot(steps, values, marker="o", markersize=3, **options)
+        if line.mean is None:
+            axes.plot(steps, values, marker="o" if line.sparse else None, markersize=3, **options)
         else:
             axes.plot(steps, values, color=line.color, alpha=0.3, linewidth=0.8)
-            axes.plot(steps, shown(smooth(line.series)), **options)
+            axes.plot(steps, shown(line.mean), **options)
         if len(line.spread.steps):
             low, high = shown(line.spread.low), shown(line.spread.high)
             axes.fill_between(line.spread.steps, low, high, color=line.color, alpha=0.18)
-    for mark in shown_marks(marks, x_range(lines)):
-        axes.axvline(mark.step, color=MARK_COLOR, linestyle="--", linewidth=1)
+    for mark in shown_marks(family, marks):
+        color = mark_color(mark)
+        axes.axvline(mark.step, color=color, linestyle="--", linewidth=1)
         place = {"xy": (mark.step, 1), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-        axes.annotate(mark.label, xytext=(4, -10), color=MARK_COLOR, fontsize="small", **place)
+        axes.annotate(mark.label, xytext=(4, -10), color=color, fontsize="small", **place)
     axes.set_title(lines[0].metric.title, loc="left", parse_math=False)
     axes.set_xlabel("step")
     if family.log:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nbddp.history.history import Bar, History
+from nbddp.history.finite import Broken
+from nbddp.history.history import Bar, History, RankProgress
+from nbddp.panel import numbers
 from nbddp.panel.view import Status
 from nbddp.text import first_line
 from nbddp.text import plain as plain
 
-_STAGE = re.compile(r"(train|training|val|valid|validation|test|eval|dev)[_.\-](.+)", re.IGNORECASE)
+_STAGE = "train|training|val|valid|validation|test|eval|dev"
+_STAGE_FIRST = re.compile(rf"(?P<stage>{_STAGE})[/_.\- ]+(?P<rest>.+)", re.IGNORECASE)
+_STAGE_LAST = re.compile(rf"(?P<rest>.+?)[/_.\- ]+(?P<stage>{_STAGE})", re.IGNORECASE)
+_TQDM = re.compile(r"(?<!\d)(\d{1,15})/(\d{1,15}) \[[\d:]+<([\d:]{1,12}|\?)[,\]]")  # 76/100 [00:07<00:02, 10.1it/s]
+_TQDM_CHARS = 2_000  # of the end of an output
 _EPOCHS = re.compile(r"epoch|\brounds?\b", re.IGNORECASE)
 _LABEL_CHARS = 120  # of a loop
 _MAX_NOTICES = 3
@@ -37,15 +44,23 @@ class Metric:
 
 
 def describe(name: str) -> Metric:
-    """How to show a metric: ``train/loss``, ``train_loss`` and ``loss`` are all of the family ``loss``."""
+    """How to show a metric: ``train/loss``, ``Loss/val``, ``val loss`` and ``loss`` are all of the family ``loss``."""
     shown = plain(name)
-    before, _, last = shown.rpartition("/")
-    stage = _STAGE.fullmatch(last)
-    if stage:
-        before, last = f"{before}/{stage[1]}" if before else stage[1], stage[2]
+    before, last = _parted(shown)
     title = _TITLES.get(last.lower(), _capital(last.replace("_", " ")))
-    tile = f"{before.replace('/', ' ')} {last.replace('_', ' ')}".strip()
-    return Metric(name, last.lower(), title, before or last, _TITLES.get(shown.lower(), _capital(tile)))
+    tile = _capital(f"{before.replace('/', ' ')} {last.replace('_', ' ')}".strip())
+    return Metric(name, last.lower(), title, before or last, _TITLES.get(shown.lower(), tile))
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """The label within the chart, "" for none, and the chart's name: ``("gan val", "loss")`` of ``gan/loss_val``."""
+    stage = _STAGE_FIRST.fullmatch(name) or _STAGE_LAST.fullmatch(name)
+    before, _, last = (stage["rest"] if stage else name).rpartition("/")
+    inner = None if stage else _STAGE_FIRST.fullmatch(last) or _STAGE_LAST.fullmatch(last)
+    if inner:
+        stage, last = inner, inner["rest"]
+    parts = (before, stage["stage"] if stage else "")
+    return "/".join(filter(None, parts[::-1] if stage and stage.start("stage") == 0 and not inner else parts)), last
 
 
 def _capital(text: str) -> str:
@@ -76,8 +91,8 @@ class Progress:
 
 
 def progress(history: History, *, over: bool = False) -> Progress:
-    """The progress by rank 0's ``progress()`` loops; without any, by its last step."""
-    first = history.ranks[0]
+    """The progress by the slowest rank's ``progress()`` loops; without any, by its last step."""
+    first = slowest(history)
     bars = list(first.bars)
     rates = [rank.samples_per_second for rank in history.ranks]
     throughput = sum(rate for rate in rates if rate) or None
@@ -114,6 +129,41 @@ def progress(history: History, *, over: bool = False) -> Progress:
         left=left,
         throughput=throughput,
     )
+
+
+def slowest(history: History) -> RankProgress:
+    """The rank with the most left to do, of those that report progress; rank 0 before the first report."""
+    with_bars = [rank for rank in history.ranks if rank.bars]
+    if with_bars:
+        return min(with_bars, key=lambda rank: (_done(rank.bars), rank.step))
+    return min((rank for rank in history.ranks if rank.step >= 0), key=lambda rank: rank.step, default=history.ranks[0])
+
+
+def _done(bars: list[Bar]) -> float:
+    """How many items of the outermost loop are done, with a part of the present item."""
+    outer, inner = bars[0].done, bars[1] if len(bars) > 1 else None
+    within = inner.done / inner.total if inner and inner.total else 0.0
+    return outer + (within if within < 1 else 0.0)
+
+
+def from_output(tails: Iterable[str]) -> Progress | None:
+    """The progress by the bars that tqdm writes, of the rank that is furthest behind; None if no rank writes any.
+
+    Args:
+        tails: the end of each rank's output.
+    """
+    found = [bars[-1] for tail in tails if (bars := _TQDM.findall(tail[-_TQDM_CHARS:]))]
+    if not found:
+        return None
+    done, total, left = min(found, key=lambda bar: int(bar[0]) / max(1, int(bar[1])))
+    return Progress(int(done), int(total), fraction=_share(int(done), int(total)), left=_seconds(left))
+
+
+def _seconds(clock: str) -> float | None:
+    """The seconds of tqdm's ``1:02:03`` or ``00:07``; None for ``?``."""
+    if "?" in clock:
+        return None
+    return float(sum(int(part) * 60**power for power, part in enumerate(reversed(clock.split(":")))))
 
 
 def _caught_up(step: int, bar: Bar, logged: int) -> int:
@@ -153,14 +203,50 @@ def seconds_left(bars: list[Bar]) -> float | None:
 
 @dataclass(frozen=True)
 class Mark:
-    """A restart on the curves: its step, a label ("restart 2"), and a text with the reason."""
+    """A dashed line on the curves: a restart, or the step from which on a metric is NaN or infinite.
+
+    Attributes:
+        label: "restart 2", "NaN from step 60".
+        text: the same with the reason or the ranks.
+        family: of the only chart with this mark; "" for all charts.
+    """
 
     step: int
     label: str
     text: str
+    family: str = ""
 
 
 def marks(history: History) -> list[Mark]:
+    """The restarts, then one mark per family with a metric that is NaN or infinite."""
+    return [*_restart_marks(history), *_broken_marks(history.broken())]
+
+
+def _broken_marks(broken: list[Broken]) -> list[Mark]:
+    by_family: dict[str, Mark] = {}
+    for each in broken:
+        family = describe(each.name).family
+        if family not in by_family or each.step < by_family[family].step:
+            label = f"{numbers.metric(each.value)} from step {each.step:,}"
+            by_family[family] = Mark(each.step, label, broken_text(each), family)
+    return list(by_family.values())
+
+
+def broken_text(broken: Broken) -> str:
+    """``train/loss is NaN from step 60 on rank 1``."""
+    where = f"rank{'s' * (len(broken.ranks) > 1)} {_numbers_text(broken.ranks)}"
+    return plain(f"{broken.name} is {numbers.metric(broken.value)} from step {broken.step:,} on {where}")
+
+
+def _numbers_text(ranks: list[int]) -> str:
+    """``0 to 7`` for consecutive numbers, ``1, 4 and 6`` otherwise."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]} to {ranks[-1]}"
+    *first, last = map(str, ranks)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _restart_marks(history: History) -> list[Mark]:
     """One per step at which the ranks restarted. A restart without a logged step after it has no mark yet."""
     by_step: dict[int, list[tuple[int, str]]] = {}
     for number, restart in enumerate(history.restarts, 1):
@@ -182,10 +268,15 @@ def restart_text(status: Status) -> str:
 
 
 def notices(history: History) -> list[str]:
-    """The first notices about metrics that not all ranks logged alike, a line each."""
+    """The first metrics that are NaN or infinite, and the first that not all ranks logged alike, a line each."""
+    broken = history.broken()
+    lines = [broken_text(each) for each in broken[:_MAX_NOTICES]]
+    if len(broken) > _MAX_NOTICES:
+        lines.append(f"… and {len(broken) - _MAX_NOTICES:,} more metrics are NaN or infinite")
     found = [plain(text) for text in history.notices]
     rest = len(found) - _MAX_NOTICES
-    return [*found[:_MAX_NOTICES], f"… and {rest:,} more, in run.history.notices"] if rest > 0 else found
+    more = [f"… and {rest:,} more, in run.history.notices"] if rest > 0 else []
+    return [*lines, *found[:_MAX_NOTICES], *more]
 
 
 def restart_count(status: Status) -> str:

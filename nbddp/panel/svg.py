@@ -11,13 +11,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nbddp.panel import summary
-from nbddp.panel.curves import MARK_COLOR, Charts, Family, Line, log_ticks, shown_marks, smooth, ticks, x_range, y_range
+from nbddp.panel import numbers, summary
+from nbddp.panel.curves import (
+    BROKEN_COLOR,
+    Charts,
+    Family,
+    Line,
+    log_ticks,
+    mark_color,
+    nothing_to_draw,
+    shown_marks,
+    ticks,
+    x_range,
+    y_range,
+)
 
 _TEXT = "#7d7d7d"
 _GRID = "#808080"
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',sans-serif"
 _LINE_CHARS = 300
+_LABEL_PX = 6.2  # the width of a character of a mark's label, about
 
 WIDTH = 744  # of the whole picture
 _HEIGHT = 218  # of one row of charts
@@ -59,7 +72,8 @@ def draw(drawn: Charts) -> str:
         box = _Box(x + _LEFT, y + _TOP, width - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM, *ranges)
         parts += [_legend(group, x, y + 16, width), _axes(box, group.log)]
         parts += [_curves(line, box) for line in group.lines]
-        parts += _restarts(drawn.marks, box)
+        parts += _marks(shown_marks(group, drawn.marks), box)
+        parts += _nothing(nothing_to_draw(group), box)
     if drawn.note:
         note = drawn.note if len(drawn.note) <= _NOTE_CHARS else drawn.note[: _NOTE_CHARS - 1] + "…"
         parts.append(f'<text x="0" y="{height + 14}">{escape(note)}</text>')
@@ -70,13 +84,21 @@ def draw(drawn: Charts) -> str:
     )
 
 
-def _restarts(marks: list[summary.Mark], box: _Box) -> Iterable[str]:
-    """A dashed line for each restart, with its label on the side that has space for it."""
-    for mark in shown_marks(marks, box.x_range):
+def _nothing(text: str, box: _Box) -> Iterable[str]:
+    """The reason in the middle of a chart without a visible line."""
+    if text:
+        x, y = box.x + box.width / 2, box.y + box.height / 2
+        yield f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="middle" fill="{BROKEN_COLOR}">{text}</text>'
+
+
+def _marks(marks: list[summary.Mark], box: _Box) -> Iterable[str]:
+    """A dashed line for each mark, with its label on the side that has space for it."""
+    for mark in marks:
+        color = mark_color(mark)
         at = float(box.px(np.array([mark.step]))[0])
-        left = at > box.x + box.width * 0.75
+        left = at + 10 + _LABEL_PX * len(mark.label) > box.x + box.width
         yield (
-            f'<g stroke="{MARK_COLOR}" fill="{MARK_COLOR}"><title>{escape(mark.text[:_LINE_CHARS])}</title>'
+            f'<g stroke="{color}" fill="{color}"><title>{escape(mark.text[:_LINE_CHARS])}</title>'
             f'<path d="M{at:.1f} {box.y:.0f}v{box.height:.0f}" stroke-dasharray="4 3"/>'
             f'<text x="{at + (-5 if left else 5):.1f}" y="{box.y + 10:.0f}" stroke="none" '
             f'text-anchor="{"end" if left else "start"}">{escape(mark.label)}</text></g>'
@@ -93,11 +115,12 @@ def _legend(family: Family, x: float, y: float, width: float) -> str:
     at = x + 14 + 7.4 * len(title)
     for line in lines:
         alone = len(lines) == 1 and line.metric.label.lower() == line.metric.family
-        label = f"{'' if alone else line.metric.label[:24] + ' '}{_short(line.last)}"
+        label = f"{'' if alone else line.metric.label[:24] + ' '}{numbers.metric(line.last)}"
         if at + 20 + 6.2 * len(label) > x + width:
             break
         parts.append(f'<path d="M{at:.0f} {y - 4:.0f}h12" stroke="{line.color}" stroke-width="2"/>')
-        parts.append(f'<text x="{at + 17:.0f}" y="{y:.0f}" font-size="12">{escape(label)}</text>')
+        red = "" if math.isfinite(line.last) else f' fill="{BROKEN_COLOR}"'
+        parts.append(f'<text x="{at + 17:.0f}" y="{y:.0f}" font-size="12"{red}>{escape(label)}</text>')
         at += 32 + 6.2 * len(label)
     return "".join(parts)
 
@@ -105,8 +128,9 @@ def _legend(family: Family, x: float, y: float, width: float) -> str:
 def _axes(box: _Box, log: bool) -> str:
     bottom = box.y + box.height
     parts = [f'<g stroke="{_GRID}" stroke-opacity=".28" stroke-width="1">']
-    y_ticks, x_ticks = (log_ticks if log else ticks)(*box.y_range, 5), ticks(*box.x_range, 5)
-    labels = [_short(10.0**tick if log else tick) for tick in y_ticks]
+    y_ticks, x_ticks = (log_ticks if log else ticks)(*box.y_range, 5), ticks(*box.x_range, 5, whole=True)
+    labels = numbers.log_ticks([10.0**tick for tick in y_ticks]) if log else numbers.ticks(y_ticks)
+    x_labels = numbers.ticks(x_ticks)
     ys, xs = box.py(np.array(y_ticks)).tolist(), box.px(np.array(x_ticks)).tolist()
     parts += [f'<path d="M{box.x:.0f} {y:.1f}h{box.width:.0f}"/>' for y in ys]
     parts += [f'<path d="M{x:.1f} {box.y:.0f}v{box.height:.0f}"/>' for x in xs]
@@ -115,7 +139,7 @@ def _axes(box: _Box, log: bool) -> str:
         f'<text x="{box.x - 6:.0f}" y="{y + 4:.1f}" text-anchor="end">{label}</text>' for label, y in zip(labels, ys)
     ]
     parts += [
-        f'<text x="{x:.1f}" y="{bottom + 16:.0f}" text-anchor="middle">{_short(t)}</text>' for t, x in zip(x_ticks, xs)
+        f'<text x="{x:.1f}" y="{bottom + 16:.0f}" text-anchor="middle">{label}</text>' for label, x in zip(x_labels, xs)
     ]
     return "".join(parts)
 
@@ -135,9 +159,11 @@ def _curves(line: Line, box: _Box) -> str:
             f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{line.color}"/>'
             for a, b in zip(x[shown].tolist(), y[shown].tolist())
         ]
+    elif line.mean is None:
+        parts.append(_polyline(x, y, line.color, 2.0, 1.0))
     else:
         parts.append(_polyline(x, y, line.color, 1.0, 0.35))
-        parts.append(_polyline(x, box.py(smooth(line.series)), line.color, 2.0, 1.0))
+        parts.append(_polyline(x, box.py(line.mean), line.color, 2.0, 1.0))
     return "".join(parts)
 
 
@@ -155,9 +181,3 @@ def _path(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> str:
             parts.append(f"{pen}{a:.1f} {b:.1f}")
             pen = "L"
     return "".join(parts)
-
-
-def _short(value: float) -> str:
-    if math.isfinite(value) and 1e4 <= abs(value) < 1e7:
-        return f"{value / 1e3:.4g}k" if abs(value) < 1e6 else f"{value / 1e6:.4g}M"
-    return f"{value:.4g}".replace("e+0", "e").replace("e-0", "e-")

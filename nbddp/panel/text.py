@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TextIO
 
 from nbddp.history.history import Bar, History
-from nbddp.panel import ranks, summary
-from nbddp.panel.summary import counts_epochs, hang_lines, plain, restart_count, restart_text, seconds_left
+from nbddp.panel import numbers, ranks, summary
+from nbddp.panel.summary import counts_epochs, hang_lines, plain, restart_count, restart_text, slowest
 from nbddp.panel.view import Status, Viewable
 from nbddp.text import duration, fold
 
@@ -117,7 +117,7 @@ class TextView:
 
     def _write_progress(self) -> None:
         history = self._run.history
-        bars = history.ranks[0].bars
+        bars = slowest(history).bars
         epoch = bars[0].done if len(bars) > 1 or (bars and _has_slow_epochs(bars[0])) else 0
         due = self._clock() - self._last_line_at >= _LINE_INTERVAL_S
         if not due and epoch <= self._epoch:
@@ -131,18 +131,16 @@ class TextView:
 
 
 def progress_text(history: History) -> list[str]:
-    """``["epoch 2/5", "step 30/118", "0:42 left"]``, as far as these are known."""
-    rank = history.ranks[0]
-    parts = []
-    for bar in rank.bars:
-        total = f"/{bar.total:,}" if bar.total is not None else ""
-        parts.append(f"{bar.desc[:_NAME_CHARS] or 'step'} {bar.done:,}{total}")
-    if not parts and rank.step >= 0:
-        parts = [f"step {rank.step:,}"]
-    left = seconds_left(rank.bars)
-    if left is not None:
-        parts.append(f"{duration(left)} left")
-    return parts
+    """``["epoch 3/5", "step 266/590", "0:42 left"]``, as far as these are known; the same numbers as in the panel."""
+    now = summary.progress(history)
+    loops = [(now.outer_label, now.outer, now.outers), (now.step_label, now.step, now.steps)]
+    parts = [_count_text(label, done, total) for label, done, total in loops if done is not None]
+    return [*parts, f"{duration(now.left)} left"] if now.left is not None else parts
+
+
+def _count_text(label: str, done: int, total: int | None) -> str:
+    name = label[:1].lower() + label[1:_NAME_CHARS]
+    return f"{name} {done:,}" + (f"/{total:,}" if total is not None else "")
 
 
 def end_text(status: Status, history: History) -> str:
@@ -156,7 +154,7 @@ def end_text(status: Status, history: History) -> str:
 def metrics_text(history: History) -> list[str]:
     """``["loss 0.412", "val/acc 0.97"]``, at most 8 metrics."""
     latest = history.latest()
-    parts = [f"{name[:_NAME_CHARS]} {latest[name]:.4g}" for name in list(latest)[:_MAX_METRICS]]
+    parts = [f"{name[:_NAME_CHARS]} {numbers.metric(latest[name])}" for name in list(latest)[:_MAX_METRICS]]
     return [*parts, f"… and {len(latest) - _MAX_METRICS:,} more"] if len(latest) > _MAX_METRICS else parts
 
 

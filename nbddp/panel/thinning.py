@@ -6,6 +6,7 @@ import itertools
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from nbddp.history.history import Series, Spread
 
@@ -24,20 +25,25 @@ def forward(columns: _Columns) -> _Columns:
 
 def thin(series: Series, points: int) -> Series:
     """About ``points`` points that look the same: each bucket's lowest and highest, the first and the last."""
+    chosen = kept(series, points)
+    return Series(series.steps[chosen], series.values[chosen])
+
+
+def kept(series: Series, points: int) -> npt.NDArray[np.int64]:
+    """The indices of the points that ``thin`` keeps."""
     steps, values = series
     if len(steps) <= points:
-        return series
+        return np.arange(len(steps))
     buckets = max(1, (points - 2) // 2)
     edges = np.linspace(0, len(steps), buckets + 1).astype(int)
     # NaN must not be picked as the lowest or the highest of a bucket that has other values.
     finite_low = np.where(np.isnan(values), np.inf, values)
     finite_high = np.where(np.isnan(values), -np.inf, values)
-    kept = {0, len(steps) - 1}
+    found = {0, len(steps) - 1}
     for start, end in itertools.pairwise(edges.tolist()):
-        kept.add(start + int(np.argmin(finite_low[start:end])))
-        kept.add(start + int(np.argmax(finite_high[start:end])))
-    chosen = np.array(sorted(kept))
-    return Series(steps[chosen], values[chosen])
+        found.add(start + int(np.argmin(finite_low[start:end])))
+        found.add(start + int(np.argmax(finite_high[start:end])))
+    return np.array(sorted(found))
 
 
 def thin_spread(spread: Spread, points: int) -> Spread:

@@ -461,6 +461,44 @@ tell(view, run, restarts=1, restart_reason=reason)
 """
 
 
+NAN = """
+import math
+run = FakeRun(History(2), status("running", ranks=2))
+for rank in range(2):
+    broken = [math.nan if s >= 400 and rank else 1 + random.random() for s in range(600)]
+    Rank(run.history, rank).log("Loss/train", range(600), broken, op=1, at=time.time())
+    Rank(run.history, rank).log("Loss/val", [200, 400], [1.5, 1.25], op=1, at=time.time())
+    Rank(run.history, rank).log("wide", range(3), [1e-6, 1.0, 1e6], op=1, at=time.time())
+    Rank(run.history, rank).log("gone", range(3), [math.nan] * 3, op=1, at=time.time())
+"""
+
+
+def test_nan_is_marked_in_red_and_a_log_scale_has_labels(notebook: Notebook) -> None:
+    notebook.open(FAKES + "import random", NAN, "view = show(run)")
+    panel = notebook.panel
+    notebook.run_to_end(1)
+    notebook.run_to_end(2)
+    notebook.run_to_end(3)
+    expect(panel.locator(".nbddp-chart")).to_have_count(3)
+    loss = panel.locator(".nbddp-chart").first
+    mark = loss.locator(".nbddp-mark span")
+    expect(mark).to_have_text("NaN from step 400")
+    red = mark.evaluate("e => getComputedStyle(e).color")
+    value = loss.locator(".nbddp-value").first
+    expect(value).to_have_text("NaN")
+    assert value.evaluate("e => getComputedStyle(e).color") == red
+    expect(panel.get_by_text("Loss/train is NaN from step 400 on rank 1")).to_be_visible()
+    expect(panel.locator(".nbddp-nothing:visible")).to_have_count(1)
+    inside, label = loss.locator(".u-over").bounding_box(), mark.bounding_box()
+    assert label["x"] + label["width"] <= inside["x"] + inside["width"]
+    plot = loss.locator(".u-over")
+    plot.hover(position={"x": 100, "y": 60})
+    expect(value).to_have_text(re.compile(r"^[0-9.]+ \(mean [0-9.]+\)$"))
+    panel.get_by_role("button", name="Log scale").click()
+    panel.screenshot(path=ARTEFACTS / "nan.png")
+    assert not notebook.problems
+
+
 def test_a_restart_is_marked_on_the_curves_and_reported(notebook: Notebook) -> None:
     notebook.open(
         FAKES, "view = show(run)", RESTART, "tell(view, run, state='failed', error='rank 1 of 2 failed', failed_rank=1)"

@@ -344,7 +344,9 @@ def test_a_restart_replaces_the_curve_in_the_page() -> None:
     assert entry["fresh"] is True
     assert (steps, values[-1]) == (list(range(1501)), 2.0), "whole, and as fine as a snapshot"
     assert entry["spread"] == 1501
-    assert frame[0]["head"]["marks"] == [{"step": 1500, "label": "restart 1", "text": f"restart 1: {REASON}"}]
+    assert frame[0]["head"]["marks"] == [
+        {"step": 1500, "label": "restart 1", "text": f"restart 1: {REASON}", "family": ""}
+    ]
     assert points(feed.snapshot())["loss"] == (steps, values)
     ranks[0].log("loss", [1501], [3.0])
     frame = feed.frame(run.now)
@@ -693,7 +695,7 @@ def test_plot_gives_the_same_picture_and_a_figure() -> None:
     assert picture.svg == svg_of(picture._repr_mimebundle_()["text/html"])
     figure = picture.figure()
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["Loss", "Accuracy"]
-    assert [len(axes.lines) for axes in figure.axes] == [3, 2], "raw and smoothed; val is dots"
+    assert [len(axes.lines) for axes in figure.axes] == [2, 1], "a smooth line is drawn once; val is dots"
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     assert len(buffer.getvalue()) > 5_000
@@ -714,7 +716,7 @@ def test_text_reports_the_end_once_and_without_control_characters() -> None:
     for _ in range(3):
         view.update(status("finished"))
     assert stream.getvalue() == (
-        "train: 1 process · gloo\nab\ntrain: finished after 0:38 · 1 process · gloo · loss 0.5\n"
+        "train: 1 process · gloo\nab\ntrain: finished after 0:38 · 1 process · gloo · loss 0.5000\n"
     )
 
 

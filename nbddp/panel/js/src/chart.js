@@ -3,24 +3,27 @@
 import uPlot from "uplot";
 import { h, setText, show } from "./dom.js";
 import { Marks, marksText } from "./marks.js";
-import { extent, join, lowerBound, metric, padded, tick } from "./numbers.js";
+import { count, extent, join, logSplits, logTicks, lowerBound, metric, padded, ticks } from "./numbers.js";
 import { colorIndices, faint } from "./theme.js";
 
 const HEIGHT_PX = 180;
 const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
 const PER_LINE = 4; // columns for each line in uPlot's table: raw, line, high, low
 const MAX_LINES = 8; // the number of colours; a button shows the other lines
+const WHOLE = [1, 2, 5].flatMap((digit) => Array.from({ length: 16 }, (_, power) => digit * 10 ** power)).sort((a, b) => a - b);
 const SPARSE = 30; // with fewer points, or under a fifth of the densest line's, a line is dots without smoothing
 
 export class Chart {
-  /** Reads from `panel`: weight, log, zoom, colors, key, marks. Calls: onCursor(x), onZoom([from, to] | null). */
+  /** Reads from `panel`: smoothing, log, zoom, colors, key, marks. Calls: onCursor(x), onZoom([from, to] | null). */
   constructor(panel, family) {
     this.panel = panel;
     this.series = [];
     this.title = h("span", { class: "nbddp-family" });
     this.legend = h("span", { class: "nbddp-legend" });
     this.plot = h("div", { class: "nbddp-plot", tabindex: 0, role: "img" });
-    this.el = h("figure", { class: "nbddp-chart" }, h("figcaption", {}, this.title, this.legend), this.plot);
+    this._empty = h("p", { class: "nbddp-nothing", hidden: true }, "every value is NaN or infinite");
+    const caption = h("figcaption", {}, this.title, this.legend);
+    this.el = h("figure", { class: "nbddp-chart" }, caption, this.plot, this._empty);
     this.plot.addEventListener("keydown", (event) => this._key(event));
     this.family = family;
     this.cursorX = null;
@@ -56,7 +59,7 @@ export class Chart {
   }
 
   get log() {
-    return this.panel.log && this.series.every(({ column }) => !column.n || column.y[0] > 0);
+    return this.panel.log && this.series.some(({ column }) => hasPositive(column));
   }
 
   draw() {
@@ -83,6 +86,11 @@ export class Chart {
     this._u.setCursor({ left, top: x === null ? -10 : HEIGHT_PX / 3 });
   }
 
+  /** The marks of all charts, and those of this family. */
+  get _ownMarks() {
+    return this.panel.marks.filter(({ family }) => !family || family === this.family);
+  }
+
   // ---------------------------------------------------------------- data
 
   get bounds() {
@@ -99,30 +107,28 @@ export class Chart {
     const densest = Math.max(...this.series.map(({ column }) => column.n));
     const lines = [];
     this.sparse = this.series.map(({ column }) => column.n < Math.max(SPARSE, densest / 5));
+    const share = this.panel.smoothing;
+    this._reach = this.series.map(({ column }, i) => (this.sparse[i] ? 0 : column.reach(from, to, share)));
     this.series.forEach(({ column, low, high }, i) => {
       const indices = column.visible(from, to, width / 2);
       const x = indices.map((k) => column.x[k]);
       const raw = indices.map((k) => column.y[k]);
-      const smooth = this._smoothed(i) ? column.smoothed(this.panel.weight) : null;
-      lines.push({ x: smooth ? x : [], y: raw });
-      lines.push({ x, y: smooth ? indices.map((k) => smooth[k]) : raw });
+      const reach = this._reach[i];
+      lines.push({ x: reach ? x : [], y: raw });
+      lines.push({ x, y: reach ? indices.map((k) => column.mean(k, reach)) : raw });
       lines.push(pick(high, high.visible(from, to, width / 2)));
       lines.push(pick(low, low.visible(from, to, width / 2)));
     });
-    return join(lines);
+    return join(this._log ? lines.map(positive) : lines);
   }
 
-  _smoothed(i) {
-    return this.panel.weight > 0 && !this.sparse[i];
-  }
-
-  /** The value that the line shows at x: that of the nearest point. */
-  _at(i, x) {
+  /** The last value as it was logged; with a cursor, the value of the nearest point and the mean that the line shows. */
+  _valueText(i, x) {
     const { column } = this.series[i];
-    if (!column.n) return undefined;
-    const values = this._smoothed(i) ? column.smoothed(this.panel.weight) : column.y;
-    if (x === null) return values[column.n - 1];
-    return values[nearest(column, x)];
+    if (x === null || !column.n) return metric(column.last);
+    const index = nearest(column, x);
+    const reach = this._reach?.[i];
+    return metric(column.y[index]) + (reach ? ` (mean ${metric(column.mean(index, reach))})` : "");
   }
 
   // ---------------------------------------------------------------- uPlot
@@ -138,7 +144,7 @@ export class Chart {
         x: { time: false, range: () => this.bounds },
         y: { distr: this._log ? 3 : 1, range: (u) => this._yRange(u) },
       },
-      axes: [axis(colors, { size: 26, space: 60 }), axis(colors, { size: widest, space: 34 })],
+      axes: [axis(colors, { size: 26, space: 60, incrs: WHOLE }), axis(colors, { size: widest, space: 34, ...this._logAxis() })],
       series: [{}, ...this.series.flatMap((_, i) => this._lines(i))],
       bands: this.series.map((_, i) => ({
         series: [i * PER_LINE + 3, i * PER_LINE + 4],
@@ -148,9 +154,18 @@ export class Chart {
       hooks: {
         setCursor: [(u) => this._moved(u)],
         setSelect: [(u) => this._selected(u)],
-        draw: [(u) => this._marks.draw(u, this.panel.marks)],
+        draw: [(u) => this._marks.draw(u, this._ownMarks)],
       },
     };
+  }
+
+  _logAxis() {
+    if (!this._log) return {};
+    const splits = (u, at, low, high) => {
+      const found = logSplits(low, high, 5);
+      return found.length > 1 ? found : [low, high];
+    };
+    return { splits, filter: (u, values) => values, values: (u, values) => logTicks(values) };
   }
 
   _lines(i) {
@@ -194,7 +209,8 @@ export class Chart {
   _yRange(u) {
     if (this._log) {
       const [low, high] = extent(u.data.slice(1), true);
-      return uPlot.rangeLog(low, high === low ? low * 10 : high, 10, false);
+      const margin = high > low ? (high / low) ** 0.06 : Math.sqrt(10);
+      return [low / margin, high * margin];
     }
     return padded(extent(u.data.slice(1)));
   }
@@ -264,16 +280,33 @@ export class Chart {
   }
 
   _updateValues() {
-    this._values.forEach((element, i) => setText(element, metric(this._at(i, this.cursorX))));
-    const parts = this.series.slice(0, MAX_LINES).map((s, i) => `${s.label} ${metric(this._at(i, this.cursorX))}`);
-    const where = this.cursorX === null ? "" : ` at step ${tick(this._stepAt(this.cursorX))}`;
+    this._values.forEach((element, i) => {
+      setText(element, this._valueText(i, this.cursorX));
+      element.dataset.finite = this.cursorX !== null || Number.isFinite(this.series[i].column.last ?? 0);
+    });
+    show(this._empty, this.series.every(({ column }) => column.n && !hasFinite(column)));
+    const parts = this.series.slice(0, MAX_LINES).map((s, i) => `${s.label} ${this._valueText(i, this.cursorX)}`);
+    const where = this.cursorX === null ? "" : ` at step ${count(this._stepAt(this.cursorX))}`;
     const all = `Chart of ${this.series[0].title}${where}: ${parts.join(", ")}`;
-    this.plot.setAttribute("aria-label", all + marksText(this.panel.marks, this.bounds));
+    this.plot.setAttribute("aria-label", all + marksText(this._ownMarks, this.bounds));
   }
 }
 
 function pick(column, indices) {
   return { x: indices.map((k) => column.x[k]), y: indices.map((k) => column.y[k]) };
+}
+
+/** Without the values that a logarithmic axis cannot show. */
+function positive({ x, y }) {
+  return { x, y: y.map((value) => (value > 0 ? value : null)) };
+}
+
+function hasPositive(column) {
+  return column.y.subarray(0, column.n).some((value) => value > 0 && value < Infinity);
+}
+
+function hasFinite(column) {
+  return column.y.subarray(0, column.n).some(Number.isFinite);
 }
 
 function nearest(column, x) {
@@ -300,7 +333,7 @@ function axis(colors, options) {
     ticks: { show: false },
     grid: line,
     border: { show: true, ...line },
-    values: (u, values) => values.map(tick),
+    values: (u, values) => ticks(values),
     ...options,
   };
 }

@@ -1,10 +1,10 @@
-// The restarts of the ranks: a dashed line in a chart, and a text for screen readers.
+// Restarts, and where a metric became NaN: a dashed line in a chart, and a text for screen readers.
 
 import { h, setText } from "./dom.js";
 import { count } from "./numbers.js";
 
 const MAX_SHOWN = 20; // the newest
-const LABEL_LEFT_FROM = 0.75; // of the chart's width: from here on the label is left of the line
+const LABEL_PX = 6.2; // the width of a character of a label, about
 
 export class Marks {
   constructor() {
@@ -24,7 +24,7 @@ export class Marks {
 /** Text for screen readers: ", restart 1 at step 450". */
 export function marksText(marks, bounds) {
   return within(marks, bounds)
-    .map(({ label, step }) => `, ${label} at step ${count(step)}`)
+    .map(({ label, step, family }) => (family ? `, ${label}` : `, ${label} at step ${count(step)}`))
     .join("");
 }
 
@@ -32,10 +32,11 @@ function within(marks, [from, to]) {
   return marks.filter(({ step }) => step >= from && step <= to).slice(-MAX_SHOWN);
 }
 
-function place(element, { label, text }, left, width) {
+function place(element, { label, text, family }, left, width) {
+  element.dataset.broken = Boolean(family);
   const shown = element.firstChild;
   element.style.left = `${left}px`;
-  element.dataset.side = left > width * LABEL_LEFT_FROM ? "left" : "right";
+  element.dataset.side = left + 10 + LABEL_PX * label.length > width ? "left" : "right";
   setText(shown, label);
   shown.title = text;
 }

@@ -15,6 +15,21 @@ export function lowerBound(x, n, value) {
 const LARGEST = 1e300; // larger values are clipped, so that the difference of two values is finite
 const FLAT = 1e-12; // relative to the values; a smaller range is drawn as a flat line
 const BLOCK = 64;
+const MIN_SMOOTHED = 100; // points in view; a line with fewer is not smoothed
+const ROUGH_POINTS = 2000; // the newest points in view, which decide whether a line is smooth already
+const ROUGH = 0.25; // of noise, two thirds of the points turn; of a schedule or of values per epoch, hardly any
+
+/** Whether the values go up and down, so that a mean shows more than they do. */
+export function isRough(values) {
+  let [turns, before] = [0, 0];
+  for (let i = 1; i < values.length; i++) {
+    const change = values[i] - values[i - 1];
+    if (!change || !Number.isFinite(change)) continue;
+    if (change * before < 0) turns += 1;
+    before = Math.sign(change);
+  }
+  return turns > values.length * ROUGH;
+}
 
 /** Points of one line, ascending in x. A point with a lower x (a new epoch) replaces all points from that x on. */
 export class Column {
@@ -25,7 +40,8 @@ export class Column {
     this.stride = 0; // the usual distance in x, 0 if not known
     this._lows = []; // for each full block of 64 points, the indices of the smallest and the largest y
     this._highs = [];
-    this._smooth = { weight: -1, n: 0, y: new Float64Array(0), sum: 0, mass: 0 };
+    this._sums = []; // for each full block, the sum and the number of its finite values
+    this._counts = [];
   }
 
   get last() {
@@ -44,23 +60,26 @@ export class Column {
     if (!this.stride && this.n > 1) this.stride = this.x[1] - this.x[0];
   }
 
-  /** Exponential moving average with bias correction at the start; a value decays more over a wider gap in x. */
-  smoothed(weight) {
-    const s = this._smooth;
-    if (s.weight !== weight || s.n > this.n) Object.assign(s, { weight, n: 0, sum: 0, mass: 0 });
-    if (s.y.length < this.n) s.y = grown(s.y, this.x.length);
-    for (let i = s.n; i < this.n; i++) {
-      const y = this.y[i];
-      if (Number.isFinite(y)) {
-        const gap = i && this.stride ? (this.x[i] - this.x[i - 1]) / this.stride : 1;
-        const decay = gap === 1 ? weight : weight ** gap;
-        s.sum = s.sum * decay + y * (1 - decay);
-        s.mass = s.mass * decay + (1 - decay);
-      }
-      s.y[i] = s.mass ? s.sum / s.mass : NaN;
+  /** How many points a mean reaches to each side: `fraction` of the points between two x; 0 for no smoothing. */
+  reach(from, to, fraction) {
+    const start = lowerBound(this.x, this.n, from);
+    const end = Math.min(this.n, lowerBound(this.x, this.n, to) + 1);
+    if (end - start < MIN_SMOOTHED || !isRough(this.y.subarray(Math.max(start, end - ROUGH_POINTS), end))) return 0;
+    return Math.round(((end - start) * fraction) / 2);
+  }
+
+  /** The mean of the finite values from `reach` points before this point to `reach` points after it. */
+  mean(index, reach) {
+    const to = Math.min(this.n, index + reach + 1);
+    let [sum, count] = [0, 0];
+    for (let i = Math.max(0, index - reach); i < to; ) {
+      const block = i / BLOCK;
+      const whole = i % BLOCK === 0 && i + BLOCK <= to && block < this._sums.length;
+      if (whole) [sum, count] = [sum + this._sums[block], count + this._counts[block]];
+      else if (Number.isFinite(this.y[i])) [sum, count] = [sum + this.y[i], count + 1];
+      i += whole ? BLOCK : 1;
     }
-    s.n = this.n;
-    return s.y;
+    return count ? sum / count : NaN;
   }
 
   /** Indices to draw between two x: all if they are few, otherwise each bucket's lowest and highest point. */
@@ -102,16 +121,22 @@ export class Column {
 
   _closeBlock() {
     const start = this.n - BLOCK;
-    this._lows.length = this._highs.length = start / BLOCK;
+    this._keepBlocks(start / BLOCK);
     const [low, high] = this._extremes(start, this.n);
+    const finite = this.y.subarray(start, this.n).filter(Number.isFinite);
     this._lows.push(low);
     this._highs.push(high);
+    this._sums.push(finite.reduce((sum, value) => sum + value, 0));
+    this._counts.push(finite.length);
   }
 
   _cut(n) {
     this.n = n;
-    this._lows.length = this._highs.length = Math.min(this._lows.length, Math.floor(n / BLOCK));
-    if (this._smooth.n > n) this._smooth.weight = -1;
+    this._keepBlocks(Math.min(this._lows.length, Math.floor(n / BLOCK)));
+  }
+
+  _keepBlocks(n) {
+    for (const column of [this._lows, this._highs, this._sums, this._counts]) column.length = n;
   }
 
   _reserve(n) {
@@ -174,34 +199,72 @@ export function padded([low, high]) {
   return [bottom, high + margin];
 }
 
-/** A metric's value: four digits, with an exponent only for very small and very large values. */
+/** A metric's value: about five digits, with an exponent only for very small and very large values. */
 export function metric(value) {
   if (value === undefined || value === null) return "–";
   if (Number.isNaN(value)) return "NaN";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace("e+", "e");
+  if (size !== 0 && (size < SMALLEST || size >= BIGGEST)) return exponent(value, 2);
   if (Number.isInteger(value)) return count(value);
   if (size >= 1000) return count(Math.round(value));
   return value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : 4);
 }
 
-/** A tick on an axis, as short as possible. */
-export function tick(value) {
-  if (value === null || value === undefined) return "";
-  const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(0).replace("e+", "e");
-  if (size >= 1e6) return `${trim(value / 1e6)}M`;
-  if (size >= 1e4) return `${trim(value / 1e3)}k`;
-  return trim(value);
+const [SMALLEST, BIGGEST] = [1e-3, 1e7]; // beyond, a number is written with an exponent
+const DIGITS = 12; // that are looked at to tell two ticks apart
+const TICK_CHARS = 9; // of a tick without an exponent
+
+/** The labels of an axis: as few digits as tell its values apart and give each of them exactly. */
+export function ticks(values) {
+  const size = Math.max(0, ...values.map(Math.abs));
+  if (size === 0) return values.map(() => "0");
+  if (values.every(Number.isInteger) && size < BIGGEST) return values.map((value) => wholeTick(value, values, size));
+  const same = (text, value) => Math.abs(Number(text) - value) <= size * 1e-9;
+  const needed = (format) => {
+    for (let d = 0; d < DIGITS; d++) if (values.every((value) => same(format(value, d), value))) return d;
+    return DIGITS;
+  };
+  const fixed = needed((value, d) => value.toFixed(d));
+  const plain = values.map((value) => (value || 0).toFixed(fixed));
+  if (size >= SMALLEST && size < BIGGEST && Math.max(...plain.map((text) => text.length)) <= TICK_CHARS) return plain;
+  const digits = needed((value, d) => value.toExponential(d));
+  return values.map((value) => (value ? exponent(value, digits) : "0"));
 }
 
-function trim(value) {
-  return String(Number(value.toPrecision(6)));
+/** 200, 20k, 1.5M: all ticks of an axis in one unit. */
+function wholeTick(value, values, size) {
+  for (const [unit, name] of [[1e6, "M"], [1e3, "k"]]) {
+    const fits = size >= Math.max(unit, 1e4) && values.every((each) => each % (unit / 1000) === 0);
+    if (fits) return value ? `${Number((value / unit).toFixed(3))}${name}` : "0";
+  }
+  return String(value || 0);
+}
+
+/** The labels of a logarithmic axis, each by itself: 0.001, 1, 1e9. */
+export function logTicks(values) {
+  return values.map((value) => ticks([value])[0]);
+}
+
+/** About `count` round numbers between two positive numbers on a logarithmic axis; [] if they are too close for it. */
+export function logSplits(low, high, count) {
+  const [from, to] = [Math.log10(low), Math.log10(high)];
+  const found = [];
+  if (to - from >= 2) {
+    const step = Math.ceil((to - from) / count);
+    for (let power = Math.ceil(from - 1e-9); power <= to + 1e-9; power += step) found.push(10 ** power);
+    return found;
+  }
+  for (let power = Math.floor(from); power <= to; power++) for (const digit of [1, 2, 5]) found.push(digit * 10 ** power);
+  return found.filter((value) => value >= low && value <= high);
+}
+
+function exponent(value, digits) {
+  return value.toExponential(digits).replace("e+", "e");
 }
 
 export function count(value) {
-  return Math.round(value).toLocaleString("en-US");
+  return (Math.round(value) || 0).toLocaleString("en-US"); // || 0: -0 is shown as 0
 }
 
 /** `rank 3`, `ranks 0 to 7`: the numbers of a host's ranks are consecutive. */

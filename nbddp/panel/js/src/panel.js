@@ -6,7 +6,7 @@ import { Chart } from "./chart.js";
 import { h, setText, show } from "./dom.js";
 import { Logs } from "./logs.js";
 import { Notices } from "./notices.js";
-import { count, duration, metric, tick } from "./numbers.js";
+import { count, duration, metric } from "./numbers.js";
 import { Place } from "./place.js";
 import { Stop } from "./stop.js";
 import { SILENT_S, Store } from "./store.js";
@@ -16,13 +16,14 @@ import { isDark, palette, watchTheme } from "./theme.js";
 const MAX_CHARTS = 6; // a button shows the charts of the other families
 const [MIN_METRICS, MAX_METRICS, TILE_PX] = [2, 5, 108]; // the row of tiles: number by its width
 const CLOCK_MS = 1000;
+const [SMOOTHING, MAX_SMOOTHING] = [0.02, 0.2]; // the share of the points in view over which a mean reaches
 let panels = 0;
 
 class Panel {
   constructor(root, store) {
     this._store = store;
     this.key = `nbddp-${(panels += 1)}`;
-    this.weight = 0.85;
+    this.smoothing = SMOOTHING;
     this.log = false;
     this.zoom = null;
     this._charts = new Map();
@@ -57,7 +58,7 @@ class Panel {
   // ---------------------------------------------------------------- the interface for charts
 
   onCursor(step) {
-    setText(this._step, step === null ? "" : `step ${tick(step)}`);
+    setText(this._step, step === null ? "" : `step ${count(step)}`);
   }
 
   get marks() {
@@ -104,9 +105,9 @@ class Panel {
   }
 
   _tools() {
-    this._slider = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: this.weight });
+    this._slider = h("input", { type: "range", min: 0, max: MAX_SMOOTHING, step: 0.005, value: SMOOTHING });
     this._slider.addEventListener("input", () => {
-      this.weight = Number(this._slider.value);
+      this.smoothing = Number(this._slider.value);
       this._paintSlider();
       this._drawCharts();
     });
@@ -128,7 +129,7 @@ class Panel {
   }
 
   _paintSlider() {
-    this._slider.style.setProperty("--filled", `${(this.weight / 0.99) * 100}%`);
+    this._slider.style.setProperty("--filled", `${(this.smoothing / MAX_SMOOTHING) * 100}%`);
   }
 
   _watch() {

@@ -1,6 +1,26 @@
 import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
 import { test } from "node:test";
-import { Column, Lines, bytes, duration, extent, join, lowerBound, metric, padded, stepTime, tick } from "../src/numbers.js";
+import {
+  Column,
+  Lines,
+  bytes,
+  duration,
+  extent,
+  join,
+  logSplits,
+  logTicks,
+  lowerBound,
+  metric,
+  padded,
+  stepTime,
+  ticks,
+} from "../src/numbers.js";
+
+// The cases of nbddp/panel/numbers.py, too: panel, picture and text write numbers alike.
+const CASES = JSON.parse(readFileSync(new URL("../../../../tests/panel/numbers.json", import.meta.url)));
+const number = (value) => (typeof value === "string" ? Number(value.replace("inf", "Infinity")) : value);
+const noise = (i) => Math.sin(i * 12.9898) * 43758.5453 - Math.floor(Math.sin(i * 12.9898) * 43758.5453);
 
 const column = (n, y = (i) => i) => {
   const made = new Column();
@@ -26,7 +46,6 @@ test("thinning keeps a single spike among a million points, the first and the la
 });
 
 test("block summaries agree with the scan of every point", () => {
-  const noise = (i) => Math.sin(i * 12.9898) * 43758.5453 - Math.floor(Math.sin(i * 12.9898) * 43758.5453);
   const made = column(100_000, noise);
   for (const [from, to] of [[0, 100_000], [17, 66_000], [64, 128], [99_900, 100_000]]) {
     const [low, high] = made._extremes(from, to);
@@ -51,37 +70,36 @@ test("NaN is never the lowest nor the highest while there is a number", () => {
 
 test("a step that was passed already replaces the points after it", () => {
   const made = column(1000);
-  made.smoothed(0.9);
   made.append([500, 501], [7, 8]);
   assert.equal(made.n, 502);
   assert.deepEqual([made.y[499], made.y[500], made.y[501]], [499, 7, 8]);
-  assert.equal(made.smoothed(0)[501], 8);
+  assert.equal(made.mean(501, 1), 7.5);
+  assert.equal(made._sums.length, 7);
   assert.equal(made._lows.length, 7);
 });
 
-test("smoothing has no bias at the start, and none on a constant", () => {
-  assert.equal(column(1, () => 5).smoothed(0.9)[0], 5);
-  const smoothed = column(50, () => 3).smoothed(0.97);
-  assert.ok(Array.from(smoothed.subarray(0, 50)).every((y) => Math.abs(y - 3) < 1e-12));
+test("a mean is over the points around it, and passes over NaN", () => {
+  const made = column(1000, (i) => (i === 500 ? NaN : i));
+  assert.equal(made.mean(300, 100), 300);
+  assert.equal(made.mean(0, 2), 1);
+  assert.equal(made.mean(999, 2), 998);
+  assert.equal(made.mean(500, 0), NaN);
+  assert.ok(Math.abs(made.mean(501, 200) - (501 * 401 - 500) / 400) < 1e-9);
 });
 
-test("smoothing point by point equals smoothing at once", () => {
-  const whole = column(500, Math.cos);
-  const grown = new Column();
-  for (let i = 0; i < 500; i++) {
-    grown.append([i], [Math.cos(i)]);
-    grown.smoothed(0.8);
-  }
-  assert.deepEqual(grown.smoothed(0.8).slice(0, 500), whole.smoothed(0.8).slice(0, 500));
+test("a value of 1e200 long ago does not spoil a mean", () => {
+  const made = column(1000, (i) => (i === 10 ? 1e200 : 3));
+  assert.equal(made.mean(800, 100), 3);
 });
 
-test("smoothing forgets by distance: a NaN is passed over, a gap counts", () => {
-  const made = new Column();
-  made.append([0, 1, 2, 10], [0, NaN, 0, 1]);
-  assert.equal(made.smoothed(0.5)[1], 0);
-  const [before, after] = [made.smoothed(0.5)[2], made.smoothed(0.5)[3]];
-  assert.equal(before, 0);
-  assert.ok(after > 0.99, "after eight steps the old values weigh next to nothing");
+test("smoothing is 2 % of what is visible, and none of few points or of smooth data", () => {
+  const rough = column(10_000, noise);
+  assert.equal(rough.reach(0, 9999, 0.02), 100);
+  assert.equal(rough.reach(0, 999, 0.02), 10);
+  assert.equal(rough.reach(0, 98, 0.02), 0, "99 points");
+  assert.equal(rough.reach(0, 9999, 0), 0);
+  assert.equal(column(10_000, (i) => Math.cos(i / 1000)).reach(0, 9999, 0.02), 0, "a schedule");
+  assert.equal(column(10_000, (i) => noise(Math.floor(i / 100))).reach(0, 9999, 0.02), 0, "a value per epoch");
 });
 
 test("lines with different x are joined on the union", () => {
@@ -121,9 +139,13 @@ test("lowerBound finds the first not below", () => {
 });
 
 test("numbers are formatted for reading", () => {
-  assert.deepEqual([0.246, 12.3456, 123.456, 12430, 12430.6].map(metric), ["0.2460", "12.35", "123.5", "12,430", "12,431"]);
-  assert.deepEqual([1e-4, 3e12, NaN, Infinity, undefined, 0].map(metric), ["1.00e-4", "3.00e12", "NaN", "∞", "–", "0"]);
-  assert.deepEqual([0, 0.25, 1500, 20000, 1.5e6, 1e-5].map(tick), ["0", "0.25", "1500", "20k", "1.5M", "1e-5"]);
+  for (const [value, text] of CASES.metric) assert.equal(metric(number(value)), text);
+  for (const [values, texts] of CASES.ticks) assert.deepEqual(ticks(values), texts);
+  for (const [values, texts] of CASES.log_ticks) assert.deepEqual(logTicks(values), texts);
+  for (const [[low, high], places] of CASES.log_places) {
+    assert.deepEqual(logSplits(low, high, 5).map((value) => Number(value.toPrecision(9))), places);
+  }
+  assert.equal(metric(undefined), "–");
   assert.deepEqual([4, 38, 62, 7384, null].map(duration), ["00:04", "00:38", "01:02", "2:03:04", "–"]);
   assert.deepEqual([0.0412, 0.00012, 3.44, 0.5, null].map(stepTime), ["41.2 ms", "0.12 ms", "3.4 s", "500 ms", "–"]);
   assert.deepEqual(bytes(9.1 * 2 ** 30, 16 * 2 ** 30), { number: "9.1", unit: "GB" });
