@@ -154,7 +154,8 @@ def smooth(
     """The mean of the points around each of the points ``at``, over ``share`` of all points.
 
     Returns:
-        None if there are few points, or if the values hardly go up and down.
+        NaN at a point that is NaN or infinite itself. None if there are few points, or if the values hardly go up
+        and down.
     """
     if len(values) < _MIN_SMOOTHED or not _is_rough(values[-_ROUGH_POINTS:]):
         return None
@@ -166,7 +167,7 @@ def smooth(
     sums = np.add.reduceat(used, edges)[::2]
     counts = np.add.reduceat(np.append(finite, False).astype(np.int64), edges)[::2]
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(counts, sums / counts, np.nan)
+        return np.where(finite[at], sums / counts, np.nan)
 
 
 def _is_rough(values: npt.NDArray[np.float64]) -> bool:

@@ -33,7 +33,9 @@ _LINE_CHARS = 300
 _COLOR_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 _COLOR = "#3b7df0"
-_SOFT = "#808080"  # readable on light and on dark
+_MAX_TILES = 5  # with metrics
+_CARD = "max-width:744px;padding:10px 14px;border:1px solid rgba(128,128,128,.4);border-radius:8px"
+_TILE = "display:inline-block;margin:0 16px 4px 0;padding-right:16px;border-right:1px solid rgba(128,128,128,.4)"
 _STATE_COLORS = {"finished": "#22994f", "failed": "#d9453d", "stopped": "#b07a10"}
 
 
@@ -88,9 +90,9 @@ class Picture:
         Args:
             name: an additional CSS class of the outer element.
         """
-        parts = [*self._heading(), *self._hang(), *self._image(), *_metrics_table(self._history)]
-        parts += [*self._hosts_table(), *self._last_output()]
-        html = f'<div class="{f"nbddp-picture {name}".strip()}">{"".join(parts)}</div>'
+        parts = [*self._heading(), *self._tiles(), *self._hang(), *self._image(), *_metrics_table(self._history)]
+        parts += [*(self._hosts_table() or self._ranks_table()), *self._last_output()]
+        html = f'<div class="{f"nbddp-picture {name}".strip()}" style="{_CARD}">{"".join(parts)}</div>'
         return {"text/html": html, "text/plain": repr(self)}
 
     def figure(self, *, width: float = 9.0) -> Figure:
@@ -122,13 +124,32 @@ class Picture:
             f"{escape(' · '.join(filter(None, facts)))}</p>"
         )
         if status.restarts:
-            yield f'<p style="color:{MARK_COLOR}">↻ {escape(summary.restart_text(status)[:_LINE_CHARS])}</p>'
+            yield _notice("↻", MARK_COLOR, summary.restart_text(status))
         for text in summary.notices(self._history):
-            yield f'<p style="color:{MARK_COLOR}">{escape(text[:_LINE_CHARS])}</p>'
+            yield _notice("▲", MARK_COLOR, text)
         if status.error:
-            yield f'<p style="color:{color}"><b>{escape(plain(status.error[:_LINE_CHARS]))}</b></p>'
+            yield _notice("●", color, plain(status.error))
         if status.remark:
-            yield f'<p style="color:{_SOFT}">{escape(plain(status.remark[:_LINE_CHARS]))}</p>'
+            yield f"<p>{escape(plain(status.remark[:_LINE_CHARS]))}</p>"
+
+    def _tiles(self) -> Iterable[str]:
+        """The panel's row of tiles: steps, epochs, the newest values, samples per second."""
+        if self._status is None:
+            return
+        now = summary.progress(self._history, over=self._status.over)
+        loops = [(now.step_label, now.step, now.steps), (now.outer_label, now.outer, now.outers)]
+        tiles = [
+            (label, f"{done:,}" + (f" of {total:,}" if total else ""))
+            for label, done, total in loops
+            if done is not None
+        ]
+        latest = list(self._history.latest().items())[:_MAX_TILES]
+        tiles += [(summary.describe(name).tile[:_NAME_CHARS], numbers.metric(value)) for name, value in latest]
+        if now.throughput:
+            tiles.append(("Throughput", f"{now.throughput:,.0f} samples/s"))
+        if tiles:
+            cells = (f'<div style="{_TILE}"><div>{escape(label)}</div><b>{text}</b></div>' for label, text in tiles)
+            yield f'<div style="margin:8px 0">{"".join(cells)}</div>'
 
     def _hang(self) -> Iterable[str]:
         """Where the ranks were, if the run hung when it ended."""
@@ -147,7 +168,20 @@ class Picture:
                 f'style="width:100%;max-width:{WIDTH}px;height:auto">'
             )
 
-    def _hosts_table(self) -> Iterable[str]:
+    def _ranks_table(self) -> Iterable[str]:
+        rows = ranks.rows(self._status, self._history, time.time()) if self._status else []
+        if not rows:
+            return
+        yield _table_head("Rank", "Device", "State", "Step")
+        for row in rows[:_MAX_ROWS]:
+            step = "–" if row.step is None else f"{row.step:,}"
+            yield _table_row(str(row.rank), escape(row.device), _state(row.state), step)
+        yield _table_end(4, len(rows) - _MAX_ROWS)
+
+    def _hosts_table(self) -> list[str]:
+        return list(self._host_rows())
+
+    def _host_rows(self) -> Iterable[str]:
         hosts = ranks.hosts(ranks.rows(self._status, self._history, time.time())) if self._status else []
         if not hosts:
             return
@@ -157,9 +191,8 @@ class Picture:
         for host in hosts[:_MAX_ROWS]:
             first, last = host.ranks[0], host.ranks[-1]  # the numbers of a host's ranks are consecutive
             step = "–" if host.step is None else f"{host.step:,}"
-            color = _STATE_COLORS.get(host.state, _COLOR)
-            state = f'<span style="color:{color}">● {escape(host.state)}</span>'
-            yield _table_row(escape(host.name), str(first) if first == last else f"{first} to {last}", state, step)
+            where = str(first) if first == last else f"{first} to {last}"
+            yield _table_row(escape(host.name), where, _state(host.state), step)
         yield _table_end(4, len(hosts) - _MAX_ROWS)
 
     def _last_output(self) -> Iterable[str]:
@@ -202,6 +235,15 @@ def _metrics_table(history: History) -> Iterable[str]:
         )
         yield _table_row(escape(plain(name[:_NAME_CHARS])), _value(float(values[-1])), low, high, f"{len(steps):,}")
     yield _table_end(5, len(named) - _MAX_ROWS)
+
+
+def _notice(sign: str, color: str, text: str) -> str:
+    """A line with a coloured sign; the text has the page's own colour, which can be read in every theme."""
+    return f'<p><span style="color:{color}">{sign}</span> {escape(text[:_LINE_CHARS])}</p>'
+
+
+def _state(state: str) -> str:
+    return f'<span style="color:{_STATE_COLORS.get(state, _COLOR)}">●</span> {escape(state)}'
 
 
 def _value(value: float) -> str:

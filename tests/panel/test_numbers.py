@@ -115,8 +115,10 @@ def test_few_points_and_smooth_data_are_not_smoothed() -> None:
 def test_a_mean_passes_over_nan_and_forgets_a_spike() -> None:
     values = np.random.default_rng(0).normal(size=1_000)
     values[[10, 500]] = 1e200, math.nan
-    mean = smooth(values, np.array([500, 800]))
-    assert mean == pytest.approx([np.nanmean(values[490:511]), values[790:811].mean()])
+    mean = smooth(values, np.array([500, 501, 800]))
+    assert mean is not None
+    assert math.isnan(mean[0]), "the line does not go on where the metric is NaN"
+    assert mean[1:] == pytest.approx([np.nanmean(values[491:512]), values[790:811].mean()])
 
 
 def test_the_picture_smooths_all_points_and_not_those_that_it_draws() -> None:
@@ -283,3 +285,17 @@ def test_a_marks_label_stays_within_its_chart() -> None:
     Rank(history).log("loss", range(100), [1.0] * 70 + [math.nan] * 30)
     Rank(history).log("acc", range(100), [1.0] * 100)
     assert 'text-anchor="end">NaN from step 70</text>' in Picture(history).svg
+
+
+def test_the_picture_has_the_panels_card_tiles_and_ranks() -> None:
+    history = broken_run()
+    Rank(history).bar(0, "epoch", 5, 5)
+    html = Picture(history, status("finished", ranks=2)).bundle()["text/html"]
+    assert "border:1px solid" in html
+    for tile in (
+        "<div>Epoch</div><b>5 of 5</b>",
+        "<div>Train loss</div><b>NaN</b>",
+        "<div>Accuracy</div><b>0.5000</b>",
+    ):
+        assert tile in html
+    assert html.count("</span> finished</td><td>199</td>") == 2

@@ -68,8 +68,9 @@ export class Column {
     return Math.round(((end - start) * fraction) / 2);
   }
 
-  /** The mean of the finite values from `reach` points before this point to `reach` points after it. */
+  /** The mean of the finite values from `reach` points before this point to `reach` after it; NaN if it is not finite. */
   mean(index, reach) {
+    if (!Number.isFinite(this.y[index])) return NaN;
     const to = Math.min(this.n, index + reach + 1);
     let [sum, count] = [0, 0];
     for (let i = Math.max(0, index - reach); i < to; ) {
@@ -79,7 +80,7 @@ export class Column {
       else if (Number.isFinite(this.y[i])) [sum, count] = [sum + this.y[i], count + 1];
       i += whole ? BLOCK : 1;
     }
-    return count ? sum / count : NaN;
+    return sum / count;
   }
 
   /** Indices to draw between two x: all if they are few, otherwise each bucket's lowest and highest point. */
