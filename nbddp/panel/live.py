@@ -1,7 +1,9 @@
-"""The live panel of a run: sends changes to the page, and replaces the panel by a picture at the end."""
+"""The live panel of a run: sends changes to the page, and keeps the picture that the notebook's file contains."""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import threading
 import time
 import uuid
@@ -16,7 +18,11 @@ from nbddp.panel.view import Status, View, Viewable
 if TYPE_CHECKING:
     from nbddp.panel.widget import PanelWidget
 
+_PICTURE_S = 30.0  # the age at which the picture under a live panel is replaced
+_KEPT = 16  # panels of finished runs that stay live; each keeps its run's history in memory
 _RESEND_S = (0.3, 1.0, 2.0, 4.0, 8.0, 16.0)  # after the start, to a page that cannot send messages to a busy kernel
+
+_finished: collections.deque[PanelWidget] = collections.deque()
 
 
 def view_for(run: Viewable, *, requested: bool, reopened: bool, with_output: bool) -> View:
@@ -47,22 +53,56 @@ class ExecutedView(TextView):
             super()._write_end(status)
 
 
+class _Source:
+    """A run while it goes on; then its history and last status, without its arguments and results."""
+
+    def __init__(self, run: Viewable) -> None:
+        self.history = run.history
+        self._run: Viewable | None = run
+        self._last: Status | None = None
+
+    def status(self) -> Status:
+        run = self._run
+        status = self._last if run is None else run.status()
+        assert status is not None
+        return status
+
+    def output(self, rank: int, position: int, limit: int) -> tuple[str, int, bool]:
+        run = self._run
+        return ("", position, True) if run is None else run.output(rank, position, limit)
+
+    def stop(self) -> None:
+        run = self._run
+        if run is not None:
+            run.stop()
+
+    def let_go(self, status: Status) -> None:
+        self._last = status
+        self._run = None
+
+
 class PanelView:
-    """The panel in a cell's output, from the first process to the final picture."""
+    """The panel in a cell's output, from the first process on.
+
+    In JupyterLab and Notebook 7 the output is a picture, and the widget's script shows the panel in its place. A page
+    that is reloaded, or opened without a kernel, then shows the last picture. Elsewhere the output is the widget's
+    view, which the picture replaces at the end.
+    """
 
     live = True
 
     def __init__(self, run: Viewable, *, with_output: bool = True, stays_live: bool = False) -> None:
-        self._run = run
-        self._feed = Feed(run)
+        self._source = _Source(run)
+        self._feed = Feed(self._source)
         self._writer = OutputWriter() if with_output else None
         self._stays_live = stays_live
+        self._place = f"nbddp-{uuid.uuid4().hex}" if is_jupyter() else ""
         self._widget: PanelWidget | None = None
         self._handle: Any = None
         self._pages: set[str] = set()
         self._closed = False
         self._lock = threading.Lock()
-        self._began = time.monotonic()
+        self._began = self._pictured = time.monotonic()
         self._resends_due = list(_RESEND_S)
 
     def update(self, status: Status) -> None:
@@ -75,8 +115,10 @@ class PanelView:
             if frame is not None:
                 self._send(frame)
             self._resend_to_silent_page()
-            if status.over and not self._stays_live:
-                self._replace_by_picture(status)
+            if status.over:
+                self._finish(status)
+            elif self._place and time.monotonic() - self._pictured >= _PICTURE_S:
+                self._update_picture(status)
 
     def write(self, text: str) -> None:
         if self._writer is not None:
@@ -90,14 +132,22 @@ class PanelView:
         from nbddp.panel.widget import PanelWidget
 
         self._feed.frame(status)
-        place = f"nbddp-{uuid.uuid4().hex}" if self._stays_live and is_jupyter() else ""
-        self._widget = PanelWidget(kernel_id(), self._feed.snapshot, place)
+        self._widget = PanelWidget(kernel_id(), self._feed.snapshot, self._place)
         self._widget.on_msg(self._on_message)
-        if place:
-            data = Picture(self._run.history, status, self._run).bundle(place)
+        if self._place:
+            data = self._picture(status)
         else:
-            data = self._widget.bundle() | {"text/plain": end_text(status, self._run.history)}
+            data = self._widget.bundle() | {"text/plain": end_text(status, self._source.history)}
         self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+
+    def _picture(self, status: Status) -> dict[str, str]:
+        if not status.over:  # nothing may ever replace this picture
+            status = dataclasses.replace(status, remark=f"as of {time.strftime('%H:%M:%S')}, before the run's end")
+        return Picture(self._source.history, status, self._source).bundle(self._place)
+
+    def _update_picture(self, status: Status) -> None:
+        self._handle.update(self._picture(status), raw=True)
+        self._pictured = time.monotonic()
 
     def _send(self, message: tuple[dict[str, Any], bytes]) -> None:
         content, data = message
@@ -109,7 +159,7 @@ class PanelView:
         assert self._widget is not None
         self._widget.heard += 1
         if content.get("kind") == "stop":
-            self._run.stop()
+            self._source.stop()
             self._widget.stopping = True
         elif content.get("kind") == "hello":
             self._pages.add(str(content.get("page")))
@@ -124,12 +174,24 @@ class PanelView:
             del self._resends_due[0]
             self._send(self._feed.snapshot())
 
-    def _replace_by_picture(self, status: Status) -> None:
+    def _finish(self, status: Status) -> None:
         assert self._widget is not None
         self._closed = True
         if self._writer is not None:
             self._writer.finish()
-        self._handle.update(Picture(self._run.history, status, self._run).bundle(), raw=True)
-        # A reloaded page no longer knows this cell's display, so it gets no picture and must keep the panel.
-        if len(self._pages) < 2:
-            self._widget.leave()
+        if self._place:
+            self._update_picture(status)
+            _keep(self._widget)
+        elif not self._stays_live:
+            self._update_picture(status)
+            # A reloaded page no longer knows this cell's display, so it gets no picture and must keep the panel.
+            if len(self._pages) < 2:
+                self._widget.leave()
+        self._source.let_go(status)
+
+
+def _keep(widget: PanelWidget) -> None:
+    """Keep a finished run's panel live. If there are too many, the oldest one's picture appears in its place."""
+    _finished.append(widget)
+    while len(_finished) > _KEPT:
+        _finished.popleft().leave()

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -274,7 +275,7 @@ def test_a_failure_shows_the_rank_and_its_output(notebook: Notebook) -> None:
     expect(picture).to_contain_text("rank 1 of 3 failed: ValueError: shapes <script>do not</script> fit")
     expect(picture.locator("pre")).to_contain_text("about to fail <b>now</b>")
     notebook.run_to_end(2)
-    panel = notebook.panel
+    panel = notebook.output(2).locator(".nbddp")
     expect(panel.locator(".nbddp-chip")).to_have_text("Failed")
     expect(panel.get_by_role("alert")).to_contain_text("rank 1 of 3 failed: ValueError: shapes <script>")
     expect(panel.locator("tbody tr").nth(1)).to_have_attribute("data-state", "failed")
@@ -317,7 +318,9 @@ def test_a_page_reload_keeps_all_points_and_output(notebook: Notebook) -> None:
     expect(notebook.panel.get_by_role("tabpanel")).to_contain_text("epoch 0 on rank 0", timeout=30_000)
     before = number(notebook.tile("Step"))
     notebook.page.keyboard.press("Control+s")
-    wait_until(lambda: "widget-view" in (notebook.lab.notebooks / "test.ipynb").read_text())
+    path = notebook.lab.notebooks / "test.ipynb"
+    wait_until(lambda: "nbddp-picture" in path.read_text())
+    assert "widget-view" not in path.read_text()
     notebook.page.goto("about:blank")
     notebook.lab.open(notebook.page, "test.ipynb")
     expect(notebook.output(1).locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
@@ -337,7 +340,7 @@ def test_a_page_reload_keeps_all_points_and_output(notebook: Notebook) -> None:
     notebook.run_to_end(3)
     expect(notebook.output(3)).to_have_text("None [1]")
     expect(notebook.output(2).locator(".nbddp-picture")).to_contain_text("Stopped", timeout=10_000)
-    panel = notebook.output(1).locator(".nbddp")  # the page that could put a picture here is gone
+    panel = notebook.output(1).locator(".nbddp")
     expect(panel.locator(".nbddp-chip")).to_have_text("Stopped", timeout=10_000)
     expect(panel.locator("canvas")).to_have_count(2)
 
@@ -366,7 +369,10 @@ def test_a_run_goes_on_when_the_browser_is_killed(shared_lab: Lab, shared_browse
 def test_the_saved_notebook_shows_the_picture_without_a_kernel(notebook: Notebook, page: Page) -> None:
     notebook.open("run = nbddp.run(train, (2, 100), nprocs=2, device='cpu')")
     notebook.run_to_end(1)
-    expect(notebook.output(1).locator(".nbddp-picture img")).to_be_visible()
+    panel = notebook.output(1).locator(".nbddp")
+    expect(panel.locator(".nbddp-chip")).to_have_text("Finished")
+    panel.locator(".u-over").first.hover()
+    expect(panel.locator(".nbddp-step")).to_have_text(re.compile(r"step \d+"))
     page.keyboard.press("Control+s")
     path = notebook.lab.notebooks / "test.ipynb"
     wait_until(lambda: "nbddp-picture" in path.read_text())
@@ -386,6 +392,64 @@ def test_the_saved_notebook_shows_the_picture_without_a_kernel(notebook: Noteboo
     expect(page.locator(".nbddp-picture table")).to_contain_text("train/loss")
     html = _nbconvert(path)
     assert "data:image/svg+xml;base64," in html
+
+
+LAST = re.compile(r"Running.*train.*as of \d\d:\d\d:\d\d, before the run's end")
+
+
+def test_a_reload_during_a_blocking_run_shows_the_last_picture(notebook: Notebook, page: Page) -> None:
+    notebook.open("import nbddp.panel.live\nnbddp.panel.live._PICTURE_S = 0.5", LONG)
+    notebook.run_to_end(1)
+    notebook.run(2)
+    expect(notebook.output(2).locator(".nbddp-picture img")).to_be_attached(timeout=30_000)
+    page.keyboard.press("Control+s")
+    path = notebook.lab.notebooks / "test.ipynb"
+    wait_until(lambda: "nbddp-picture" in path.read_text())
+    assert "widget-view" not in path.read_text()
+    page.reload()
+    expect(notebook.output(2).locator(".nbddp-picture, .nbddp").first).to_be_visible(timeout=30_000)
+    expect(notebook.output(2).locator(".nbddp-picture")).to_contain_text(LAST)
+    expect(page.get_by_text("Loading widget")).to_have_count(0)
+    os.kill(notebook.lab.kernel_pid(), signal.SIGKILL)
+    page.goto("about:blank")
+    notebook.lab.end_kernels()
+    notebook.lab.open(page, "test.ipynb")
+    expect(notebook.output(2).locator(".nbddp-picture img")).to_be_visible()
+    expect(page.get_by_text("Error displaying widget")).to_have_count(0)
+
+
+def test_a_new_picture_below_the_panel_keeps_its_zoom(notebook: Notebook, page: Page) -> None:
+    notebook.open("import nbddp.panel.live\nnbddp.panel.live._PICTURE_S = 0.3", LONG)
+    notebook.run_to_end(1)
+    notebook.run(2)
+    panel = notebook.panel
+    expect(panel.locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
+    panel.get_by_role("button", name="Log scale").click()
+    panel.locator("details.nbddp-logs summary").click()
+    panel.evaluate("element => window.first = element")
+    before = notebook.output(2).locator(".nbddp-picture").text_content()
+    wait_until(lambda: notebook.output(2).locator(".nbddp-picture").text_content() != before)
+    page.wait_for_timeout(1000)
+    assert panel.evaluate("element => window.first === element")
+    expect(panel.get_by_role("button", name="Log scale")).to_have_attribute("aria-pressed", "true")
+    panel.get_by_role("button", name="Stop").click()
+    expect(panel.locator(".nbddp-chip")).to_have_text("Stopped", timeout=10_000)
+    expect(panel.get_by_role("tabpanel")).to_be_visible()
+    expect(panel).to_have_count(1)
+
+
+def test_of_many_finished_runs_the_oldest_shows_its_picture(notebook: Notebook) -> None:
+    notebook.open(
+        FAKES + "import nbddp.panel.live\nnbddp.panel.live._KEPT = 2",
+        *["run.now = dataclasses.replace(run.now, state='finished'); show(run)"] * 3,
+    )
+    for cell in (1, 2, 3, 4):
+        notebook.run_to_end(cell)
+    expect(notebook.output(2).locator(".nbddp-picture img")).to_be_visible()
+    for cell in (3, 4):
+        expect(notebook.output(cell).locator(".nbddp canvas")).to_have_count(2)
+        expect(notebook.output(cell).locator(".nbddp-picture")).to_be_hidden()
+    expect(notebook.panel).to_have_count(2)
 
 
 def test_show_after_a_run_displays_the_panel_and_saves_the_picture(notebook: Notebook, page: Page) -> None:
@@ -571,7 +635,7 @@ def test_no_text_becomes_an_element_or_script(notebook: Notebook) -> None:
     page = notebook.page
     dialogs: list[str] = []
     page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
-    notebook.open(FAKES, NASTY, "show(bad, stays_live=True)", "show(bad)")
+    notebook.open(FAKES, NASTY, "show(bad)", "show(bad)")
     for cell in (1, 2, 3, 4):
         notebook.run_to_end(cell)
     panel = notebook.output(3).locator(".nbddp")
@@ -704,7 +768,6 @@ def test_ranks_are_grouped_by_host_and_fold_by_keyboard(notebook: Notebook) -> N
     notebook.run_to_end(3)
     picture = notebook.output(2).locator(".nbddp-picture")
     expect(picture).to_contain_text("gpu2")
-    picture.screenshot(path=ARTEFACTS / "hosts-picture.png")
     notebook.run_to_end(4)
     panel = notebook.output(4).locator(".nbddp")
     expect(panel.locator(".nbddp-host:visible")).to_have_count(8)

@@ -1,11 +1,11 @@
-// Shows the panel of a finished run in place of its picture. The notebook file contains the picture, which needs no
-// kernel; while a kernel runs, the page shows the panel instead. (A widget view would be saved as "model not found".)
+// Shows the panel of a run in place of its picture. The notebook file contains the picture, which needs no kernel;
+// while a kernel runs, the page shows the panel instead. (A widget view would be saved as "model not found".)
 
 export class Place {
   /** `name` is the picture's class; `open(element)` makes a panel in the element. */
   constructor(name, open) {
     this._open = open;
-    this._panels = new Map(); // by picture: each view of the notebook has one
+    this._panels = new Map(); // by output: each view of the notebook has one
     this._pictures = document.getElementsByClassName(name); // a live collection: updated by the browser
     this._observer = new MutationObserver(() => this._update());
     this._observer.observe(document.body, { childList: true, subtree: true });
@@ -14,31 +14,37 @@ export class Place {
 
   dispose() {
     this._observer.disconnect();
-    for (const picture of [...this._panels.keys()]) this._remove(picture);
+    for (const output of [...this._panels.keys()]) this._remove(output);
   }
 
   _update() {
-    for (const [picture, { element }] of this._panels) {
-      if (!picture.isConnected || !element.isConnected) this._remove(picture);
+    // Beside the rendered HTML, since its style sheet would change the panel.
+    const outputs = new Set([...this._pictures].map((picture) => picture.closest(".jp-OutputArea-output") ?? picture));
+    for (const [output, { element }] of this._panels) {
+      // A new picture keeps the panel with its zoom; for a moment the output is then empty.
+      const shown = outputs.has(output) || isEmpty(output);
+      if (!output.isConnected || !element.isConnected || !shown) this._remove(output);
     }
-    for (const picture of this._pictures) if (!this._panels.has(picture)) this._add(picture);
+    for (const output of outputs) if (!this._panels.has(output)) this._add(output);
   }
 
-  _add(picture) {
-    // Beside the rendered HTML, since its style sheet would change the panel.
-    const output = picture.closest(".jp-OutputArea-output") ?? picture;
+  _add(output) {
     const element = document.createElement("div");
     element.className = "nbddp-place jp-OutputArea-output";
     output.after(element);
     output.classList.add("nbddp-replaced");
-    this._panels.set(picture, { element, output, panel: this._open(element) });
+    this._panels.set(output, { element, panel: this._open(element) });
   }
 
-  _remove(picture) {
-    const { element, output, panel } = this._panels.get(picture);
-    this._panels.delete(picture);
+  _remove(output) {
+    const { element, panel } = this._panels.get(output);
+    this._panels.delete(output);
     panel.dispose();
     element.remove();
     output.classList.remove("nbddp-replaced");
   }
+}
+
+function isEmpty(output) {
+  return !output.textContent && !output.querySelector("img");
 }
