@@ -389,7 +389,8 @@ def test_the_saved_notebook_shows_the_picture_without_a_kernel(notebook: Noteboo
     image = page.locator(".nbddp-picture img")
     expect(image).to_be_visible()
     assert page.evaluate("() => document.querySelector('.nbddp-picture img').naturalWidth") > 700
-    expect(page.locator(".nbddp-picture table")).to_contain_text("train/loss")
+    expect(page.locator(".nbddp-picture table").nth(0)).to_contain_text("train/loss")
+    expect(page.locator(".nbddp-picture table").nth(1)).to_contain_text("finished")
     html = _nbconvert(path)
     assert "data:image/svg+xml;base64," in html
 
