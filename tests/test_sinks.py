@@ -16,10 +16,10 @@ import pytest
 
 import nbddp
 from nbddp.history.columns import Series
-from nbddp.history.history import History
+from nbddp.history.history import Cursor, History
 from nbddp.kernel import metrics_out
 from nbddp.sinks.interface import Points, rows
-from nbddp.sinks.unsent import _equal_rows
+from nbddp.sinks.unsent import Unsent
 from tests.support import Cells, Notebook, run, script, wait_until
 
 TRAIN = """
@@ -244,7 +244,7 @@ def test_a_sink_that_hangs_delays_only_the_end_and_is_told_of(names: Any, monkey
         wait_until(lambda: "nbddp-to-hang" not in {thread.name for thread in threading.enumerate()})
 
 
-def test_steps_repeated_by_a_restart_are_written_again_from_the_first_difference(cell: Cells) -> None:
+def test_steps_that_a_restart_repeats_with_other_values_are_written_again(cell: Cells) -> None:
     names = cell("""
         import nbddp, time
         def train():
@@ -268,6 +268,7 @@ def test_steps_repeated_by_a_restart_are_written_again_from_the_first_difference
         ("csv:/tmp", "cannot be written"),
         ("tensorboard:/etc/passwd", "that is a file"),
         (5, "cannot receive metrics"),
+        (math, "is a module. Pass the run"),
         ([print, None], "cannot receive metrics"),
         (dict, "cannot receive metrics"),
     ],
@@ -323,11 +324,26 @@ def test_rows_keep_a_step_that_was_logged_twice_under_one_name() -> None:
     ]
 
 
-def test_equal_rows_count_nan_as_equal() -> None:
-    old = Series(np.array([1, 2, 3]), np.array([0.5, math.nan, 2.0]))
-    assert _equal_rows(old, Series(np.array([1, 2, 3, 4]), np.array([0.5, math.nan, 2.5, 1.0]))) == 2
-    assert _equal_rows(old, Series(np.array([1, 2]), np.array([0.5, math.nan]))) == 2
-    assert _equal_rows(old, old) == 3
+def test_points_that_were_handed_out_do_not_come_again_when_others_change() -> None:
+    class Changing:
+        """A history whose points become invalid with every read."""
+
+        version, points = 0, [(0, 1.0), (1, math.nan), (1, 2.0)]
+
+        def timed_points(self, cursors: Any) -> Any:
+            self.version += 1
+            steps, values = (np.array(column) for column in zip(*self.points))
+            cursor = Cursor((self.version,), len(self.points))
+            return {"a": (Series(steps, values.astype(float)), steps * 1.0, cursor)}
+
+    history: Any = Changing()
+    unsent = Unsent(history)
+    assert [each.steps.tolist() for each in unsent.take()] == [[0, 1, 1]]
+    assert unsent.take() == []
+    history.points = [(0, 1.0), (1, math.nan), (5, 7.0), (1, 2.0), (1, 2.0), (2, 3.0)]
+    (points,) = unsent.take()
+    assert [points.steps.tolist(), points.values.tolist()] == [[5, 1, 2], [7.0, 2.0, 3.0]]
+    assert unsent.take() == []
 
 
 def test_points_combined_from_ranks_have_the_lowest_ranks_time(cell: Cells) -> None:

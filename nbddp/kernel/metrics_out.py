@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ class MetricsOut:
         self._feeds = [_SinkFeed(sink, history, state) for sink in sinks]
 
     def start(self) -> None:
+        """Start all feeds, once: after an interrupt nothing shows whether the first call worked."""
         for feed in self._feeds:
             start_thread(feed.work, f"nbddp-to-{feed.name}", feed.fail)
 
@@ -35,7 +37,8 @@ class MetricsOut:
         """
         deadline = time.monotonic() + (_END_S if timeout_s is None else timeout_s)
         for feed in self._feeds:
-            if not feed.told and not feed.done.wait(max(0.0, deadline - time.monotonic())):
+            by_itself = feed.thread is threading.current_thread()  # a function that stops its own run
+            if not feed.told and not by_itself and not feed.done.wait(max(0.0, deadline - time.monotonic())):
                 feed.tell(f"{feed.name} has not taken over all metrics yet: it goes on as long as this notebook does")
 
 
@@ -54,9 +57,16 @@ class _SinkFeed:
         self._history = history
         self._state = state
         self.told = False
+        self.thread: threading.Thread | None = None
+        self._start_tokens = [self]  # one: the first thread that pops it feeds the sink
 
     def work(self) -> None:
         """Write what is new until the run is over and all is written."""
+        try:
+            self._start_tokens.pop()
+        except IndexError:
+            return
+        self.thread = threading.current_thread()
         unsent = Unsent(self._history)
         try:
             over = False

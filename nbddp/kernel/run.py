@@ -219,7 +219,10 @@ class Run(Generic[R]):
             was_over = self._state.done.is_open  # and the cell may have waited for what takes the metrics
             self._stop_and_wait()
             self._views.update()
+            if was_over and self.error is not None:
+                raise self.error from None
             if not was_over:
+                self._metrics_out.start()  # the interrupt may have come before the start
                 self._metrics_out.wait()
             raise errors.interrupt(self._stopped_text()) from None
         except BaseException:  # raised by a view

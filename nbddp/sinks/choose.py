@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from nbddp.errors import LaunchError
@@ -30,6 +31,10 @@ def choose_sinks(to: Any) -> list[Sink]:
 def _choose(to: Any) -> Sink:
     if isinstance(to, (str, os.PathLike)):
         return _by_prefix(os.fspath(to))
+    if isinstance(to, ModuleType):
+        raise LaunchError(
+            f"to={to.__name__} is a module. Pass what its init() or start_run() returns"
+        )
     package = type(to).__module__.partition(".")[0]
     if package == "wandb" and callable(getattr(to, "define_metric", None)) and hasattr(to, "id"):
         return WandbRun(to)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ class JsonLines:
     """``"jsonl:PATH"``: one JSON object per step, ``{"_step": 3, "_timestamp": 1767225600.5, "loss": 0.5}``.
 
     They are appended as they come: a step's metrics that were logged at different moments stand in several lines.
-    Each run begins the file anew.
+    NaN and infinities are null, which JSON has in their place. Each run begins the file anew.
     """
 
     def __init__(self, path: str) -> None:
@@ -57,7 +58,8 @@ class JsonLines:
     def write(self, points: Sequence[Points], history: History) -> None:
         with open(self._path, self._mode, encoding="utf-8") as file:
             for row in rows(points):
-                file.write(json.dumps({"_step": row.step, "_timestamp": row.time, **row.values}) + "\n")
+                values = {name: value if math.isfinite(value) else None for name, value in row.values.items()}
+                file.write(json.dumps({**values, "_step": row.step, "_timestamp": row.time}) + "\n")
         self._mode = "a"
 
     def close(self, history: History) -> None:

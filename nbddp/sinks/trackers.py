@@ -72,7 +72,7 @@ class WandbRun:
             self._known.add(name)
             self._run.define_metric(name, step_metric="step")
         for row in rows(points):
-            self._run.log({"step": row.step, "_timestamp": row.time, **row.values})
+            self._run.log({**row.values, "step": row.step, "_timestamp": row.time})
 
     def close(self, history: History) -> None:
         """W&B's own process has everything already."""
@@ -109,7 +109,7 @@ class Logger:
 
     def write(self, points: Sequence[Points], history: History) -> None:
         for row in rows(points):
-            self._logger.log_metrics(row.values, row.step)
+            self._logger.log_metrics(row.values, step=row.step)
 
     def close(self, history: History) -> None:
         if callable(save := getattr(self._logger, "save", None)):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 import numpy as np
 
 from nbddp.history.columns import Series, Table
@@ -10,10 +13,11 @@ from nbddp.sinks.interface import Points
 
 
 class Unsent:
-    """The points that are new since the last call of :meth:`take`, each exactly once.
+    """The points that are new since the last call of :meth:`take`.
 
-    When points that were handed out become invalid (a restart repeats steps, a lower rank logs the metric as well), the
-    points from the first different one on are handed out again.
+    The history changes points that were handed out when a restart repeats steps, when a lower rank logs the metric as
+    well, or when points that some ranks never logged are added at the end. Then those with another step or value than
+    any before are handed out.
     """
 
     def __init__(self, history: History) -> None:
@@ -26,11 +30,9 @@ class Unsent:
         found = []
         for name, (series, times, cursor) in self._history.timed_points(self._cursors).items():
             sent = self._sent.setdefault(name, Table("qd"))
-            if cursor.points == len(times):  # from the start: the first time, or the old points became invalid
-                known = _equal_rows(Series(*sent.columns()), series)
-                self._sent[name] = sent = Table("qd")
-                sent.extend(*(column[:known] for column in series))
-                series, times = Series(series.steps[known:], series.values[known:]), times[known:]
+            if len(sent) and cursor.points == len(times):  # from the start: the points have changed
+                new = _not_in(Series(*sent.columns()), series)
+                series, times = Series(series.steps[new], series.values[new]), times[new]
             sent.extend(*series)
             self._cursors[name] = cursor
             if len(times):
@@ -38,11 +40,16 @@ class Unsent:
         return found
 
 
-def _equal_rows(old: Series, new: Series) -> int:
-    """How many rows both begin with."""
-    shared = min(len(old.steps), len(new.steps))
-    same = old.steps[:shared] == new.steps[:shared]
-    same &= (old.values[:shared] == new.values[:shared]) | (
-        np.isnan(old.values[:shared]) & np.isnan(new.values[:shared])
-    )
-    return shared if same.all() else int(np.argmin(same))
+def _not_in(old: Series, new: Series) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which rows of ``new`` are not in ``old``, where a row that is there twice may come twice."""
+    sent = Counter(_rows(old))
+    found = []
+    for row in _rows(new):
+        found.append(not sent[row])
+        sent[row] -= bool(sent[row])
+    return np.array(found, dtype=bool)
+
+
+def _rows(series: Series) -> Iterator[tuple[int, int]]:
+    """Steps and values; the values as bits, so that NaN equals NaN."""
+    return zip(series.steps.tolist(), series.values.view(np.int64).tolist())

@@ -1,13 +1,8 @@
 // Makes and updates elements. Text is never parsed as HTML.
 
-const FOCUSABLE = ["button", "input", "summary", "select", "a"];
-
 /** `h("div", { class: "x", onclick: f }, "text", child)` */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
-  // Else JupyterLab takes keys typed there for its shortcuts: "d d" deletes the cell. It looks at the focused element
-  // itself before it looks at those around it.
-  if (FOCUSABLE.includes(tag) || "tabindex" in attributes) element.setAttribute("data-lm-suppress-shortcuts", "true");
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
     else if (value === true) element.setAttribute(key, "");

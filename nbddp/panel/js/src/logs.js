@@ -19,8 +19,6 @@ export class Logs {
     this._tablist.addEventListener("keydown", (event) => this._key(event));
     this._search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search in this rank's output" });
     this._search.addEventListener("input", () => this._draw());
-    // The notebook would take plain letters as shortcuts.
-    this._search.addEventListener("keydown", (event) => event.stopPropagation());
     this._follow = h("input", { type: "checkbox", checked: true });
     this._follow.addEventListener("change", () => this._draw());
     this._found = h("span", { class: "nbddp-found", role: "status" });

@@ -79,6 +79,10 @@ class Panel {
 
   _build() {
     this.el = h("section", { class: "nbddp", "aria-label": "Training run" });
+    // Else JupyterLab takes keys typed at a button for its shortcuts: "d d" deletes the cell. Ctrl+S still saves.
+    this.el.addEventListener("keydown", (event) => {
+      if (!event.ctrlKey && !event.metaKey && !event.altKey) event.stopPropagation();
+    });
     this._error = h("p", { class: "nbddp-error", role: "alert", hidden: true });
     this._fill = h("i");
     this._bar = h("div", { class: "nbddp-progress", role: "progressbar", "aria-label": "Progress" }, this._fill);
@@ -111,8 +115,6 @@ class Panel {
       this._paintSlider();
       this._drawCharts();
     });
-    // The arrow keys must move the slider, and not the notebook's selection.
-    this._slider.addEventListener("keydown", (event) => event.stopPropagation());
     this._logButton = h("button", { type: "button", class: "nbddp-button", "aria-pressed": "false" }, "Log scale");
     this._logButton.addEventListener("click", () => {
       this.log = !this.log;
