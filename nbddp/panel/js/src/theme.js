@@ -2,9 +2,9 @@
 
 const SETTLE_MS = [0, 120, 600]; // colours may be animated
 
-/** Whether the background behind this element is dark. */
+/** Whether the background behind this element is dark. An element outside the page has no colour: then the page's. */
 export function isDark(element) {
-  for (let node = element; node; node = node.parentElement) {
+  for (let node = element.isConnected ? element : document.body; node; node = node.parentElement) {
     const [r, g, b, a = 1] = (getComputedStyle(node).backgroundColor.match(/[\d.]+/g) ?? []).map(Number);
     if (a > 0.5) return 0.2126 * r + 0.7152 * g + 0.0722 * b < 128;
   }
