@@ -297,6 +297,98 @@ def go_dark(page: Page) -> None:
     page.wait_for_selector('body[data-jp-theme-light="false"]', state="attached")
 
 
+@pytest.mark.parametrize("shares_page", [True, False])
+def test_a_panel_that_opens_in_a_dark_page_is_dark_every_time(notebook: Notebook, shares_page: bool) -> None:
+    setting = f"import nbddp.panel.live\nnbddp.panel.live.is_jupyter = lambda: {shares_page}"
+    notebook.open(FAKES + setting, *["show(run)"] * 10)
+    go_dark(notebook.page)
+    notebook.page.wait_for_timeout(1000)
+    notebook.run_to_end(1)
+    for cell in range(2, 12):
+        notebook.run(cell)
+        panel = notebook.output(cell).locator(".nbddp")
+        expect(panel.locator("canvas")).to_have_count(2)
+        expect(panel).to_have_attribute("data-theme", "dark", timeout=500)
+    if shares_page:
+        notebook.page.keyboard.press("Control+s")
+        wait_until(lambda: "nbddp-picture" in (notebook.lab.notebooks / "test.ipynb").read_text())
+        notebook.lab.open(notebook.page, "test.ipynb")
+        expect(notebook.page.locator('.nbddp[data-theme="dark"]')).to_have_count(10, timeout=20_000)
+        expect(notebook.page.locator('.nbddp[data-theme="light"]')).to_have_count(0)
+
+
+def test_keys_typed_on_the_panel_are_not_shortcuts(notebook: Notebook, page: Page) -> None:
+    notebook.open(FAKES + HOSTS, "run = cluster(2, 2); view = show(run)", "1")
+    notebook.run_to_end(1)
+    notebook.run_to_end(2)
+    panel, cells = notebook.panel, page.locator(".jp-Notebook .jp-CodeCell")
+    expect(panel.locator("canvas")).to_have_count(1)
+    panel.locator("details.nbddp-logs > summary").click()
+    focusable = panel.locator(":is(button, input, summary, [tabindex]):visible")
+    assert focusable.count() >= 12
+    for element in focusable.all():
+        element.focus()
+        page.keyboard.press("d")
+        page.keyboard.press("d")
+        expect(cells).to_have_count(4)
+    button = panel.get_by_role("button", name="Log scale")
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "true")
+    page.keyboard.press("d")
+    page.keyboard.press("d")
+    page.wait_for_timeout(300)
+    expect(cells).to_have_count(4)
+    page.keyboard.press("Control+s")
+    wait_until(lambda: "nbddp-picture" in (notebook.lab.notebooks / "test.ipynb").read_text())
+
+
+# ---------------------------------------------------------------------------- the kernel is gone
+
+
+def _lost(notebook: Notebook, end: Callable[[], object]) -> None:
+    notebook.open(LONG)
+    notebook.run(1)
+    panel = notebook.panel
+    expect(panel.locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
+    expect(panel.locator("canvas")).to_have_count(2, timeout=10_000)
+    end()
+    expect(panel.locator(".nbddp-chip")).to_have_text("Lost", timeout=30_000)
+    expect(panel.locator(".nbddp-hint")).to_have_text("these are the last numbers that arrived")
+    expect(panel.locator(".nbddp-stop")).to_be_hidden()
+    clock = panel.locator(".nbddp-summary").inner_text()
+    notebook.page.wait_for_timeout(2500)
+    assert panel.locator(".nbddp-summary").inner_text() == clock
+    assert notebook.tile("Time left") == "–"
+    grey = panel.locator(".nbddp-hint").evaluate("element => getComputedStyle(element).color")
+    for part in (".nbddp-chip", "tbody .nbddp-dot"):
+        assert panel.locator(part).first.evaluate("element => getComputedStyle(element).color") == grey
+
+
+def test_after_a_restart_of_the_kernel_the_panel_says_lost(notebook: Notebook, page: Page) -> None:
+    def restart() -> None:
+        page.locator('.lm-MenuBar-itemLabel:text-is("Kernel")').click()
+        page.locator('.lm-Menu-itemLabel:text-is("Restart Kernel…")').click()
+        page.get_by_role("button", name="Confirm Kernel Restart").click()
+
+    _lost(notebook, restart)
+    ARTEFACTS.mkdir(exist_ok=True)
+    notebook.panel.screenshot(path=ARTEFACTS / "lost.png")
+
+
+def test_after_the_kernels_death_the_panel_says_lost(notebook: Notebook) -> None:
+    _lost(notebook, lambda: os.kill(notebook.lab.kernel_pid(), signal.SIGKILL))
+
+
+def test_a_kernel_that_speaks_again_is_no_longer_lost(notebook: Notebook) -> None:
+    notebook.open(FAKES, "view = show(run)", "tell(view, run, seconds=90.0)")
+    notebook.run_to_end(1)
+    notebook.run_to_end(2)
+    expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Lost", timeout=30_000)
+    notebook.run_to_end(3)
+    expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Running")
+    expect(notebook.panel.locator(".nbddp-stop")).to_be_visible()
+
+
 # ---------------------------------------------------------------------------- what stays
 
 
@@ -660,36 +752,6 @@ def test_no_text_becomes_an_element_or_script(notebook: Notebook) -> None:
         assert not [name for name in attributes if name.startswith("on")]
         assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", shown.inner_text())
         assert "<script>window.hit=1</script>" in shown.inner_text(), "text stays text"
-
-
-def test_keys_typed_at_a_button_are_not_the_notebooks_shortcuts(notebook: Notebook) -> None:
-    """In JupyterLab "d d" deletes the cell, with the running panel in it."""
-    notebook.open(FAKES + "view = show(run)")
-    notebook.run_to_end(1)
-    cells = notebook.page.locator(".jp-Notebook .jp-CodeCell")
-    expect(cells).to_have_count(2)
-    notebook.panel.locator(".nbddp-logs summary").click()
-    focusable = notebook.panel.locator(
-        "button:visible, summary:visible, [tabindex]:visible, input[type=checkbox]:visible"
-    )
-    assert focusable.count() >= 5
-    for element in focusable.all():
-        element.focus()
-        notebook.page.keyboard.press("d")
-        notebook.page.keyboard.press("d")
-    notebook.page.wait_for_timeout(300)
-    expect(cells).to_have_count(2)
-
-
-def test_every_panel_starts_in_the_pages_theme(notebook: Notebook) -> None:
-    notebook.open(FAKES, *["view = show(run)"] * 10)
-    notebook.run_to_end(1)
-    go_dark(notebook.page)
-    for index in range(2, 12):
-        notebook.run_to_end(index)
-        panel = notebook.output(index).locator(".nbddp")
-        expect(panel).to_have_attribute("data-state", "running")
-        assert panel.get_attribute("data-theme") == "dark", index
 
 
 def test_where_stop_cannot_work_the_panel_names_the_toolbar_button(notebook: Notebook) -> None:

@@ -3,7 +3,7 @@
 import "uplot/dist/uPlot.min.css";
 import "./panel.css";
 import { Chart } from "./chart.js";
-import { h, setText, show } from "./dom.js";
+import { h, passCommandKeys, setText, show } from "./dom.js";
 import { Logs } from "./logs.js";
 import { Notices } from "./notices.js";
 import { count, duration, metric } from "./numbers.js";
@@ -17,6 +17,7 @@ const MAX_CHARTS = 6; // a button shows the charts of the other families
 const [MIN_METRICS, MAX_METRICS, TILE_PX] = [2, 5, 108]; // the row of tiles: number by its width
 const CLOCK_MS = 1000;
 const [SMOOTHING, MAX_SMOOTHING] = [0.02, 0.2]; // the share of the points in view over which a mean reaches
+const LOST_S = 15; // after this time without a message the kernel counts as lost
 let panels = 0;
 
 class Panel {
@@ -26,6 +27,7 @@ class Panel {
     this.smoothing = SMOOTHING;
     this.log = false;
     this.zoom = null;
+    this._cutAt = 0; // when the front end closed the connection to the kernel
     this._charts = new Map();
     this._all = false;
     this._stop = new Stop(store, () => this.update());
@@ -79,10 +81,6 @@ class Panel {
 
   _build() {
     this.el = h("section", { class: "nbddp", "aria-label": "Training run" });
-    // Else JupyterLab takes keys typed at a button for its shortcuts: "d d" deletes the cell. Ctrl+S still saves.
-    this.el.addEventListener("keydown", (event) => {
-      if (!event.ctrlKey && !event.metaKey && !event.altKey) event.stopPropagation();
-    });
     this._error = h("p", { class: "nbddp-error", role: "alert", hidden: true });
     this._fill = h("i");
     this._bar = h("div", { class: "nbddp-progress", role: "progressbar", "aria-label": "Progress" }, this._fill);
@@ -136,10 +134,11 @@ class Panel {
 
   _watch() {
     const resized = new ResizeObserver(() => {
-      this._updateTheme(); // the panel may just have been put into the page
+      this._updateTheme(); // the first time, the element has just entered the page
       this._drawCharts();
     });
     resized.observe(this._grid);
+    resized.observe(this.el);
     const clock = setInterval(() => {
       this._updateTheme(); // a theme's style sheet may come later than any event tells
       this._drawHeader();
@@ -148,14 +147,18 @@ class Panel {
     const changed = () => this.update();
     model.on("change:stopping", changed);
     model.on("change:heard", changed);
+    const cut = () => this._disconnected();
+    model.on("comm_live_update", cut); // the front end has restarted the kernel
     return [
       this._store.subscribe(this),
       watchTheme(() => this._updateTheme()),
+      passCommandKeys(this.el),
       () => resized.disconnect(),
       () => clearInterval(clock),
       () => cancelAnimationFrame(this._frame),
       () => model.off("change:stopping", changed),
       () => model.off("change:heard", changed),
+      () => model.off("comm_live_update", cut),
     ];
   }
 
@@ -191,11 +194,12 @@ class Panel {
   _drawHeader() {
     const { head } = this._store;
     if (!head) return;
-    const state = this._store.model.get("stopping") && !this._store.over ? "stopping" : head.state;
+    const state = this._shownState;
+    if (state !== this.el.dataset.state) this._drawTiles(); // the time left depends on it
     this.el.dataset.state = state;
     setText(this._state, state[0].toUpperCase() + state.slice(1));
     setText(this._name, head.name);
-    setText(this._summary, `${head.summary} · ${duration(this._store.seconds)}`);
+    setText(this._summary, `${head.summary} · ${duration(state === "lost" ? head.seconds : this._store.seconds)}`);
     setText(this._error, head.error);
     show(this._error, Boolean(head.error));
     this._notices.update(head.restarted ?? "", this._store.hang, head.remark ?? "");
@@ -207,14 +211,34 @@ class Panel {
     else this._bar.setAttribute("aria-valuenow", Math.round(fraction * 100));
   }
 
+  /** The run's state, or what the page knows better: "stopping" or "lost". */
+  get _shownState() {
+    const { head, model, over } = this._store;
+    if (over) return head.state;
+    if (this._lost) return "lost";
+    return model.get("stopping") ? "stopping" : head.state;
+  }
+
+  /** Whether the kernel has restarted, died or fallen silent. Any later message shows that it has not. */
+  get _lost() {
+    const { headAt, silence } = this._store;
+    return silence > LOST_S || this._cutAt > headAt;
+  }
+
+  _disconnected() {
+    this._cutAt = performance.now();
+    this.update();
+  }
+
   _drawStop(state) {
-    const can = this._stop.possible;
+    const can = this._stop.possible && state !== "lost";
     show(this._stopButton, can);
     this._stopButton.disabled = this._store.over || state === "stopping" || this._stop.asked;
     setText(this._stopText, !this._store.over && (state === "stopping" || this._stop.asked) ? "Stopping" : "Stop");
     const { silence } = this._store;
-    const lost = silence > SILENT_S ? `no message from the kernel for ${duration(silence)}` : "";
-    const hint = lost || this._stop.problem || (can ? "" : "to stop, use ■ in the toolbar");
+    const silent = silence > SILENT_S ? `no message from the kernel for ${duration(silence)}` : "";
+    const lost = state === "lost" ? "these are the last numbers that arrived" : "";
+    const hint = lost || silent || this._stop.problem || (can ? "" : "to stop, use ■ in the toolbar");
     setText(this._hint, this._store.over ? "" : hint);
   }
 
@@ -225,7 +249,8 @@ class Panel {
     if (head.step !== null) before.push([head.step_label, count(head.step), head.steps && `of ${count(head.steps)}`]);
     if (head.outer !== null) before.push([head.outer_label, count(head.outer), head.outers && `of ${count(head.outers)}`]);
     if (head.throughput) after.push(["Throughput", count(head.throughput), "samples/s"]);
-    if (head.left !== null) after.push(["Time left", over ? "–" : duration(head.left), ""]);
+    const going = !over && !this._lost;
+    if (head.left !== null) after.push(["Time left", going ? duration(head.left) : "–", ""]);
     const space = Math.floor(this.el.clientWidth / TILE_PX) - before.length - after.length;
     const metrics = tileOrder(this._store.series).slice(0, Math.min(MAX_METRICS, Math.max(MIN_METRICS, space)));
     this._setTiles([...before, ...metrics.map(({ tile, column }) => [tile, metric(column.last), ""]), ...after]);

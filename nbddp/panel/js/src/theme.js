@@ -2,7 +2,7 @@
 
 const SETTLE_MS = [0, 120, 600]; // colours may be animated
 
-/** Whether the background behind this element is dark; the page's, as long as the element is not in the page. */
+/** Whether the background behind this element is dark. An element outside the page has no colour: then the page's. */
 export function isDark(element) {
   for (let node = element.isConnected ? element : document.body; node; node = node.parentElement) {
     const [r, g, b, a = 1] = (getComputedStyle(node).backgroundColor.match(/[\d.]+/g) ?? []).map(Number);
