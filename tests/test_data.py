@@ -108,6 +108,7 @@ class Stream(IterableDataset[int]):
         ({"batch_sampler": BatchSampler(DistributedSampler(range(4), 1, 0), 2, False)}, "distributes"),  # type: ignore[arg-type]
         ({"batch_sampler": BatchSampler(range(4), 2, False), "batch_size": 2}, "it makes the batches"),
         ({"sampler": iter(range(4))}, "needs a sampler with a length"),
+        ({"exact": True, "drop_last": True}, "choose one of them"),
         ({"dataset": Stream(), "shuffle": True}, "a stream has an order of its own"),
     ],
 )
@@ -161,6 +162,61 @@ def test_a_snapshot_resumes_in_the_middle_of_an_epoch_with_any_number_of_ranks(c
     seen = [i for share in begun for i in share]
     seen += [i for share in run(names.train, "snapshot", nprocs=3, seed=3).values for i in share]
     assert sorted(seen) == list(range(1000))
+
+
+def test_a_resumed_stream_begins_its_later_epochs_at_the_start(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self): return iter(range(12))
+        def train(workers):
+            loader = nbddp.loader(Stream(), 2, num_workers=workers, persistent_workers=workers > 0)
+            list(loader)
+            loader.load_state_dict({"epoch": 1, "taken": 4})
+            return [torch.cat(list(loader)).tolist() for _ in range(2)]
+    """)
+    for workers in (0, 1):
+        assert run(names.train, workers, timeout=60).values == [
+            [[4, 6, 8, 10], [0, 2, 4, 6, 8, 10]],
+            [[5, 7, 9, 11], [1, 3, 5, 7, 9, 11]],
+        ]
+
+
+def test_a_look_at_a_batch_does_not_change_the_state_of_a_loader_in_order() -> None:
+    loader: Any = nbddp.loader(torch.arange(12), 2)  # type: ignore[arg-type]
+    next(iter(loader))
+    next(iter(loader))
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+    assert loader.state_dict() == {"epoch": 0, "taken": 4, "length": 12}
+    other: Any = nbddp.loader(torch.arange(12), 2)  # type: ignore[arg-type]
+    other.load_state_dict(loader.state_dict())
+    other.set_epoch(0)  # as at the start of every epoch; the position stays
+    assert torch.cat(list(other)).tolist() == list(range(4, 12))
+
+
+def test_a_samplers_own_set_epoch_is_called() -> None:
+    class ByEpoch(torch.utils.data.Sampler[int]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Any:
+            return iter([self.epoch * 10 + i for i in range(3)])
+
+        def __len__(self) -> int:
+            return 3
+
+    loader = nbddp.loader(range(100), 3, sampler=ByEpoch())  # type: ignore[arg-type]
+    assert [torch.cat(list(loader)).tolist() for _ in range(2)] == [[0, 1, 2], [10, 11, 12]]
+
+
+def test_a_loader_that_another_library_makes_anew_has_its_sampler() -> None:
+    loader = nbddp.loader(torch.arange(6), 2, shuffle=True)  # type: ignore[arg-type]
+    again = type(loader)(loader.dataset, batch_size=3, sampler=torch.utils.data.SequentialSampler(range(6)))
+    assert [batch.tolist() for batch in again] == [[0, 1, 2], [3, 4, 5]]
 
 
 # ---------------------------------------------------------------------------- exact evaluation
@@ -296,5 +352,12 @@ def test_an_exception_in_a_micro_batch_is_not_counted() -> None:
     model = torch.nn.Linear(1, 1)
     with pytest.raises(RuntimeError), nbddp.accumulate(model, 2):
         raise RuntimeError("boom")
+    for expected in (False, True):
+        with nbddp.accumulate(model, 2) as complete:
+            assert complete == expected
+    with nbddp.accumulate(model, 2):
+        pass
+    with pytest.raises(RuntimeError), nbddp.accumulate(model, 2):
+        raise RuntimeError("in the second one")
     with nbddp.accumulate(model, 2) as complete:
         assert not complete

@@ -268,7 +268,7 @@ def test_steps_that_a_restart_repeats_with_other_values_are_written_again(cell: 
         ("csv:/tmp", "cannot be written"),
         ("tensorboard:/etc/passwd", "that is a file"),
         (5, "cannot receive metrics"),
-        (math, "is a module. Pass the run"),
+        (math, "is a module. Pass what"),
         ([print, None], "cannot receive metrics"),
         (dict, "cannot receive metrics"),
     ],

@@ -32,9 +32,7 @@ def _choose(to: Any) -> Sink:
     if isinstance(to, (str, os.PathLike)):
         return _by_prefix(os.fspath(to))
     if isinstance(to, ModuleType):
-        raise LaunchError(
-            f"to={to.__name__} is a module. Pass what its init() or start_run() returns"
-        )
+        raise LaunchError(f"to={to.__name__} is a module. Pass what its init() or start_run() returns")
     package = type(to).__module__.partition(".")[0]
     if package == "wandb" and callable(getattr(to, "define_metric", None)) and hasattr(to, "id"):
         return WandbRun(to)

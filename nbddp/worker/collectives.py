@@ -107,6 +107,7 @@ def gather(x: Any, *, exact: bool = False) -> Any:
         exact: True: ``x`` has an entry for each sample that this rank took from a loader with ``exact=True``, in its
             order, shape (n, ...). Returns one tensor with the entries of all ranks in the order of the dataset (with
             ``shuffle=True`` or a sampler: of the epoch), so that a metric of it does not depend on the number of ranks.
+            Not for a loader with ``batch_sampler``, which deals whole batches.
 
     Raises:
         ValueError: with ``exact=True``: the ranks' numbers of entries are not those of an exact loader, or the other
@@ -119,7 +120,8 @@ def _interleaved(shares: list[Any]) -> torch.Tensor:
     """The entries of all ranks: the first of each rank, then the second of each, and so on."""
     if not all(isinstance(share, torch.Tensor) and share.dim() for share in shares):
         raise TypeError("gather(x, exact=True) takes a tensor with an entry for each sample, of shape (n, ...)")
-    if len({(share.dtype, share.shape[1:]) for share in shares}) > 1:
+    kinds = [share for share in shares if len(share)] or shares  # a rank without a sample knows no shape
+    if len({(share.dtype, share.shape[1:]) for share in kinds}) > 1:
         raise ValueError("gather(x, exact=True): the ranks' tensors differ in dtype, or in a dimension after the first")
     lengths = [len(share) for share in shares]
     if lengths != [len(range(rank, sum(lengths), len(shares))) for rank in range(len(shares))]:
@@ -127,8 +129,8 @@ def _interleaved(shares: list[Any]) -> torch.Tensor:
             f"gather(x, exact=True): {', '.join(map(str, lengths))} entries by rank are not the shares of one dataset. "
             "Use loader(..., exact=True), and pass one entry for each sample"
         )
-    whole: torch.Tensor = shares[0].new_empty((sum(lengths), *shares[0].shape[1:]))
-    for rank, share in enumerate(shares):
+    whole: torch.Tensor = kinds[0].new_empty((sum(lengths), *kinds[0].shape[1:]))
+    for rank, share in enumerate(shares[: len(whole)]):
         whole[rank :: len(shares)] = share
     return whole
 

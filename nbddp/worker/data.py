@@ -19,24 +19,29 @@ _samples = 0  # of all loaders of this rank together
 class _EpochLoader(DataLoader[Any]):
     """A DataLoader that counts its epochs, and reports to the panel how many samples it has returned.
 
-    Args:
-        epochs: the sampler, or the sampler of batches.
+    Its signature is that of DataLoader, since Lightning makes such loaders anew.
     """
 
-    def __init__(self, dataset: Dataset[Any], epochs: EpochSampler, *, batches: bool, **kw: Any) -> None:
-        self._epochs = epochs
-        self._batches = batches
-        role: dict[str, Any] = {"batch_sampler" if batches else "sampler": epochs}
-        super().__init__(dataset, **role, **kw)
+    @property
+    def _epochs(self) -> EpochSampler:
+        """The sampler, or the sampler of batches. Raises TypeError if another library has put in its own."""
+        for each in (self.batch_sampler, self.sampler):
+            if isinstance(each, EpochSampler):
+                return each
+        raise TypeError("the loader's sampler has been replaced, and nbddp does not know where in the data it is")
 
     def __iter__(self) -> Any:
+        if not any(isinstance(each, EpochSampler) for each in (self.batch_sampler, self.sampler)):
+            yield from super().__iter__()
+            return
         this_pass = Pass(self._epochs)
-        sizes = self._sizes()
+        in_batches = self._epochs is self.batch_sampler
+        sizes = map(len, self._epochs) if in_batches else self._sizes()
         count = _Counter()
         for batch in super().__iter__():
-            size = next(sizes)
+            size = next(sizes, self.batch_size or 1)  # a sampler may be longer than it says
             count.add(size)
-            this_pass.count(1 if self._batches else size)
+            this_pass.count(1 if in_batches else size)
             yield batch
             this_pass.check_epoch()
         count.end()
@@ -54,11 +59,12 @@ class _EpochLoader(DataLoader[Any]):
         """
         self._epochs.load_state_dict(state)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch in the next pass."""
+        self._epochs.set_epoch(epoch)
+
     def _sizes(self) -> Iterator[int]:
         """The number of samples of each batch of a pass."""
-        if self._batches:
-            yield from map(len, self._epochs)
-            return
         left = len(self._epochs)
         while left > 0:
             yield min(self.batch_size or 1, left)
@@ -74,8 +80,9 @@ class _StreamLoader(DataLoader[Any]):
         super().__init__(share, **kw)
 
     def __iter__(self) -> Any:
-        if isinstance(self.dataset, StreamShare):
+        if isinstance(self.dataset, StreamShare) and self.dataset.skip != self._skip:
             self.dataset.skip = self._skip
+            self._iterator = None  # persistent workers have a copy of the stream
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):  # of the package datasets
             set_epoch(self._epoch)
         self._taken = 0
@@ -100,6 +107,10 @@ class _StreamLoader(DataLoader[Any]):
         if not isinstance(self.dataset, StreamShare):
             raise TypeError("this stream splits itself: save its own state_dict() in the snapshot, and load that")
         self._epoch, self._skip = state["epoch"], state["taken"]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Count from this epoch on."""
+        self._epoch, self._taken, self._skip = epoch, 0, 0
 
 
 class _Counter:
@@ -143,15 +154,16 @@ def loader(
     them.
 
     ``loader.state_dict()`` says where in the data the ranks are. A loader that gets it by ``load_state_dict()`` goes on
-    with the next sample, also with another number of ranks.
+    with the next sample, also with another number of ranks. It is right if every rank has taken as many batches as the
+    rank that saves it. ``loader.set_epoch(epoch)`` begins another epoch.
 
     Args:
         dataset: map-style, or an ``IterableDataset``. Of a stream of the package ``datasets`` each rank reads its part;
-            any other stream is read by every rank, which keeps every n-th sample.
+            any other stream is read by every rank, which keeps every n-th sample: its order has to be the same on every
+            rank, and it must not split itself. (For a stream that does, use torch's DataLoader.)
         batch_size: samples per step, on this rank or, with ``split_batch=True``, over all ranks.
         shuffle: use a new order each epoch, from the run's ``seed``: that of ``DistributedSampler`` with
-            ``set_epoch(0)``, ``set_epoch(1)``, ... ``loader.sampler.set_epoch`` begins another epoch, e.g. after a
-            resume.
+            ``set_epoch(0)``, ``set_epoch(1)``, ...
         exact: True: every sample exactly once, for an evaluation; some ranks may have a sample, and a batch, less.
             False: as with ``DistributedSampler`` a few samples are repeated to make the shares equal, so that no rank
             waits for another one in a collective.
@@ -162,7 +174,8 @@ def loader(
 
     Raises:
         TypeError: the sampler is already distributed, or has no length.
-        ValueError: options that exclude each other, or a global batch size that is not divisible by the world size.
+        ValueError: options that exclude each other (``exact`` and ``drop_last``, for example), or a global batch size
+            that is not divisible by the world size.
         RuntimeError: while iterating: the samplers of two ranks drew different samples.
     """
     ranks = context.world_size()
@@ -173,13 +186,13 @@ def loader(
     kw.setdefault("pin_memory", context.device().type == "cuda")
     given = sampler if sampler is not None else batch_sampler
     _check_samplers(dataset, sampler, batch_sampler, shuffle=shuffle)
+    if exact and kw.get("drop_last"):
+        raise ValueError("exact=True takes every sample, and drop_last=True leaves some out: choose one of them")
     if isinstance(dataset, IterableDataset):
         share = split_by_itself(dataset)
         share = StreamShare(dataset, exact=exact) if share is None else share
         return _StreamLoader(share, batch_size=batch_size, **kw)
-    if batch_sampler is None:
-        kw["batch_size"] = batch_size
-    elif batch_size != 1 or kw.get("drop_last"):
+    if batch_sampler is not None and (batch_size != 1 or kw.get("drop_last")):
         raise ValueError(
             "loader() with batch_sampler takes no batch_size, split_batch or drop_last: it makes the batches"
         )
@@ -193,7 +206,9 @@ def loader(
         shuffle=shuffle,
         seed=context.seed(),
     )
-    return _EpochLoader(dataset, epochs, batches=batch_sampler is not None, **kw)
+    if batch_sampler is not None:
+        return _EpochLoader(dataset, batch_sampler=epochs, **kw)
+    return _EpochLoader(dataset, batch_size, sampler=epochs, **kw)
 
 
 def _check_samplers(dataset: Any, sampler: Any, batch_sampler: Any, *, shuffle: bool) -> None:

@@ -72,7 +72,9 @@ class EpochSampler(DistributedSampler[Any]):
         return left[self.rank :: self.num_replicas]
 
     def set_epoch(self, epoch: int) -> None:
-        """Use this epoch's order from its start in the next pass."""
+        """Use this epoch's order from its start in the next pass; right after ``load_state_dict`` from there."""
+        if epoch == self.epoch and self._start and not self._taken:
+            return
         super().set_epoch(epoch)
         self._start = self._taken = 0
         self._version += 1
@@ -115,10 +117,9 @@ class EpochDraw:
     def __init__(self, sampler: Any, seed: int) -> None:
         self._sampler = sampler
         self._seed = seed
-        # Of a BatchSampler, the generator of its sampler.
-        self._generator = getattr(sampler, "generator", None) or getattr(
-            getattr(sampler, "sampler", None), "generator", None
-        )
+        self._samplers = [sampler, getattr(sampler, "sampler", None)]  # the second one of a BatchSampler
+        found = [getattr(each, "generator", None) for each in self._samplers]
+        self._generator = next((each for each in found if isinstance(each, torch.Generator)), None)
         self._first_state = self._generator.get_state() if self._generator is not None else None
         self._draws = 0  # with its own generator
         self._epoch, self._order = -1, list[Any]()
@@ -136,7 +137,10 @@ class EpochDraw:
         return list(self._order)
 
     def _drawn(self, epoch: int) -> list[Any]:
-        if self._generator is None:
+        for each in self._samplers:
+            if callable(set_epoch := getattr(each, "set_epoch", None)):
+                set_epoch(epoch)
+        if self._generator is None or self._first_state is None:
             with _seeded(self._seed + epoch):
                 return list(self._sampler)
         if epoch < self._draws:
@@ -151,7 +155,7 @@ class EpochDraw:
         digest = hashlib.blake2b(repr(self._order).encode(), digest_size=16).hexdigest()
         here = f"{context.rank()} {digest}"
         rank, other = set_default(f"draw {name} {self._epoch}", here).split()
-        if other != digest:
+        if other != digest and int(rank) != context.rank():
             raise RuntimeError(
                 f"loader(): the sampler of rank {context.rank()} drew other samples than that of rank {rank} in epoch "
                 f"{self._epoch}, so that shares would overlap. Give it the same arguments on every rank, and if it has "
@@ -183,6 +187,8 @@ class Pass:
 
     def __init__(self, sampler: EpochSampler) -> None:
         self._sampler = sampler
+        if not sampler.changes:
+            sampler._taken = 0  # every pass begins at the start
         self._epoch = sampler.epoch
         self._version = sampler._version
         self._began = collectives_begun() if sampler.changes else None

@@ -61,6 +61,7 @@ def join(model: torch.nn.Module) -> Iterator[None]:
     Args:
         model: as :func:`wrap` returns it. A model that is not in DDP needs nothing.
     """
+    model = _uncompiled(model)
     with model.join() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
         yield
 
@@ -84,7 +85,8 @@ def accumulate(model: torch.nn.Module, k: int, *, last: bool = False) -> Iterato
     Args:
         model: as :func:`wrap` returns it, in DDP or not.
         k: number of micro-batches, the same on all ranks.
-        last: True: this is the last one, even if there were fewer than ``k``, e.g. at the end of the data.
+        last: True: this is the last one, even if there were fewer than ``k``, e.g. at the end of the data. It has to be
+            the same block on all ranks.
 
     Yields:
         Whether the micro-batches are complete after this block.
@@ -94,12 +96,21 @@ def accumulate(model: torch.nn.Module, k: int, *, last: bool = False) -> Iterato
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"accumulate() takes a whole number of micro-batches from 1 on, not {k!r}")
+    model = _uncompiled(model)
     number = _accumulated.get(model, 0) + 1
     complete = last or number >= k
     alone = contextlib.nullcontext() if complete or not isinstance(model, DistributedDataParallel) else model.no_sync()
+    _accumulated[model] = 0  # after an exception, whose gradients nobody wants, the micro-batches begin anew
     with alone:
         yield complete
     _accumulated[model] = 0 if complete else number
     if complete and number > 1:
         for gradient in [p.grad for p in model.parameters() if p.grad is not None]:
             gradient.div_(number)
+
+
+def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that ``torch.compile`` was given."""
+    found = getattr(model, "_orig_mod", model)
+    assert isinstance(found, torch.nn.Module)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -54,7 +55,8 @@ class StreamShare(IterableDataset[Any]):
 
 def split_by_itself(stream: Any) -> Any:
     """The share of a stream that knows how to split itself over ranks and workers (package ``datasets``), else None."""
-    if type(stream).__module__.partition(".")[0] != "datasets":
+    theirs = getattr(sys.modules.get("datasets"), "IterableDataset", None)
+    if not (isinstance(theirs, type) and isinstance(stream, theirs)):
         return None
-    split = sys.modules["datasets"].distributed.split_dataset_by_node
+    split = importlib.import_module("datasets.distributed").split_dataset_by_node
     return split(stream, rank=context.rank(), world_size=context.world_size())

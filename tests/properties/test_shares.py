@@ -99,10 +99,11 @@ def test_default_shares_are_equally_long_and_begin_with_that_order(
 
 def _loaders(kind: str, size: int, ranks: int, batch_size: int, *, exact: bool) -> list[Any]:
     batches = kind == "BatchSampler"
-    options = {} if batches else {"batch_size": batch_size}
+    options: dict[str, Any] = {} if batches else {"batch_size": batch_size}
     dataset: Any = range(size)
     samplers = _samplers(kind, size, ranks, exact=exact)
-    return [data._EpochLoader(dataset, each, batches=batches, **options) for each in samplers]
+    role = "batch_sampler" if batches else "sampler"
+    return [data._EpochLoader(dataset, **{role: each}, **options) for each in samplers]
 
 
 def _batches(loader: Any, most: int | None = None) -> list[list[int]]:
