@@ -118,6 +118,7 @@ class Case:
         extra_s: beside that, near one of the ends.
         pauses_s: between interrupts, or from SIGSTOP to SIGCONT.
         slowness: of the machine meanwhile; limits are stretched by it.
+        options: of the command that draws it again.
     """
 
     seed: str
@@ -133,6 +134,7 @@ class Case:
     number: int
     at_line: int = 0
     slowness: float = 1.0
+    options: str = ""
     applied: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -147,7 +149,8 @@ class Case:
 def draw(seed: str, only: str = "", kernels: set[str] | None = None) -> Case:
     """The case of that seed: always the same."""
     rng = random.Random(seed)
-    names = [n for n, f in FAULTS.items() if only.lower() in n.lower() and (kernels is None or f.kernel in kernels)]
+    possible = {fault.kernel for fault in FAULTS.values()} if kernels is None else kernels
+    names = [n for n, f in FAULTS.items() if only.lower() in n.lower() and f.kernel in possible]
     if not names:
         raise SystemExit(f"no fault is called {only!r}; there are: {', '.join(FAULTS)}")
     fault = rng.choices(names, [FAULTS[name].weight for name in names])[0]
@@ -173,6 +176,7 @@ def draw(seed: str, only: str = "", kernels: set[str] | None = None) -> Case:
         grace_s=rng.choice([0.0, 0.2, 0.4, 0.4, 5.0 if rng.random() < 0.2 else 0.3]),
         number=rng.randrange(45),
         at_line=int(10 ** rng.uniform(0, 3.1)) if fault == "interrupt at a line" else 0,
+        options=(f" --only '{only}'" if only else "") + (" --no-notebooks" if "notebook" not in possible else ""),
     )
     if any(run["seconds"] == ENDLESS_S for run in runs):  # and all of them end by the fault
         for run in runs:

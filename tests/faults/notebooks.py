@@ -167,9 +167,8 @@ class _Watch:
         if message["parent_header"].get("msg_id") != self._id:
             return
         content = message["content"]
-        if message["msg_type"] == "display_data":
-            view = content["data"].get("application/vnd.jupyter.widget-view+json", {})
-            self.panel = view.get("model_id", self.panel)
+        if message["msg_type"] == "comm_open" and "snapshot" in content["data"].get("state", {}):
+            self.panel = content["comm_id"]
         if message["msg_type"] == "error":
             self.shown += f"{content['ename']}: {content['evalue']}"
             self.ename = content["ename"]
@@ -240,7 +239,7 @@ def _interrupt(times: int, how: str) -> Callable[..., None]:
             kernel.notebook.ok("nbddp.last_run().stop(0)")
             return
         # Before the cell has begun ipykernel hears no interrupt.
-        _wait_for_ranks(kernel, watch, at_least=0)
+        _wait_for_panel(watch)
         rng = random.Random(case.seed)
         for number in range(times):
             kernel.notebook.interrupt(how)
@@ -252,14 +251,20 @@ def _interrupt(times: int, how: str) -> Callable[..., None]:
     return harm
 
 
-def _wait_for_ranks(kernel: NotebookKernel, watch: _Watch, at_least: int = 1) -> list[int]:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        ranks = ranks_of(kernel.pid)
-        if (at_least and len(ranks) >= at_least) or (not at_least and watch.panel):
+def _wait_for_ranks(kernel: NotebookKernel, watch: _Watch) -> list[int]:
+    patience = Patience(20)
+    while not patience.is_over():
+        if ranks := ranks_of(kernel.pid):
             return ranks
         watch.until(time.monotonic() + 0.005)
-    raise AssertionError("no rank and no panel within 20 s")
+    raise AssertionError("no rank within 20 s")
+
+
+def _wait_for_panel(watch: _Watch) -> None:
+    patience = Patience(20)
+    watch.until(time.monotonic() + 600, enough=lambda: bool(watch.panel) or patience.is_over())
+    if not watch.panel:
+        raise AssertionError(f"no panel within 20 s{': the cell is over' if watch.over else ''}")
 
 
 def _kill_rank(kernel: NotebookKernel, case: Case, watch: _Watch, verdict: Verdict) -> None:
@@ -281,7 +286,7 @@ def _check_reply(reply: Reply, enames: set[str], verdict: Verdict) -> None:
 
 def _press_stop(kernel: NotebookKernel, case: Case, watch: _Watch, verdict: Verdict) -> None:
     """The panel's button, by the message that its script sends."""
-    watch.until(time.monotonic() + 20, enough=lambda: bool(watch.panel))
+    _wait_for_panel(watch)
     case.applied["at"] = time.monotonic()
     kernel.send_comm("comm_msg", watch.panel, {"method": "custom", "content": {"kind": "stop"}})
     if case.label == "background":
@@ -292,7 +297,7 @@ def _press_stop(kernel: NotebookKernel, case: Case, watch: _Watch, verdict: Verd
 
 def _close_page(kernel: NotebookKernel, case: Case, watch: _Watch, verdict: Verdict) -> None:
     """The widget's other end goes away; the run does not care."""
-    watch.until(time.monotonic() + 20, enough=lambda: bool(watch.panel))
+    _wait_for_panel(watch)
     kernel.send_comm("comm_close", watch.panel, {})
     _ends_well(kernel, watch, verdict)
 

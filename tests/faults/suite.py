@@ -287,7 +287,7 @@ def explain(verdict: Verdict) -> str:
     lines += [f"  {line}" for wrong in verdict.wrong for line in wrong.splitlines()]
     lines.append(f"  case: {json.dumps(case, default=str)}")
     lines.append(f"  evidence: {json.dumps(verdict.evidence, default=str)[:4000]}")
-    lines.append(f"  alone: python -m tests.faults --case {verdict.case.seed}")
+    lines.append(f"  alone: python -m tests.faults --case {verdict.case.seed}{verdict.case.options}")
     return "\n".join(lines)
 
 

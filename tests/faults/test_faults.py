@@ -21,7 +21,7 @@ IN_DRIVERS, IN_NOTEBOOKS = 30, 4
 def test_faults_at_random_moments_end_as_specified(capsys: pytest.CaptureFixture[str]) -> None:
     possible = {sort for sort, why in able().items() if not why} - {"notebook"}
     drawn = [cases.draw(f"{SEED}:{number}", kernels=possible) for number in range(IN_DRIVERS)]
-    drawn += [cases.draw(f"{SEED}:n{number}", kernels={"notebook"}) for number in range(IN_NOTEBOOKS)]
+    drawn += [cases.draw(f"{SEED}:n{number}", only="notebook") for number in range(IN_NOTEBOOKS)]
     verdicts = run_all(drawn)
     with capsys.disabled():
         lacking = {sort: why for sort, why in able().items() if why}
