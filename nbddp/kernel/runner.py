@@ -103,7 +103,7 @@ def launch(plan: Plan, site: Site, call: Call, options: RunOptions) -> Run[Any]:
     with contextlib.ExitStack() as unless_begun:
         unless_begun.callback(site.close)
         sinks = choose_sinks(options["to"])
-        pickled = _pickle_call(plan, call)
+        pickled = pickle_call(plan, call)
         if len(pickled.packed.inherited) > _MAX_FORK_SERVER_FDS:
             plan = dataclasses.replace(plan, start_method="spawn")
         started: Run[Any] = Run(plan, pickled, site, blocking=options["wait"], sinks=sinks)
@@ -112,22 +112,22 @@ def launch(plan: Plan, site: Site, call: Call, options: RunOptions) -> Run[Any]:
     return started
 
 
-def _pickle_call(plan: Plan, call: Call) -> payload.Pickled:
+def pickle_call(plan: Plan, call: Call) -> payload.Pickled:
     """Pickle the call, without those of the optional arguments that cannot be pickled."""
     try:
-        return payload.prepare((call.fn, call.args, call.kwargs), inheriting=not plan.shares)
+        return payload.prepare((call.fn, call.args, call.kwargs), sent=plan.sent, inheriting=plan.inherits)
     except Exception as error:  # whatever a user's __reduce__ raises
         left_out = {name for name in plan.optional if not _can_be_pickled(call.kwargs[name], plan)}
         if left_out:
             kept = {name: value for name, value in call.kwargs.items() if name not in left_out}
-            return _pickle_call(dataclasses.replace(plan, optional=frozenset()), dataclasses.replace(call, kwargs=kept))
+            return pickle_call(dataclasses.replace(plan, optional=frozenset()), dataclasses.replace(call, kwargs=kept))
         named = {call.name: call.fn, **{f"args[{i}]": arg for i, arg in enumerate(call.args)}, **call.kwargs}
         raise unpicklable.explain(named, error, what=f"cannot send {call.name} to the ranks") from None
 
 
 def _can_be_pickled(value: Any, plan: Plan) -> bool:
     try:
-        payload.probe(value, inheriting=not plan.shares)
+        payload.probe(value, inheriting=plan.inherits)
     except Exception:  # whatever a user's __reduce__ raises
         return False
     return True

@@ -35,12 +35,15 @@ from nbddp.worker import (
     blas,
     context,
     dead_man_switch,
+    group_sockets,
     inherited,
     leftovers,
     main_module,
     metrics,
     output,
     process_group,
+    regroup,
+    staying,
 )
 
 _EXIT_CHARS = 1000  # longest text of sys.exit() that is reported
@@ -56,6 +59,7 @@ class Ends:
     payload: int
     result: int
     store: int | None
+    calls: int | None = None  # of a rank that stays: where the ends of its next calls come from
 
 
 def main(channel: Connection, ends: Ends, handed: Sequence[Any]) -> None:
@@ -68,16 +72,57 @@ def main(channel: Connection, ends: Ends, handed: Sequence[Any]) -> None:
     report = _live(job, channel, ends, handed)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # must not interrupt the report; the notebook kernel can use SIGKILL
     channel.send_bytes(wire.encode(report))
-    _leave(channel)
-
-
-def _live(job: wire.Job, channel: Connection, ends: Ends, handed: Sequence[Any]) -> wire.Message:
-    """Set up, call the function, and return one message with the result. The worker's only broad ``except``."""
-    phase = "setup"
+    if ends.calls is not None:
+        staying.serve(channel, job, staying.Ends(ends.calls), functools.partial(_next_call, channel, ends))
+        return _end()
+    output.flush()
+    metrics.flush()
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        notebook = set_up(job, ends)
-        channel.send_bytes(wire.encode(wire.Ready(versions.package_folder())))
+        channel.recv_bytes()  # Leave: a rank that left early would break its peers' connections
+    except (EOFError, OSError):
+        return None
+    return _end()
+
+
+def _next_call(channel: Connection, ends: Ends, job: wire.Job, fds: Sequence[int]) -> wire.Message:
+    """Take one more call on a rank that stays."""
+    metrics_fd, output_fd, payload_fd, result_fd = fds
+    metrics.begin_again(metrics_fd)
+    output.continue_in(output_fd)
+    ends = dataclasses.replace(ends, payload=payload_fd, result=result_fd)
+    try:
+        report = _live(job, channel, ends, (), main_module.of_the_notebook)
+        staying.refuse_interrupts()
+    except KeyboardInterrupt as error:  # before the report of another exception; there is no second one
+        report = _failed(error, time.monotonic(), "call", result_fd)
+    output.flush()
+    metrics.flush()  # all of this call is in its own pipe
+    os.close(result_fd)
+    return report
+
+
+def _live(
+    job: wire.Job,
+    channel: Connection,
+    ends: Ends,
+    handed: Sequence[Any],
+    ready: Callable[[], ModuleType] | None = None,
+) -> wire.Message:
+    """Set up, call the function, and return one message with the result. The worker's only broad ``except``.
+
+    Args:
+        ready: returns the ``__main__`` of a rank that is already set up.
+    """
+    phase = "setup"
+    sigchld = signal.getsignal(signal.SIGCHLD)  # torch's, once a DataLoader has had workers
+    try:
+        if ready is not None:
+            staying.allow_interrupt()
+            notebook = ready()
+        else:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            notebook = set_up(job, ends)
+            channel.send_bytes(wire.encode(wire.Ready(versions.package_folder())))
         phase = "unpack"
         call, known = unpack(job, ends.payload, notebook, handed)
         phase = "call"
@@ -97,6 +142,9 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, handed: Sequence[Any])
         failed = _failed(error, at, phase, ends.result)
         channel.send_bytes(wire.encode(wire.Raised(**vars(failed))))
         return _with_the_exception(failed, error, ends.result, known if phase in ("call", "pack") else None)
+    finally:
+        if ready is not None:
+            signal.signal(signal.SIGCHLD, sigchld)
 
 
 # ---------------------------------------------------------------------------- setting up
@@ -195,17 +243,11 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
     process_group.remember_stores(job.store_host, job.store_port, store_file)
+    if job.stays:
+        group_sockets.remember_new_groups()
+        regroup.remember_models()
     if job.backend is not None:
-        process_group.open_group(
-            backend=job.backend,
-            rank=job.rank,
-            world_size=job.world_size,
-            device=context.device(),
-            address=(job.store_host, job.store_port),
-            file=store_file,
-            prefix=job.store_prefix,
-            timeout_s=job.pg_timeout_s,
-        )
+        process_group.open_group_of(job, context.device(), store_file, job.group)
     process_group.wrap_init_process_group()  # after ours, whose store it would take for another
 
 
@@ -237,7 +279,7 @@ def seed_everything(seed: int) -> None:
 def unpack(job: wire.Job, fd: int, notebook: ModuleType, handed: Sequence[Any] = ()) -> tuple[Callable[[], Any], Known]:
     """Unpack the function with its arguments from the block ``fd``, and the objects known from the notebook."""
     unpacked = payload.unpack(fd, job.payload_nbytes, inherited=handed, device=context.device())
-    known = main_module.publish(notebook, unpacked)
+    known = main_module.publish(notebook, unpacked, job.by_value if job.stays else None)
     process_group.adopt_group()
     os.close(fd)
     function, args, kwargs = unpacked.value
@@ -302,14 +344,8 @@ def _with_the_exception(failed: wire.Failed, error: BaseException, fd: int, know
     return dataclasses.replace(failed, nbytes=nbytes)
 
 
-def _leave(channel: Connection) -> None:
-    """Flush, wait until every rank has reported, and end as Python does: first threads, then exit handlers."""
-    output.flush()
-    metrics.flush()
-    try:
-        channel.recv_bytes()  # Leave: a rank that left early would break its peers' connections
-    except (EOFError, OSError):
-        return
+def _end() -> None:
+    """End as Python does: first threads, then exit handlers."""
     process_group.close_group()
     # Before the exit handlers, because executors end their processes here and multiprocessing's handler joins those.
     # multiprocessing calls it again when this process ends (Python 3.10 to 3.14), which does nothing.
