@@ -107,12 +107,11 @@ class LocalRank(RankBase):
             socket.send_fds(self._calls, [staying.ENDS], workers_fds)
         self.send(call)
 
-    def release(self) -> None:
-        """Interrupt a rank that stays, also where it waits for ranks that will not come."""
+    def free(self) -> None:
+        """Release a rank that stays from a collective whose other ranks will not come."""
         if self._calls is not None:
             with contextlib.suppress(OSError):
                 self._calls.send(staying.FREE, socket.MSG_DONTWAIT)
-        self.interrupt()
 
     def regroup(self, number: int) -> None:
         """Have a rank that stays join the process group of this number; ``regrouped`` is its answer."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nbddp import fds, payload, wire
@@ -24,6 +24,7 @@ _RELEASED_WITHIN_S = 1.0  # gloo's senders may wait on although their connection
 _RELEASE_AGAIN_S = 0.1
 _REGROUPED_WITHIN_S = 10.0
 _POLL_S = 0.02
+_ALL_WAIT_S = 0.03  # after a failure, until the other ranks wait for the failed one; see worker/group_sockets.py
 
 
 class Ranks:
@@ -86,11 +87,11 @@ class Ranks:
             _begin(worker, call, outputs[worker.rank], block)
         return None
 
-    def settle(self, released_at: float | None) -> list[str]:
+    def settle(self, released_by: float | None) -> list[str]:
         """End a call: release its ranks, end those that do not come back, and put the others into a new group.
 
         Args:
-            released_at: when the ranks were first asked to leave the call; None: they were not.
+            released_by: when the ranks have been asked to leave the call; None: they were not.
 
         Returns:
             What a failure has left behind, in lines for the user.
@@ -99,7 +100,7 @@ class Ranks:
         if all(isinstance(worker.report, wire.Finished) for worker in self.workers):
             return []
         self._findings = []
-        self._release_all(time.monotonic() if released_at is None else released_at)
+        self._release_all(time.monotonic() if released_by is None else released_by)
         for worker in self.workers:
             if worker.alive and worker.report is None:
                 self.lost[worker.rank] = "it did not come back from the call within 1 s, and was ended"
@@ -121,7 +122,8 @@ class Ranks:
             if now >= again_at:
                 again_at = now + _RELEASE_AGAIN_S
                 for worker in pending:
-                    worker.release()
+                    worker.free()
+                    worker.interrupt()
             self.watch(_POLL_S)
 
     def watch(self, timeout_s: float) -> None:
@@ -238,7 +240,9 @@ class CallCrew(CrewBase):
         self._plan = plan
         self._block = block
         self._start_method = start_method
-        self._released_at: float | None = None
+        self._asked = False  # the ranks have been asked to leave the call
+        self._steps: list[tuple[float, Callable[[LocalRank], None]]] = []  # to take at these times
+        self._released_by: float | None = None
         self._begun = False
         self._outputs: Sequence[RankOutput] = ()
 
@@ -256,7 +260,7 @@ class CallCrew(CrewBase):
 
     def __exit__(self, *exc_info: object) -> None:
         if self._begun:
-            for line in self._ranks.settle(self._released_at):
+            for line in self._ranks.settle(self._released_by):
                 self._outputs[0].note(line)
 
     def launch(self, packed: Packed, outputs: Sequence[RankOutput], restart_count: int) -> None:
@@ -271,14 +275,36 @@ class CallCrew(CrewBase):
         self._ranks.sent.add_outputs(packed.variables)
 
     def watch(self, timeout_s: float) -> None:
-        """Wait until something happens, at most ``timeout_s``; release the ranks of a failed one."""
-        self._ranks.watch(timeout_s)
-        if self._released_at is None and self._has_failed_by_itself():
-            self.interrupt()
+        """Wait until something happens, at most ``timeout_s``; when a rank has failed, have the others leave."""
+        left = [due - time.monotonic() for due, _ in self._steps]
+        self._ranks.watch(max(0.0, min([timeout_s, *left])))
+        if not self._asked and self._has_failed_by_itself():
+            # First those that wait for the failed rank; an interrupt could hit the end of a ``with`` in torch's code.
+            self._have_them_leave([(_ALL_WAIT_S, LocalRank.free), (2 * _ALL_WAIT_S, LocalRank.interrupt)])
+        self._take_due_steps()
 
     def _has_failed_by_itself(self) -> bool:
         failed = [worker for worker in self.workers if failure.has_failed(worker)]
         return not all(map(failure.is_consequence, failed))
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in every rank that is in the call, also where it waits for other ranks."""
+        if not self._asked:
+            self._have_them_leave([(0.0, LocalRank.interrupt), (_ALL_WAIT_S, LocalRank.free)])
+            self._take_due_steps()
+
+    def _have_them_leave(self, steps: Sequence[tuple[float, Callable[[LocalRank], None]]]) -> None:
+        now = time.monotonic()
+        self._asked = True
+        self._steps = [(now + delay, step) for delay, step in steps]
+        self._released_by = now + steps[-1][0]
+
+    def _take_due_steps(self) -> None:
+        while self._steps and self._steps[0][0] <= time.monotonic():
+            _, step = self._steps.pop(0)
+            for worker in self.workers:
+                if worker.alive and worker.report is None:
+                    step(worker)
 
     def wake(self) -> None:
         """End a :meth:`watch` under way in another thread."""
@@ -287,13 +313,6 @@ class CallCrew(CrewBase):
 
     def dismiss_reported(self) -> None:
         """Do nothing: the ranks stay."""
-
-    def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in every rank that is in the call, also where it waits for other ranks."""
-        self._released_at = self._released_at or time.monotonic()
-        for worker in self.workers:
-            if worker.alive and worker.report is None:
-                worker.release()
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
         """Return faulthandler's dumps by rank, of the ranks that answer in time."""

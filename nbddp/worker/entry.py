@@ -95,10 +95,20 @@ def _next_call(channel: Connection, ends: Ends, job: wire.Job, fds: Sequence[int
         staying.refuse_interrupts()
     except KeyboardInterrupt as error:  # before the report of another exception; there is no second one
         report = _failed(error, time.monotonic(), "call", result_fd)
+    if not isinstance(report, wire.Finished):
+        _restore_modes()
     output.flush()
     metrics.flush()  # all of this call is in its own pipe
     os.close(result_fd)
     return report
+
+
+def _restore_modes() -> None:
+    """Reset what an interrupt in the middle of a ``with torch.no_grad()`` or ``autocast`` leaves behind."""
+    torch.set_grad_enabled(True)
+    torch.clear_autocast_cache()
+    for device in {"cpu", context.device().type}:
+        torch.set_autocast_enabled(device, False)
 
 
 def _live(

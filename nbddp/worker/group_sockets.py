@@ -1,7 +1,10 @@
 """Releases this rank from a collective of gloo, by shutting down the connections of its process groups.
 
 Neither ``abort()`` nor ``destroy_process_group()`` releases a rank that waits in gloo (torch 2.13); a connection that
-the other side has closed does, within milliseconds.
+the other side has closed does, within milliseconds. But gloo never wakes a sender whose write fails on a closed
+connection (``Pair::signalException`` leaves out the operation that is being written), so connections are shut down when
+all ranks wait, and only for reading: of 400 failures in DDP's collectives 10 left such a sender when they were shut down
+at once, none when that came 30 ms later.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def shut() -> None:
                 # Shutting the listener down would end the process: gloo aborts when it cannot accept.
                 listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if same and not listens and connection.family in (socket.AF_INET, socket.AF_INET6):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RD)
 
 
 def _open_sockets() -> set[tuple[int, str]]:

@@ -41,11 +41,14 @@ def publish(main: types.ModuleType, unpacked: Unpacked, numbers: Sequence[int] |
         return known
     main.__dict__.update(unpacked.named)
     for number, obj in zip(numbers, unpacked.by_value):
-        _received.extend(object() for _ in range(number + 1 - len(_received)))  # of calls that ended before this
+        _received.extend([_never_received] * (number + 1 - len(_received)))  # of calls that ended before this
         _received[number] = obj
     earlier, known = known, Known(_received, unpacked.named)
     known.add_earlier(earlier)
     return known
+
+
+def _never_received() -> None: ...
 
 
 _received: list[Any] = []  # on a rank that stays, by the notebook's number
