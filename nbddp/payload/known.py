@@ -51,8 +51,8 @@ class Known:
         """Add the variables of an earlier call on the same rank, as far as later ones have not replaced them."""
         self._names = {**earlier._names, **self._names}
 
-    def add_outputs(self, names: Mapping[str, Any]) -> None:
-        """Add variables that the notebook will have when the run is over."""
+    def add(self, names: Mapping[str, Any]) -> None:
+        """Add variables that the reader has, or will have when the run is over."""
         self._remember(names)
 
     def forget(self, names: Iterable[str]) -> None:
@@ -76,6 +76,10 @@ class Known:
         now = _parts(obj) if before is not None else None
         unchanged = now is not None and len(now) == len(before or ()) and all(map(operator.is_, now, before or ()))
         return number if unchanged else None
+
+    def knows(self, name: str) -> bool:
+        """Has any value of this variable come?"""
+        return name in self._names
 
     def has(self, name: str, value: Any) -> bool:
         """Is this value of a variable of ``__main__`` the one that came from the notebook?"""

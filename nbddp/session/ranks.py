@@ -272,7 +272,7 @@ class CallCrew(CrewBase):
             self._ranks.end()  # some ranks wait for those that could not be started
             raise
         self._begun = True
-        self._ranks.sent.add_outputs(packed.variables)
+        self._ranks.sent.add(packed.variables)
 
     def watch(self, timeout_s: float) -> None:
         """Wait until something happens, at most ``timeout_s``; when a rank has failed, have the others leave."""

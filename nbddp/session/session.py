@@ -89,7 +89,7 @@ class Session:
             timeout_s=options["timeout"],
             stall_after_s=options["stall_after"],
             stop_on_nan=bool(options["stop_on_nan"]),
-            summary=f"session · {self.nprocs} ranks · call {self._cells}",
+            summary=f"session · {self.summary} · call {self._cells}",
         )
         return launch(plan, SessionSite(plan, self._ranks), call, options)
 
@@ -128,6 +128,16 @@ class Session:
         return self._plan.nprocs
 
     @property
+    def closed(self) -> bool:
+        """Whether the session has been closed."""
+        return self._closed
+
+    @property
+    def summary(self) -> str:
+        """``4 ranks · gloo``."""
+        return f"{self.nprocs} ranks · {self._plan.backend or self._plan.device}"
+
+    @property
     def sent(self) -> Known:
         """The notebook's variables that the ranks have."""
         return self._ranks.sent
@@ -140,7 +150,7 @@ class Session:
     def __setitem__(self, name: str, value: Any) -> None:
         self._check_that_it_can_run()
         self._ask(namespace.assign, {name: value})
-        self._ranks.sent.add_outputs({name: value})
+        self._ranks.sent.add({name: value})
 
     def __getitem__(self, name: str) -> Any:
         """Return rank 0's value of this name, with tensors on the CPU. Raises RankError if rank 0 does not have it."""

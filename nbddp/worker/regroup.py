@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -47,9 +48,32 @@ def join_group(job: wire.Job, number: int) -> wire.Regrouped:
 def _put_into_new_group(model: Any) -> None:
     """Give a DDP model the default group, and a new reducer, which is bound to its group."""
     before, model.process_group = model.process_group, dist.group.WORLD
-    model.__setstate__(model.__getstate__())
+    with _same_buckets(model):
+        model.__setstate__(model.__getstate__())
     for hook, state in model._comm_hooks:
         dist._register_comm_hook(model.reducer, dist.group.WORLD if state is before else state, hook)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _same_buckets(model: Any) -> Iterator[None]:
+    """Let a new reducer begin with the buckets of the old one, which were ordered after its first backward pass.
+
+    Otherwise its first sums are rounded in another order, and differ in the last bit from an uninterrupted training's.
+    """
+    parameters, _ = model._build_params_for_reducer()
+    index = {id(parameter): number for number, parameter in enumerate(parameters)}
+    buckets = [[index[id(p)] for p in bucket.parameters()] for bucket in model.reducer._get_zeros_like_grad_buckets()]
+    original: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+
+    def assignment(*args: Any, **kwargs: Any) -> tuple[list[list[int]], list[int]]:
+        _, limits = original(*args, **kwargs)
+        return buckets[::-1], [limits[0]] * len(buckets)
+
+    dist._compute_bucket_assignment_by_size = assignment  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist._compute_bucket_assignment_by_size = original  # type: ignore[attr-defined]
 
 
 def fingerprints() -> dict[str, int]:
