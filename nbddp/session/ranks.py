@@ -62,8 +62,19 @@ class Ranks:
 
     # ------------------------------------------------------------------ a call
 
-    def begin(self, plan: Plan, packed: Packed, outputs: Sequence[RankOutput], block: int, start_method: str) -> None:
-        """Begin a call on all ranks; start those that do not exist yet, or no longer.
+    def begin(
+        self,
+        plan: Plan,
+        packed: Packed,
+        outputs: Sequence[RankOutput],
+        block: int,
+        start_method: str,
+        only: Sequence[int] | None,
+    ) -> None:
+        """Begin a call on all ranks, and start those that do not exist yet, or no longer.
+
+        Args:
+            only: these ranks alone, none of which is lost.
 
         Raises:
             LaunchError: a process could not be started.
@@ -72,8 +83,8 @@ class Ranks:
         if self.crew is None:
             self.crew = NotebookCrew(self.plan, start_method, block)
             return self.crew.launch(packed, outputs, 0)
-        survivors = [worker for worker in self.workers if worker.rank not in self.lost]
-        if self.lost:
+        survivors = [worker for worker in self.workers_of(only) if worker.rank not in self.lost]
+        if self.lost and only is None:
             self._group += 1
             for worker in survivors:
                 worker.regroup(self._group)
@@ -87,7 +98,11 @@ class Ranks:
             _begin(worker, call, outputs[worker.rank], block)
         return None
 
-    def settle(self, released_by: float | None) -> list[str]:
+    def workers_of(self, only: Sequence[int] | None) -> list[LocalRank]:
+        """Return these ranks; None: all."""
+        return [worker for worker in self.workers if only is None or worker.rank in only]
+
+    def settle(self, released_by: float | None, only: Sequence[int] | None) -> list[str]:
         """End a call: release its ranks, end those that do not come back, and put the others into a new group.
 
         Args:
@@ -97,11 +112,12 @@ class Ranks:
             What a failure has left behind, in lines for the user.
         """
         self.in_call = ""
-        if all(isinstance(worker.report, wire.Finished) for worker in self.workers):
+        workers = self.workers_of(only)
+        if all(isinstance(worker.report, wire.Finished) for worker in workers):
             return []
         self._findings = []
-        self._release_all(time.monotonic() if released_by is None else released_by)
-        for worker in self.workers:
+        self._release_all(workers, time.monotonic() if released_by is None else released_by)
+        for worker in workers:
             if worker.alive and worker.report is None:
                 self.lost[worker.rank] = "it did not come back from the call within 1 s, and was ended"
                 worker.kill()
@@ -113,9 +129,9 @@ class Ranks:
             self._regroup()
         return [*(f"rank {rank} is lost: {why}" for rank, why in self.lost.items()), *self._findings]
 
-    def _release_all(self, since: float) -> None:
+    def _release_all(self, workers: Sequence[LocalRank], since: float) -> None:
         again_at = 0.0
-        while pending := [worker for worker in self.workers if worker.alive and worker.report is None]:
+        while pending := [worker for worker in workers if worker.alive and worker.report is None]:
             now = time.monotonic()
             if now >= since + _RELEASED_WITHIN_S:
                 return
@@ -214,9 +230,10 @@ def _begin(worker: LocalRank, call: wire.NextCall, output: RankOutput, block: in
 class SessionSite(LocalSite):
     """Where one call of a session finds its ranks; see ``launch.interface.Site``."""
 
-    def __init__(self, plan: Plan, ranks: Ranks) -> None:
+    def __init__(self, plan: Plan, ranks: Ranks, only: Sequence[int] | None = None) -> None:
         super().__init__(plan)
         self._ranks = ranks
+        self._only = only
 
     def copy_data(self, pickled: Pickled, keep_going: Any) -> None:
         """Copy the data into a block that the ranks map."""
@@ -225,7 +242,7 @@ class SessionSite(LocalSite):
 
     def new_crew(self, start_method: str) -> CallCrew:  # type: ignore[override]
         """Return the session's ranks, for this call."""
-        return CallCrew(self._ranks, self._plan, self._block, start_method)
+        return CallCrew(self._ranks, self._plan, self._block, start_method, self._only)
 
     def can_restart(self) -> bool:
         """Return False: the session goes on with the ranks as they are."""
@@ -235,8 +252,9 @@ class SessionSite(LocalSite):
 class CallCrew(CrewBase):
     """The ranks of a session during one call; see ``launch.interface.Crew``."""
 
-    def __init__(self, ranks: Ranks, plan: Plan, block: int, start_method: str) -> None:
+    def __init__(self, ranks: Ranks, plan: Plan, block: int, start_method: str, only: Sequence[int] | None) -> None:
         self._ranks = ranks
+        self._only = only
         self._plan = plan
         self._block = block
         self._start_method = start_method
@@ -248,7 +266,7 @@ class CallCrew(CrewBase):
 
     @property
     def workers(self) -> Sequence[LocalRank]:  # type: ignore[override]
-        return self._ranks.workers
+        return self._ranks.workers_of(self._only)
 
     @property
     def alive(self) -> bool:
@@ -260,14 +278,14 @@ class CallCrew(CrewBase):
 
     def __exit__(self, *exc_info: object) -> None:
         if self._begun:
-            for line in self._ranks.settle(self._released_by):
+            for line in self._ranks.settle(self._released_by, self._only):
                 self._outputs[0].note(line)
 
     def launch(self, packed: Packed, outputs: Sequence[RankOutput], restart_count: int) -> None:
         """Begin the call on all ranks."""
         self._outputs = outputs
         try:
-            self._ranks.begin(self._plan, packed, outputs, self._block, self._start_method)
+            self._ranks.begin(self._plan, packed, outputs, self._block, self._start_method, self._only)
         except BaseException:
             self._ranks.end()  # some ranks wait for those that could not be started
             raise

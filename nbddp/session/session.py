@@ -96,29 +96,35 @@ class Session:
     def _plan_for(self, name: str, **planned: Any) -> Plan:
         return dataclasses.replace(self._plan, name=name, sent=self._ranks.sent, **planned)
 
-    def _ask(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call one of our functions on every rank, out of sight. Returns what the ranks returned."""
+    def _ask(self, fn: Callable[..., Any], *args: Any, only: Sequence[int] | None = None) -> list[Any]:
+        """Call one of our functions on every rank, or on some, out of sight. Returns what these returned."""
         plan = self._plan_for("session")
         run: Run[Any] = Run(
             plan,
             pickle_call(plan, Call("session", fn, args, {})),
-            SessionSite(plan, self._ranks),
+            SessionSite(plan, self._ranks, only),
             blocking=True,
         )
         run.begin(show=False, remember=False)
         return run.values
 
-    def _check_that_it_can_run(self) -> None:
+    def _left(self) -> list[int]:
+        return [rank for rank in range(self.nprocs) if rank not in self._ranks.lost]
+
+    def _check_that_it_lives(self) -> None:
         if self._closed:
             raise LaunchError("this session is closed; nbddp.session() or %ddp open starts another one")
         if self._ranks.in_call:
             raise LaunchError(f"{self._ranks.in_call} is still running in this session; wait() for it or stop() it")
         self._ranks.find_lost()
-        if self._ranks.crew is None:
+        if self._ranks.crew is None or not self._left():
             raise LaunchError("the ranks of this session have ended; restart() starts new ones")
-        if lost := self._ranks.lost:
-            rank, why = next(iter(lost.items()))
-            raise LaunchError(f"rank {rank} is lost: {why}. restart() starts it again; restart(names=[...]) also gives it names of another rank")
+
+    def _check_that_it_can_run(self) -> None:
+        self._check_that_it_lives()
+        for rank, why in self._ranks.lost.items():
+            advice = "restart() starts it again, restart(names=[...]) with names of another rank"
+            raise LaunchError(f"rank {rank} is lost: {why}. {advice}")
 
     # ------------------------------------------------------------------ names
 
@@ -153,14 +159,18 @@ class Session:
         self._ranks.sent.add({name: value})
 
     def __getitem__(self, name: str) -> Any:
-        """Return rank 0's value of this name, with tensors on the CPU. Raises RankError if rank 0 does not have it."""
-        self._check_that_it_can_run()
-        return self._ask(namespace.fetch, name, 0)[0]
+        """Return the value of this name on rank 0, or if that is lost on the lowest rank left; tensors on the CPU.
+
+        Raises:
+            RankError: the rank does not have it.
+        """
+        self._check_that_it_lives()
+        return self._ask(namespace.fetch, name, only=self._left()[:1])[0]
 
     def values(self, name: str) -> list[Any]:
         """Return each rank's value of this name, by rank, with tensors on the CPU."""
         self._check_that_it_can_run()
-        return self._ask(namespace.fetch, name, None)
+        return self._ask(namespace.fetch, name)
 
     def names(self) -> Names:
         """Return what the ranks' names are: type, shape, device, size, and whether the value differs between ranks."""
@@ -215,12 +225,12 @@ class Session:
         if self._ranks.in_call:
             raise LaunchError(f"{self._ranks.in_call} is still running in this session; stop() it first")
         self._ranks.find_lost()
-        left = sorted(set(range(self.nprocs)) - self._ranks.lost.keys())
+        left = self._left()
         if not self._ranks.lost or not left:
             self._ranks.end()
         self.open()
         for name in names:
-            value = self._ask(namespace.fetch, name, left[0])[left[0]]
+            [value] = self._ask(namespace.fetch, name, only=left[:1])
             self._ask(namespace.assign_where_missing, {name: value})
 
     def close(self) -> None:

@@ -56,10 +56,8 @@ def assign_where_missing(values: Mapping[str, Any]) -> None:
     _main().update((name, value) for name, value in values.items() if name not in _main())
 
 
-def fetch(name: str, rank: int | None) -> Any:
-    """Return the value of a name; from the other ranks None, if a rank is given."""
-    if rank is not None and context.rank() != rank:
-        return None
+def fetch(name: str) -> Any:
+    """Return the value of a name."""
     return _value_of(name)
 
 
