@@ -104,6 +104,7 @@ def set_own() -> None:
 
 def test_values_that_differ_between_ranks_are_told_and_synced(session: nbddp.Session) -> None:
     quiet(session, set_own)
+    session["equal"] = [{"a": torch.ones(3)}, "b"]
     assert session.names().differing == {"own", "word"}
     assert "own" in repr(session.names())
     assert session.check("own") == [1]
@@ -226,8 +227,8 @@ def build(seed: int) -> None:
     import __main__
 
     torch.manual_seed(seed)
-    net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
-    __main__.model = nbddp.wrap(net)
+    net = [torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4)]
+    __main__.model = nbddp.wrap(torch.nn.Sequential(*net))
     __main__.optimizer = torch.optim.SGD(__main__.model.parameters(), 0.01, momentum=0.9)
     __main__.batches = torch.Generator().manual_seed(nbddp.rank())
     __main__.buffers = None
@@ -399,6 +400,8 @@ def test_a_rank_that_ends_between_calls_is_noticed() -> None:
     with nbddp.session(nprocs=2, device="cpu") as session:
         os.kill(session.pids[1], signal.SIGKILL)
         wait_until(lambda: gone(session.pids[1]))
+        with pytest.raises((nbddp.LaunchError, nbddp.RankDied), match="rank 1"):  # at the latest when it is called
+            quiet(session, total)
         with pytest.raises(nbddp.LaunchError, match="rank 1 is lost: it ended with exit code -9"):
             quiet(session, total)
         session.restart()

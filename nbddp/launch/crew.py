@@ -45,9 +45,7 @@ class _Inherited:
         return operator.methodcaller("detach"), (reduction.DupFd(self._fd),)
 
 
-def _open_calls(
-    kernels_ends: contextlib.ExitStack, workers_ends: contextlib.ExitStack
-) -> tuple[socket.socket, int]:
+def _open_calls(kernels_ends: contextlib.ExitStack, workers_ends: contextlib.ExitStack) -> tuple[socket.socket, int]:
     """Open the connection that hands over the ends of the calls of a rank that stays. Returns both of its ends."""
     kernels_end, workers_end = socket.socketpair()
     kernels_ends.callback(kernels_end.close)

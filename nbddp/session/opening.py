@@ -36,7 +36,8 @@ def session(**options: Unpack[RunOptions]) -> Session:
     defaults = complete({})
     for name, value in options.items():
         if value != defaults.get(name) and (name in _REFUSED or name in OF_A_CALL):
-            raise LaunchError(f"session({name}=...): {_REFUSED.get(name, f'pass {name} to the session.run() of each call')}")
+            advice = _REFUSED.get(name, f"pass {name} to the session.run() of each call")
+            raise LaunchError(f"session({name}=...): {advice}")
     opened = Session(make_plan("session", options))
     opened.open()
     return opened

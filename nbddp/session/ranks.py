@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nbddp import fds, payload, wire
-from nbddp.errors import LaunchError
 from nbddp.kernel import failure
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.site import LocalSite, NotebookCrew
@@ -223,7 +222,8 @@ def _begin(worker: LocalRank, call: wire.NextCall, output: RankOutput, block: in
         os.set_blocking(metrics_r, False)
         result = payload.open_block(f"result-{worker.rank}")
         unless_begun.callback(os.close, result)
-        worker.begin(call, output, {"metrics": metrics_r, "result": result}, (metrics_w, output.fileno(), block, result))
+        fds_here = {"metrics": metrics_r, "result": result}
+        worker.begin(call, output, fds_here, (metrics_w, output.fileno(), block, result))
         unless_begun.pop_all()
 
 

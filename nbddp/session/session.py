@@ -13,7 +13,7 @@ from nbddp.errors import LaunchError
 from nbddp.kernel.options import RunOptions, complete, takes_options
 from nbddp.kernel.plan import Call, Plan, check_numbers, checked_call
 from nbddp.kernel.run import R, Run
-from nbddp.kernel.runner import pickle_call, launch
+from nbddp.kernel.runner import launch, pickle_call
 from nbddp.payload.known import Known
 from nbddp.session.names import Names
 from nbddp.session.ranks import Ranks, SessionSite

@@ -112,7 +112,9 @@ class MetricsPipe:
             self._fd = fd
             self._ids, self._next_id = {}, itertools.count()
             self._steps, self._step, self._resumed_after = {}, 0, None
-            self._logged.clear(), self._on_device.clear(), self._unsent.clear()
+            self._logged.clear()
+            self._on_device.clear()
+            self._unsent.clear()
             self._batch, self._written = b"", 0
 
     def last_step(self) -> int | None:

@@ -45,9 +45,7 @@ class Ends:
                 self._received.put(fds)
 
 
-def serve(
-    channel: Connection, job: wire.Job, ends: Ends, call: Callable[[wire.Job, list[int]], wire.Message]
-) -> None:
+def serve(channel: Connection, job: wire.Job, ends: Ends, call: Callable[[wire.Job, list[int]], wire.Message]) -> None:
     """Take calls until the notebook kernel ends the session."""
     while True:
         try:
