@@ -105,6 +105,7 @@ class Finished:
     met: bool | None = None  # the rank took part in a collective; None: it was in no group of several ranks
     lost: str = ""  # why the value is incomplete: parts of it do not pickle
     lost_path: tuple[str, ...] = ()  # how the user's names reach the first of these parts
+    in_group: bool = True  # the rank still has a default process group
 
 
 @dataclass(frozen=True)

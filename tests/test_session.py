@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -187,6 +188,47 @@ def test_options_of_a_call_or_of_hosts_are_refused_by_the_session(option: dict[s
         nbddp.session(nprocs=1, device="cpu", **option)
 
 
+def own_group(destroy: bool) -> float:
+    dist.init_process_group("gloo")
+    found = total()
+    if destroy:
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_call_may_open_and_destroy_the_group_as_scripts_do(session: nbddp.Session) -> None:
+    for destroy in (False, False, True, True):
+        assert quiet(session, own_group, destroy).values == [3.0] * 3
+    assert quiet(session, total).values == [3.0] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"start_method": "spawn"}, {"init": False}], ids=str)
+def test_spawned_ranks_and_ranks_without_a_group_stay_too(options: dict[str, Any]) -> None:
+    with nbddp.session(nprocs=2, device="cpu", **options) as session:
+        pids = session.pids
+        with pytest.raises(nbddp.RankError, match="the first"):
+            quiet(session, fail_while_others, "sleep")
+        assert quiet(session, os.getpid).values == pids
+
+
+def test_a_session_that_no_variable_holds_ends() -> None:
+    session = nbddp.session(nprocs=2, device="cpu")
+    pids = session.pids
+    del session
+    gc.collect()
+    wait_until(lambda: all(map(gone, pids)))
+
+
+def test_close_stops_a_call_that_goes_on() -> None:
+    session = nbddp.session(nprocs=2, device="cpu")
+    run = quiet(session, time.sleep, 300, wait=False)
+    began = time.monotonic()
+    session.close()
+    assert time.monotonic() - began < SOON_S
+    assert run.state == "stopped"
+
+
 # ---------------------------------------------------------------------------- failures
 
 
@@ -325,6 +367,22 @@ def test_groups_of_the_users_are_named_as_void_after_a_failure(session: nbddp.Se
     assert quiet(session, total).values == [3.0] * 3
 
 
+def interrupt_the_next_call(session: nbddp.Session) -> list[float]:
+    """Press ■ a moment after all ranks have begun the next call; the list gets the time."""
+    pressed: list[float] = []
+
+    def press() -> None:
+        wait_until(
+            lambda: session._ranks.in_call and all(w.called and w.report is None for w in session._ranks.workers)
+        )
+        time.sleep(0.3)
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    return pressed
+
+
 def interrupted_in_no_grad() -> None:
     with torch.no_grad():
         dist.all_reduce(torch.ones(1)) if nbddp.rank() else time.sleep(300)
@@ -337,11 +395,10 @@ def grad_enabled() -> bool:
 @pytest.mark.parametrize("what", ["all_reduce", "sleep", "loop", "loader", "no_grad"])
 def test_an_interrupt_ends_the_call_and_the_session_goes_on(session: nbddp.Session, what: str) -> None:
     pids = session.pids
-    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
-    began = time.monotonic()
+    pressed = interrupt_the_next_call(session)
     with pytest.raises(KeyboardInterrupt):
         quiet(session, interrupted_in_no_grad) if what == "no_grad" else quiet(session, go_on, what)
-    assert time.monotonic() - began < 0.4 + SOON_S
+    assert time.monotonic() - pressed[0] < SOON_S
     assert session.pids == pids
     assert quiet(session, total).values == [3.0] * 3
     assert quiet(session, grad_enabled).values == [True] * 3
@@ -372,6 +429,7 @@ def test_an_interrupt_while_nothing_runs_does_nothing_to_the_ranks(session: nbdd
 def in_c(rank: int) -> None:
     if nbddp.rank() == rank:
         sum(range(10**12))
+    time.sleep(300)
 
 
 def kill_myself(rank: int) -> None:
@@ -411,7 +469,7 @@ def test_a_rank_that_ends_between_calls_is_noticed() -> None:
 def test_a_rank_that_hears_nothing_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "STOP_GRACE_S", 0.3)
     with nbddp.session(nprocs=2, device="cpu") as session:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        interrupt_the_next_call(session)
         with pytest.raises(KeyboardInterrupt):
             quiet(session, in_c, 1)
         with pytest.raises(nbddp.LaunchError, match="rank 1 is lost: it did not come back from the call"):

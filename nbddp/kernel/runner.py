@@ -98,21 +98,25 @@ def plan_run(name: str, options: RunOptions) -> tuple[Plan, Site]:
     return remote
 
 
-def launch(plan: Plan, site: Site, call: Call, options: RunOptions) -> Run[Any]:
-    """Pickle the call, start the run, and unless ``wait=False`` wait for the end. Raises the errors of :func:`run`."""
+def launch(plan: Plan, site: Site, call: Call, options: RunOptions, *, remember: bool = True) -> Run[Any]:
+    """Pickle the call, start the run, and unless ``wait=False`` wait for the end. Raises the errors of :func:`run`.
+
+    Args:
+        remember: False: it is not a run of the user's, and ``last_run()`` and ``runs()`` leave it out.
+    """
     with contextlib.ExitStack() as unless_begun:
         unless_begun.callback(site.close)
         sinks = choose_sinks(options["to"])
-        pickled = pickle_call(plan, call)
+        pickled = _pickle_call(plan, call)
         if len(pickled.packed.inherited) > _MAX_FORK_SERVER_FDS:
             plan = dataclasses.replace(plan, start_method="spawn")
         started: Run[Any] = Run(plan, pickled, site, blocking=options["wait"], sinks=sinks)
         unless_begun.pop_all()
-    started.begin(show=options["show"])
+    started.begin(show=options["show"], remember=remember)
     return started
 
 
-def pickle_call(plan: Plan, call: Call) -> payload.Pickled:
+def _pickle_call(plan: Plan, call: Call) -> payload.Pickled:
     """Pickle the call, without those of the optional arguments that cannot be pickled."""
     try:
         return payload.prepare((call.fn, call.args, call.kwargs), sent=plan.sent, inheriting=plan.inherits)
@@ -120,7 +124,7 @@ def pickle_call(plan: Plan, call: Call) -> payload.Pickled:
         left_out = {name for name in plan.optional if not _can_be_pickled(call.kwargs[name], plan)}
         if left_out:
             kept = {name: value for name, value in call.kwargs.items() if name not in left_out}
-            return pickle_call(dataclasses.replace(plan, optional=frozenset()), dataclasses.replace(call, kwargs=kept))
+            return _pickle_call(dataclasses.replace(plan, optional=frozenset()), dataclasses.replace(call, kwargs=kept))
         named = {call.name: call.fn, **{f"args[{i}]": arg for i, arg in enumerate(call.args)}, **call.kwargs}
         raise unpicklable.explain(named, error, what=f"cannot send {call.name} to the ranks") from None
 

@@ -32,6 +32,7 @@ class Ranks:
     Attributes:
         sent: the notebook's variables that the ranks have.
         lost: ranks that have ended, each with the reason.
+        in_call: the name of the call that goes on; "" if there is none.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -40,7 +41,7 @@ class Ranks:
         self.lost: dict[int, str] = {}
         self._findings: list[str] = []
         self.crew: NotebookCrew | None = None
-        self.in_call = ""  # the name of the call that goes on
+        self.in_call = ""
         self._group = 0
         self._by_value: list[Any] = []  # functions and classes that the ranks have got, by number
         self._numbers: dict[int, int] = {}
@@ -78,7 +79,6 @@ class Ranks:
         Raises:
             LaunchError: a process could not be started.
         """
-        self.in_call = plan.name
         if self.crew is None:
             self.crew = NotebookCrew(self.plan, start_method, block)
             return self.crew.launch(packed, outputs, 0)
@@ -110,11 +110,13 @@ class Ranks:
         Returns:
             What a failure has left behind, in lines for the user.
         """
-        self.in_call = ""
         workers = self.workers_of(only)
-        if all(isinstance(worker.report, wire.Finished) for worker in workers):
-            return []
         self._findings = []
+        finished = [worker.report for worker in workers if isinstance(worker.report, wire.Finished)]
+        if len(finished) == len(workers):
+            if self.plan.backend is not None and not all(report.in_group for report in finished):
+                self._regroup()  # the call has destroyed the group, as the last line of many programs does
+            return self._findings
         self._release_all(workers, time.monotonic() if released_by is None else released_by)
         for worker in workers:
             if worker.alive and worker.report is None:
@@ -124,7 +126,7 @@ class Ranks:
             self.end()
             return []
         self._find_lost()
-        if not self.lost:
+        if not self.lost and only is None:
             self._regroup()
         return [*(f"rank {rank} is lost: {why}" for rank, why in self.lost.items()), *self._findings]
 
@@ -205,7 +207,7 @@ class Ranks:
                 crew.__exit__()
             finally:
                 crew.close()
-        self.sent, self.lost, self.in_call, self._group = Known(), {}, "", 0
+        self.sent, self.lost, self._group = Known(), {}, 0
 
     def disown(self) -> None:
         """In a process forked from the notebook kernel: hold nothing of the ranks open."""
@@ -230,10 +232,17 @@ def _begin(worker: LocalRank, call: wire.NextCall, output: RankOutput, block: in
 class SessionSite(LocalSite):
     """Where one call of a session finds its ranks; see ``launch.interface.Site``."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, only: Sequence[int] | None = None) -> None:
+    def __init__(self, plan: Plan, ranks: Ranks, only: Sequence[int] | None, owner: object) -> None:
+        """
+        Args:
+            only: the ranks that take the call; None: all.
+            owner: lives as long as the call.
+        """
         super().__init__(plan)
         self._ranks = ranks
         self._only = only
+        self._owner = owner
+        ranks.in_call = plan.name
 
     def copy_data(self, pickled: Pickled, keep_going: Any) -> None:
         """Copy the data into a block that the ranks map."""
@@ -243,6 +252,11 @@ class SessionSite(LocalSite):
     def new_crew(self, start_method: str) -> CallCrew:  # type: ignore[override]
         """Return the session's ranks, for this call."""
         return CallCrew(self._ranks, self._plan, self._block, start_method, self._only)
+
+    def close(self) -> None:
+        """Free the call's data; the session can take the next call."""
+        super().close()
+        self._ranks.in_call = ""
 
     def can_restart(self) -> bool:
         """Return False: the session goes on with the ranks as they are."""

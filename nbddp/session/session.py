@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
+import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,8 @@ from nbddp.errors import LaunchError
 from nbddp.kernel.options import RunOptions, complete, takes_options
 from nbddp.kernel.plan import Call, Plan, check_numbers, checked_call
 from nbddp.kernel.run import R, Run
-from nbddp.kernel.runner import launch, pickle_call
+from nbddp.kernel.runner import launch
+from nbddp.latch import uninterrupted
 from nbddp.payload.known import Known
 from nbddp.session.names import Names
 from nbddp.session.ranks import Ranks, SessionSite
@@ -45,6 +46,8 @@ class Session:
         self._ranks = Ranks(self._plan)
         self._cells = 0
         self._closed = False
+        self._latest: Run[Any] | None = None
+        self._end = weakref.finalize(self, self._ranks.end)  # at the kernel's exit, or when no variable holds it
         _open.add(self)
 
     # ------------------------------------------------------------------ calls
@@ -91,7 +94,8 @@ class Session:
             stop_on_nan=bool(options["stop_on_nan"]),
             summary=f"session · {self.summary} · call {self._cells}",
         )
-        return launch(plan, SessionSite(plan, self._ranks), call, options)
+        self._latest = launch(plan, self._site(plan), call, options)
+        return self._latest
 
     def _plan_for(self, name: str, **planned: Any) -> Plan:
         return dataclasses.replace(self._plan, name=name, sent=self._ranks.sent, **planned)
@@ -99,14 +103,11 @@ class Session:
     def _ask(self, fn: Callable[..., Any], *args: Any, only: Sequence[int] | None = None) -> list[Any]:
         """Call one of our functions on every rank, or on some, out of sight. Returns what these returned."""
         plan = self._plan_for("session")
-        run: Run[Any] = Run(
-            plan,
-            pickle_call(plan, Call("session", fn, args, {})),
-            SessionSite(plan, self._ranks, only),
-            blocking=True,
-        )
-        run.begin(show=False, remember=False)
-        return run.values
+        options = complete({"show": False})
+        return launch(plan, self._site(plan, only), Call("session", fn, args, {}), options, remember=False).values
+
+    def _site(self, plan: Plan, only: Sequence[int] | None = None) -> SessionSite:
+        return SessionSite(plan, self._ranks, only, owner=self)
 
     def _left(self) -> list[int]:
         return [rank for rank in range(self.nprocs) if rank not in self._ranks.lost]
@@ -236,8 +237,10 @@ class Session:
     def close(self) -> None:
         """End the session; a call that goes on is stopped. A second call has no effect."""
         if not self._closed:
+            if self._latest is not None:
+                self._latest.stop(0)
             self._closed = True
-            self._ranks.dismiss(0.0 if self._ranks.in_call else _LEAVE_S)
+            uninterrupted(functools.partial(self._ranks.dismiss, _LEAVE_S), "nbddp-close")
 
     def __enter__(self) -> Session:
         return self
@@ -270,9 +273,9 @@ def close_all() -> None:
 
 def _disown_all() -> None:
     for session in list(_open):
+        session._end.detach()
         session._ranks.disown()
     _open.clear()
 
 
-atexit.register(close_all)
 os.register_at_fork(after_in_child=_disown_all)

@@ -304,7 +304,7 @@ def unpack(job: wire.Job, fd: int, notebook: ModuleType, handed: Sequence[Any] =
 def _finished(value: Any, fd: int, known: Known, job: wire.Job) -> wire.Message:
     try:
         nbytes = payload.pack(value, fd, known=known, back=True).nbytes
-        return wire.Finished(nbytes, time.monotonic(), process_group.has_met())
+        return wire.Finished(nbytes, time.monotonic(), process_group.has_met(), in_group=dist.is_initialized())
     except Exception as error:  # whatever a user's __reduce__ raises
         what = f"the value that {job.run_name} returned on rank {job.rank} cannot be sent to the notebook"
         explained = unpicklable.explain({"the result": value}, error, what=what, back=True)
