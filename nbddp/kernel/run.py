@@ -247,7 +247,9 @@ class Run(Generic[R]):
         if remember:
             _last = self
             _all.add(self)
-        if show is not False:
+        if show is None and self._blocking and self._plan.stays:
+            self._views.open_unless_short()
+        elif show is not False:
             self._views.open(wanted=bool(show))
         if self._blocking:
             self._views.follow()

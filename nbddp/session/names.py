@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nbddp.worker.namespace import Name
 
-_HEADS = ("name", "type", "shape", "dtype", "device", "size", "")
+_HEADS = ("name", "type", "shape", "dtype", "device", "size", "ranks")
 
 
 class Names(list[Name]):
@@ -34,7 +34,7 @@ class Names(list[Name]):
                 each.dtype,
                 each.device,
                 _size(each.nbytes),
-                "differs between ranks" if each.name in self.differing else "",
+                "differ" if each.name in self.differing else "",
             )
             for each in self
         ]

@@ -174,7 +174,7 @@ class Session:
         return self._ask(namespace.fetch, name)
 
     def names(self) -> Names:
-        """Return what the ranks' names are: type, shape, device, size, and whether the value differs between ranks."""
+        """Return what the ranks' names are: type, shape, device, size, and whether the ranks' values differ."""
         self._check_that_it_can_run()
         return Names(self._ask(namespace.names))
 
