@@ -134,7 +134,7 @@ def test_the_error_tree_is_as_promised() -> None:
 
 # The rooms of the notebook kernel and of the hosts: nothing of them is loaded in a rank.
 NOT_IN_A_RANK = (
-    *(f"nbddp.{room}" for room in ("launch", "history", "panel", "kernel", "session", "hosts", "job", "magic")),
+    *(f"nbddp.{room}" for room in ("launch", "history", "panel", "kernel", "sessions", "hosts", "job", "magic")),
     "nbddp.agent",
     "nbddp.forkserver.server",  # and server_process
     "nbddp.forkserver.process",

@@ -46,8 +46,8 @@ from nbddp.magic.options import (
     SCRIPT_PARSER,
     with_options,
 )
-from nbddp.session import opening
-from nbddp.session.session import Session
+from nbddp.sessions import opening
+from nbddp.sessions.session import Session
 from nbddp.text import did_you_mean
 from nbddp.worker import script
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter  # private; torch 2.6 to 2.13
 
 from nbddp import payload, process_state, versions, wire
 from nbddp.errors import CAUSE_CHARS
@@ -93,7 +94,7 @@ def _next_call(channel: Connection, ends: Ends, job: wire.Job, fds: Sequence[int
     try:
         report = _live(job, channel, ends, (), main_module.of_the_notebook)
         staying.refuse_interrupts()
-    except KeyboardInterrupt as error:  # before the report of another exception; there is no second one
+    except KeyboardInterrupt as error:  # before the report of another exception
         report = _failed(error, time.monotonic(), "call", result_fd)
     if not isinstance(report, wire.Finished):
         _restore_modes()
@@ -127,7 +128,7 @@ def _live(
     sigchld = signal.getsignal(signal.SIGCHLD)  # torch's, once a DataLoader has had workers
     try:
         if ready is not None:
-            staying.allow_interrupt()
+            staying.allow_interrupts()
             notebook = ready()
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -151,6 +152,7 @@ def _live(
             return _exited(error, ends.result)
         failed = _failed(error, at, phase, ends.result)
         channel.send_bytes(wire.encode(wire.Raised(**vars(failed))))
+        _end_loaders_of(error)
         return _with_the_exception(failed, error, ends.result, known if phase in ("call", "pack") else None)
     finally:
         if ready is not None:
@@ -342,6 +344,18 @@ def _failed(error: BaseException, at: float, phase: str, fd: int) -> wire.Failed
     stand_in.__traceback__ = error.__traceback__
     make_picklable(stand_in)
     return wire.Failed(payload.pack(stand_in, fd, back=True).nbytes, at, phase, summary)
+
+
+def _end_loaders_of(error: BaseException) -> None:
+    """End the DataLoader workers of loops that the error has left.
+
+    When the error is freed, torch asks them to end. An interrupt can lose that request, and torch then waits 5 s.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, _MultiProcessingDataLoaderIter) and not value._persistent_workers:
+                for worker in getattr(value, "_workers", ()):
+                    worker.terminate()
 
 
 def _with_the_exception(failed: wire.Failed, error: BaseException, fd: int, known: Known | None) -> wire.Failed:

@@ -8,6 +8,7 @@ import queue
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -63,24 +64,26 @@ def serve(channel: Connection, job: wire.Job, ends: Ends, call: Callable[[wire.J
 
 # ---------------------------------------------------------------------------- interrupts
 
-_armed = False  # a call may be interrupted, once
+_AGAIN_S = 0.5  # by then a KeyboardInterrupt has left the user's code, unless something there holds it back
+_allowed_from = float("inf")  # a monotonic time: from then on an interrupt is raised
 
 
-def allow_interrupt() -> None:
-    """From now on the first SIGINT raises KeyboardInterrupt; all others are ignored, so that none hits the report."""
-    global _armed
-    _armed = True
+def allow_interrupts() -> None:
+    """From now on SIGINT raises KeyboardInterrupt; one that follows closely is ignored, lest it hit the report."""
+    global _allowed_from
+    _allowed_from = 0.0
     signal.signal(signal.SIGINT, _interrupt)
 
 
 def refuse_interrupts() -> None:
     """Ignore SIGINT until the next call."""
-    global _armed
-    _armed = False
+    global _allowed_from
+    _allowed_from = float("inf")
 
 
 def _interrupt(_number: int, _frame: Any) -> None:
-    global _armed
-    if _armed:
-        _armed = False
+    global _allowed_from
+    now = time.monotonic()
+    if now >= _allowed_from:
+        _allowed_from = now + _AGAIN_S
         raise KeyboardInterrupt

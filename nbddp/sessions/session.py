@@ -16,8 +16,8 @@ from nbddp.kernel.run import R, Run
 from nbddp.kernel.runner import launch
 from nbddp.latch import uninterrupted
 from nbddp.payload.known import Known
-from nbddp.session.names import Names
-from nbddp.session.ranks import Ranks, SessionSite
+from nbddp.sessions.names import Names
+from nbddp.sessions.ranks import Ranks, SessionSite
 from nbddp.worker import namespace
 
 if TYPE_CHECKING:
@@ -63,12 +63,11 @@ class Session:
         """Call ``fn(*args, **kwargs)`` on every rank, as :func:`nbddp.run` does, but on the ranks of the session.
 
         The notebook's variables that the function reads go along if the ranks do not have them yet, or if the notebook
-        has bound the name to another object since.
+        has bound the name to another object since. The options ``timeout``, ``stall_after``, ``stop_on_nan``, ``wait``,
+        ``show``, ``name`` and ``to`` are those of :func:`nbddp.run`; all others are the session's.
 
         Args:
             fn: called on every rank with the same arguments.
-            timeout, stall_after, stop_on_nan, wait, show, name, to: as for :func:`nbddp.run`. All other options are
-                those of :func:`nbddp.session`.
 
         Returns:
             The run, finished unless ``wait=False``.

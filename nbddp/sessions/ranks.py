@@ -322,14 +322,16 @@ class CallCrew(CrewBase):
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in every rank that is in the call, also where it waits for other ranks."""
         if not self._asked:
-            self._have_them_leave([(0.0, LocalRank.interrupt), (_ALL_WAIT_S, LocalRank.free)])
+            # Again and again: torch may spend 5 s on a DataLoader's worker while it handles the first interrupt.
+            later = [(seconds, LocalRank.interrupt) for seconds in (1.0, 2.0, 3.0)]
+            self._have_them_leave([(0.0, LocalRank.interrupt), (_ALL_WAIT_S, LocalRank.free), *later])
             self._take_due_steps()
 
     def _have_them_leave(self, steps: Sequence[tuple[float, Callable[[LocalRank], None]]]) -> None:
         now = time.monotonic()
         self._asked = True
         self._steps = [(now + delay, step) for delay, step in steps]
-        self._released_by = now + steps[-1][0]
+        self._released_by = now + 2 * _ALL_WAIT_S
 
     def _take_due_steps(self) -> None:
         while self._steps and self._steps[0][0] <= time.monotonic():

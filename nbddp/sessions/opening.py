@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nbddp.errors import LaunchError
 from nbddp.kernel.options import RunOptions, complete, takes_options
 from nbddp.kernel.plan import make_plan
-from nbddp.session.session import OF_A_CALL, Session
+from nbddp.sessions.session import OF_A_CALL, Session
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -23,9 +23,9 @@ _REFUSED = {
 def session(**options: Unpack[RunOptions]) -> Session:
     """Open a session: ranks that stay, so that one cell goes on where the last one ended.
 
-    Args:
-        nprocs, device, gpus, backend, init, seed, deterministic, env, pg_timeout, start_method, keep_children,
-            oversubscribe: as for :func:`nbddp.run`. The other options are those of :meth:`Session.run`.
+    ``nprocs``, ``device``, ``gpus``, ``backend``, ``init``, ``seed``, ``deterministic``, ``env``, ``pg_timeout``,
+    ``start_method``, ``keep_children`` and ``oversubscribe`` are as for :func:`nbddp.run`. All others are options of each
+    call: :meth:`Session.run`.
 
     Returns:
         The session, open: a context manager that closes it, or ``close()`` it.
