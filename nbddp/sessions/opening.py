@@ -24,8 +24,8 @@ def session(**options: Unpack[RunOptions]) -> Session:
     """Open a session: ranks that stay, so that one cell goes on where the last one ended.
 
     ``nprocs``, ``device``, ``gpus``, ``backend``, ``init``, ``seed``, ``deterministic``, ``env``, ``pg_timeout``,
-    ``start_method``, ``keep_children`` and ``oversubscribe`` are as for :func:`nbddp.run`. All others are options of each
-    call: :meth:`Session.run`.
+    ``start_method``, ``keep_children`` and ``oversubscribe`` are as for :func:`nbddp.run`. All others are options of the
+    calls: :meth:`Session.run`.
 
     Returns:
         The session, open: a context manager that closes it, or ``close()`` it.
