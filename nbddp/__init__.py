@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from nbddp.kernel.script import run_script as run_script
     from nbddp.kernel.spawn import spawn as spawn
     from nbddp.magic.magic import load_ipython_extension as load_ipython_extension
+    from nbddp.sessions.opening import session as session
+    from nbddp.sessions.session import Session as Session
     from nbddp.worker.collectives import all_gather as all_gather
     from nbddp.worker.collectives import all_reduce as all_reduce
     from nbddp.worker.collectives import barrier as barrier
@@ -85,6 +87,8 @@ _HOMES = {
     "nbddp.kernel.runner": ("run",),
     "nbddp.kernel.script": ("run_script",),
     "nbddp.kernel.spawn": ("spawn",),
+    "nbddp.sessions.opening": ("session",),
+    "nbddp.sessions.session": ("Session",),
     "nbddp.worker.collectives": (
         "all_gather",
         "all_reduce",
@@ -126,7 +130,14 @@ def _later(home: str, name: str) -> Callable[..., Any]:
 
 
 doors.open_remote = _later("nbddp.hosts.site", "open_remote")
+doors.close_sessions = lambda: _close_sessions()
 doors.picture_of = _later("nbddp.panel.picture", "plotted")
+
+
+def _close_sessions() -> None:
+    sessions = sys.modules.get("nbddp.sessions.session")  # without it there is none
+    if sessions is not None:
+        sessions.close_all()
 
 
 def __dir__() -> list[str]:

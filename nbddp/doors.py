@@ -14,4 +14,5 @@ def _closed(*args: Any) -> Any:
 
 
 open_remote: Callable[..., Any] = _closed  # hosts.site.open_remote, for run(hosts=...)
+close_sessions: Callable[..., Any] = _closed  # sessions.session.close_all, for shutdown()
 picture_of: Callable[..., Any] = _closed  # panel.picture.plotted, for History.plot()

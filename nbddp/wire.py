@@ -2,6 +2,7 @@
 
     kernel ── Job, Leave ──────────────────────▶ worker      one duplex channel per rank
     kernel ◀── Ready, Called, Finished, ... ────── worker
+    kernel ── NextCall, Regroup ───────────────▶ worker      only to ranks that stay: of a session
     kernel ◀── metric records (RECORD) ────────── worker      one pipe per rank, never blocks the rank
     kernel ◀── bytes of stdout and stderr ─────── worker      one unlinked file per rank
 
@@ -48,11 +49,39 @@ class Job:
     restart_count: int
     copy: str = ""  # the folder of the nbddp that the rank must import (versions.package_folder()); "": any
     mark: str = ""  # of this attempt, a part of the names of files that its processes make; see leftovers
+    stays: bool = False  # the rank waits for more calls after its report: a session's
+    group: int = 0  # of a rank that stays: the number of the process group that it joins, which failures raise
+    by_value: tuple[int, ...] = ()  # of a rank that stays: the numbers of the functions and classes in the payload
 
 
 @dataclass(frozen=True)
 class Leave:
     """Kernel to worker: every rank has reported, and the worker may exit."""
+
+
+@dataclass(frozen=True)
+class NextCall:
+    """Kernel to worker: one more call. Its metrics, output, payload and result go through ends that came before."""
+
+    run_name: str
+    payload_nbytes: int
+    by_value: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """Kernel to worker: leave the process group, which a failure broke, and join the next one with all ranks."""
+
+    number: int  # of the group: 0 is the first
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """Worker to kernel: this rank is in the new group."""
+
+    void: tuple[str, ...]  # names in __main__ of groups and meshes that the user made, which no longer work
+    models: dict[str, int]  # a number for each DDP model; it differs between ranks if the models do
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +105,7 @@ class Finished:
     met: bool | None = None  # the rank took part in a collective; None: it was in no group of several ranks
     lost: str = ""  # why the value is incomplete: parts of it do not pickle
     lost_path: tuple[str, ...] = ()  # how the user's names reach the first of these parts
+    in_group: bool = True  # the rank still has a default process group
 
 
 @dataclass(frozen=True)
@@ -117,7 +147,7 @@ class Exited:
 
 Report = Union[Finished, Failed, Unfit, Exited]  # a rank's last message
 REPORTS = (Finished, Failed, Unfit, Exited)
-Message = Union[Job, Leave, Ready, Called, Finished, Failed, Raised, Unfit, Exited]
+Message = Union[Job, Leave, NextCall, Regroup, Regrouped, Ready, Called, Finished, Failed, Raised, Unfit, Exited]
 
 
 def encode(message: Message) -> bytes:

@@ -21,9 +21,10 @@ BELOW = {
     "panel": ["history"],
     "sinks": ["history"],
     "kernel": ["payload", "worker", "forkserver", "launch", "history", "panel", "sinks"],
+    "sessions": ["payload", "worker", "launch", "kernel"],
     "hosts": ["payload", "launch", "kernel"],
     "job": ["payload", "worker", "history", "kernel"],
-    "magic": ["payload", "worker", "forkserver", "launch", "kernel", "hosts"],
+    "magic": ["payload", "worker", "forkserver", "launch", "kernel", "sessions", "hosts"],
     "agent": ["payload", "worker", "forkserver", "launch", "hosts"],
 }
 FACE = {"nbddp", "nbddp.__main__"}  # may import all of them

@@ -55,6 +55,21 @@ def test_the_quickstart_learns_and_its_ranks_hold_the_same_weights(in_folder: Pa
     assert found["by_a_cell"] == pytest.approx(found["accuracy"])  # the %%ddp cell, on both ranks
 
 
+def test_the_interactive_one_trains_on_after_a_rank_was_broken(in_folder: Path) -> None:
+    found = executed(
+        "interactive",
+        """{
+            "rates": search.value,
+            "after": after,
+            "shares": len(active),
+        }""",
+        in_folder,
+    )
+    assert max(found["rates"].values()) > 0.85
+    assert found["after"] > 0.88
+    assert found["shares"] == 128
+
+
 def test_from_one_gpu_to_many_ends_with_the_same_weights_after_a_crash(in_folder: Path) -> None:
     found = executed(
         "from_one_gpu_to_many",

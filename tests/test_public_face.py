@@ -17,10 +17,10 @@ OURS = [path for path in sorted(PACKAGE.rglob("*.py")) if "node_modules" not in 
 
 PROMISED = {
     "Cluster", "History", "HostLost", "LaunchError", "NanLogged", "NbddpError", "PayloadError", "RankDied", "RankError",
-    "Run", "RunTimeout", "accumulate", "all_gather", "all_reduce", "barrier", "broadcast", "cluster", "device",
-    "export", "gather", "is_primary", "join", "last_run", "load_result",
+    "Run", "RunTimeout", "Session", "accumulate", "all_gather", "all_reduce", "barrier", "broadcast", "cluster",
+    "device", "export", "gather", "is_primary", "join", "last_run", "load_result",
     "load_snapshot", "loader", "local_rank", "log", "main_first", "preload", "print", "progress", "rank", "reduce",
-    "restart_count", "run", "run_script", "runs", "save_snapshot", "shutdown", "spawn", "world_size", "wrap",
+    "restart_count", "run", "run_script", "runs", "save_snapshot", "session", "shutdown", "spawn", "world_size", "wrap",
 }  # fmt: skip
 
 _OF_A_RUN = (
@@ -36,6 +36,16 @@ SIGNATURES = {
     "Run.logs": "(self, rank=None)",
     "Run.stacks": "(self)",
     "Run.show": "(self)",
+    "session": f"({_OF_A_RUN})",
+    "Session.run": f"(self, fn, args=(), kwargs=None, {_OF_A_RUN})",
+    "Session.values": "(self, name)",
+    "Session.names": "(self)",
+    "Session.check": "(self, name)",
+    "Session.sync": "(self, name, src=0)",
+    "Session.free": "(self, *names)",
+    "Session.reset": "(self)",
+    "Session.restart": "(self, names=())",
+    "Session.close": "(self)",
     "cluster": "(hosts, *, launcher=None, python=None, heartbeat=15.0)",
     "Cluster.run": "(self, fn, args=(), kwargs=None, **options)",
     "Cluster.close": "(self)",
@@ -124,7 +134,8 @@ def test_the_error_tree_is_as_promised() -> None:
 
 # The rooms of the notebook kernel and of the hosts: nothing of them is loaded in a rank.
 NOT_IN_A_RANK = (
-    *(f"nbddp.{room}" for room in ("launch", "history", "panel", "kernel", "hosts", "job", "magic", "agent")),
+    *(f"nbddp.{room}" for room in ("launch", "history", "panel", "kernel", "sessions", "hosts", "job", "magic")),
+    "nbddp.agent",
     "nbddp.forkserver.server",  # and server_process
     "nbddp.forkserver.process",
 )

@@ -67,7 +67,7 @@ def in_peace(command: Sequence[str], folder: Path, env: dict[str, str]) -> None:
             leftover.unlink()  # a further try resumes nothing
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
             try:
-                _, said = process.communicate(timeout=60)
+                _, said = process.communicate(timeout=40)
             except subprocess.TimeoutExpired:
                 process.terminate()  # torchrun then ends its ranks
                 _, said = process.communicate(timeout=60)

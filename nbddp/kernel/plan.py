@@ -16,6 +16,7 @@ from nbddp.kernel.options import RunOptions
 from nbddp.launch.devices import check_cores, choose_backend, choose_device, choose_nprocs, choose_shares
 from nbddp.launch.environment import CONTRACT, RankPosition, environment, threads_of
 from nbddp.launch.rendezvous import Rendezvous
+from nbddp.payload.known import Known
 from nbddp.process_state import ProcessState, present
 from nbddp.text import first_line, short
 
@@ -37,6 +38,9 @@ class Plan:
         keep_children: processes that a rank has detached may outlive it.
         optional: keyword arguments that are left out if they cannot be pickled.
         receive: turns the ranks' return values into the run's values; called off the main thread.
+        stays: the ranks take more calls after this one: a session's.
+        sent: of a session, the notebook's variables that its ranks have.
+        summary: what the views say about the ranks; "" for the default.
     """
 
     name: str
@@ -67,6 +71,14 @@ class Plan:
     notice: str = ""
     optional: frozenset[str] = frozenset()
     receive: Callable[[list[Any]], list[Any]] = list
+    stays: bool = False
+    sent: Known | None = None
+    summary: str = ""
+
+    @property
+    def inherits(self) -> bool:
+        """Whether the ranks can get objects that a process gets only when it starts: queues, locks, shared tensors."""
+        return not self.shares and not self.stays
 
     def rank_environ(self, rank: int, rendezvous: Rendezvous, restart_count: int) -> dict[str, str]:
         """Return the whole environment of one rank."""
@@ -157,10 +169,10 @@ def make_plan(
 
 def _check_options(options: RunOptions, contract: bool, *, hosts: int | None) -> None:
     nprocs, gpus, env, min_hosts = options["nprocs"], options["gpus"], options["env"], options["min_hosts"]
-    _check_numbers(max_restarts=options["max_restarts"], seed=options["seed"])
+    check_numbers(max_restarts=options["max_restarts"], seed=options["seed"])
     for share in nprocs.values() if isinstance(nprocs, Mapping) and hosts is not None else (nprocs,):
-        _check_numbers(nprocs=share)
-    _check_numbers(**{name: options[name] for name in ("timeout", "pg_timeout", "stall_after")})
+        check_numbers(nprocs=share)
+    check_numbers(**{name: options[name] for name in ("timeout", "pg_timeout", "stall_after")})
     if gpus is not None and not (gpus and isinstance(gpus, (list, tuple, range))):
         raise LaunchError(f"gpus is a list of device numbers, e.g. gpus=[0, 1], not {short(gpus)}")
     if env is not None and not isinstance(env, Mapping):
@@ -245,7 +257,8 @@ def _check_signature(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], na
         raise LaunchError(f"{name}{signature} cannot be called with these arguments: {error}") from None
 
 
-def _check_numbers(**named: Any) -> None:
+def check_numbers(**named: Any) -> None:
+    """Check options that are numbers, or None. Raises LaunchError."""
     for name, value in named.items():
         if value is None:
             continue

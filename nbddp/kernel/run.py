@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Generator, Sequence
 from typing import Any, Generic, TypeVar
 
-from nbddp import errors, payload
+from nbddp import doors, errors, payload
 from nbddp.errors import NbddpError
 from nbddp.forkserver import server as forkserver
 from nbddp.history.history import History
@@ -63,7 +63,6 @@ class Run(Generic[R]):
         self._viewable = ViewableRun(plan, self._state, self.history, site, blocking=blocking)
         self._views = RunViews(plan.name, self._viewable, self._supervisor, blocking=blocking)
         self._metrics_out = MetricsOut(sinks, self.history, self._state)
-        _all.add(self)
         self._state.when_done(lambda: _live.discard(self))
 
     # ------------------------------------------------------------------ state and results
@@ -207,14 +206,17 @@ class Run(Generic[R]):
 
     # ------------------------------------------------------------------ inside
 
-    def begin(self, *, show: bool | None) -> None:
+    def begin(self, *, show: bool | None, remember: bool = True) -> None:
         """Start and show the run, and wait for the end if it is blocking; an interrupt at any moment ends the run.
+
+        Args:
+            remember: False: it is not a run of the user's, and ``last_run()`` and ``runs()`` leave it out.
 
         Raises:
             KeyboardInterrupt: the run was stopped. Otherwise the run's error.
         """
         try:
-            self._start_and_watch(show)
+            self._start_and_watch(show, remember)
         except KeyboardInterrupt:
             was_over = self._state.done.is_open  # and the cell may have waited for what takes the metrics
             self._stop_and_wait()
@@ -237,13 +239,17 @@ class Run(Generic[R]):
         if self._blocking and self.error is not None:
             raise self.error
 
-    def _start_and_watch(self, show: bool | None) -> None:
+    def _start_and_watch(self, show: bool | None, remember: bool) -> None:
         global _last
         _live.add(self)
         self._supervisor.start()
         self._metrics_out.start()
-        _last = self
-        if show is not False:
+        if remember:
+            _last = self
+            _all.add(self)
+        if show is None and self._blocking and self._plan.stays:
+            self._views.open_unless_short()
+        elif show is not False:
             self._views.open(wanted=bool(show))
         if self._blocking:
             self._views.follow()
@@ -294,6 +300,7 @@ def shutdown() -> None:
     """
     for run in going():
         run.stop()
+    doors.close_sessions()
     forkserver.shut_down()
 
 

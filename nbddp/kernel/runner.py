@@ -98,8 +98,12 @@ def plan_run(name: str, options: RunOptions) -> tuple[Plan, Site]:
     return remote
 
 
-def launch(plan: Plan, site: Site, call: Call, options: RunOptions) -> Run[Any]:
-    """Pickle the call, start the run, and unless ``wait=False`` wait for the end. Raises the errors of :func:`run`."""
+def launch(plan: Plan, site: Site, call: Call, options: RunOptions, *, remember: bool = True) -> Run[Any]:
+    """Pickle the call, start the run, and unless ``wait=False`` wait for the end. Raises the errors of :func:`run`.
+
+    Args:
+        remember: False: it is not a run of the user's, and ``last_run()`` and ``runs()`` leave it out.
+    """
     with contextlib.ExitStack() as unless_begun:
         unless_begun.callback(site.close)
         sinks = choose_sinks(options["to"])
@@ -108,14 +112,14 @@ def launch(plan: Plan, site: Site, call: Call, options: RunOptions) -> Run[Any]:
             plan = dataclasses.replace(plan, start_method="spawn")
         started: Run[Any] = Run(plan, pickled, site, blocking=options["wait"], sinks=sinks)
         unless_begun.pop_all()
-    started.begin(show=options["show"])
+    started.begin(show=options["show"], remember=remember)
     return started
 
 
 def _pickle_call(plan: Plan, call: Call) -> payload.Pickled:
     """Pickle the call, without those of the optional arguments that cannot be pickled."""
     try:
-        return payload.prepare((call.fn, call.args, call.kwargs), inheriting=not plan.shares)
+        return payload.prepare((call.fn, call.args, call.kwargs), sent=plan.sent, inheriting=plan.inherits)
     except Exception as error:  # whatever a user's __reduce__ raises
         left_out = {name for name in plan.optional if not _can_be_pickled(call.kwargs[name], plan)}
         if left_out:
@@ -127,7 +131,7 @@ def _pickle_call(plan: Plan, call: Call) -> payload.Pickled:
 
 def _can_be_pickled(value: Any, plan: Plan) -> bool:
     try:
-        payload.probe(value, inheriting=not plan.shares)
+        payload.probe(value, inheriting=plan.inherits)
     except Exception:  # whatever a user's __reduce__ raises
         return False
     return True

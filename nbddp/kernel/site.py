@@ -72,6 +72,8 @@ class NotebookCrew(LocalCrew):
         self._block = block
         self._plan = plan
         self._resources = contextlib.ExitStack()
+        self._rendezvous: Rendezvous
+        self._folder: str
 
     def launch(self, packed: Packed, outputs: Sequence[RankOutput], restart_count: int) -> None:
         """Start all ranks.
@@ -82,19 +84,24 @@ class NotebookCrew(LocalCrew):
         Raises:
             LaunchError: no process could be started. OSError, DistError: the store could not be opened.
         """
-        rendezvous = self._resources.enter_context(open_rendezvous(self._plan.nprocs))
+        self._rendezvous = self._resources.enter_context(open_rendezvous(self._plan.nprocs))
         # Only a fork server can remove the folder after a SIGKILL of the kernel; with spawn there may be none.
         by_server = self._start_method == "forkserver"
-        temp_dir = self._resources.enter_context(forkserver.run_folder()) if by_server else ""
-        jobs = self._jobs(rendezvous, temp_dir, packed.nbytes, restart_count)
-        self.start(jobs, outputs, self._block, rendezvous.file, packed.inherited)
+        self._folder = self._resources.enter_context(forkserver.run_folder()) if by_server else ""
+        jobs = self.jobs(packed.nbytes, restart_count)
+        self.start(jobs, outputs, self._block, self._rendezvous.file, packed.inherited)
+
+    def replace_rank(self, job: wire.Job, output: RankOutput, block: int) -> None:
+        """Start a rank of a session in place of one that has ended. Raises LaunchError."""
+        self.replace(job, output, block, self._rendezvous.file)
 
     def __exit__(self, *exc_info: object) -> None:
         with self._resources:
             super().__exit__(*exc_info)
 
-    def _jobs(self, rendezvous: Rendezvous, temp_dir: str, nbytes: int, restart_count: int) -> list[wire.Job]:
-        plan = self._plan
+    def jobs(self, nbytes: int, restart_count: int = 0) -> list[wire.Job]:
+        """Return the jobs of all ranks, for a payload of this size."""
+        plan, rendezvous = self._plan, self._rendezvous
         return [
             wire.Job(
                 run_name=plan.name,
@@ -115,12 +122,13 @@ class NotebookCrew(LocalCrew):
                 process_state=plan.process_state,
                 sys_path=plan.sys_path,
                 cwd=plan.cwd,
-                temp_dir=temp_dir,
+                temp_dir=self._folder,
                 argv=plan.argv,
                 payload_nbytes=nbytes,
                 pass_rank=plan.pass_rank,
                 restart_count=restart_count,
                 copy=versions.package_folder(),
+                stays=plan.stays,
             )
             for rank in range(plan.nprocs)
         ]

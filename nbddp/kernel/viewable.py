@@ -31,6 +31,8 @@ class ViewableRun:
 
     def summary(self) -> str:
         """``4 processes · nccl · 2 hosts``."""
+        if self._plan.summary:
+            return self._plan.summary
         processes = f"{self._plan.nprocs} process{'es' * (self._plan.nprocs != 1)}"
         hosts = f" · {len(self._plan.shares)} hosts" if len(self._plan.shares) > 1 else ""
         return f"{processes} · {self._plan.backend or self._plan.device}{hosts}"

@@ -8,9 +8,11 @@ from nbddp.latch import start_thread
 from nbddp.panel.frontend import cell_number
 from nbddp.panel.live import view_for
 from nbddp.panel.picture import Picture
+from nbddp.panel.text import OutputWriter
 from nbddp.panel.view import View
 
 _REDRAW_S = 0.2
+_SHORT_S = 0.3
 
 
 class RunViews:
@@ -40,6 +42,25 @@ class RunViews:
             self._followed = True
             # If the system refuses a thread, the panel is not updated, and the run goes on.
             start_thread(self.follow, f"nbddp-panel-{self._name}", lambda _: None)
+
+    def open_unless_short(self) -> None:
+        """Open a view, unless the run is over within a moment and has nothing to show but its output.
+
+        So a session's ``x = 1`` looks like any other cell.
+        """
+        try:
+            over = self._supervisor.join(_SHORT_S)
+        except KeyboardInterrupt:
+            self.open(wanted=False)  # it shows how the run is stopped
+            raise
+        if not over or self._state.phase != "finished" or self._viewable.history.names:
+            return self.open(wanted=False)
+        writer = OutputWriter()
+        if notice := self._viewable.status().notice:
+            writer.line(f"[{notice}]")
+        while output := self._state.outputs[0].take():
+            writer.write(output)
+        return writer.finish()
 
     def follow(self) -> None:
         """Update the views until the end. For a blocking run this is the cell's thread: every front end shows that."""

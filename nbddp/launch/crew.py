@@ -12,6 +12,7 @@ import dataclasses
 import multiprocessing
 import operator
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -42,6 +43,14 @@ class _Inherited:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return operator.methodcaller("detach"), (reduction.DupFd(self._fd),)
+
+
+def _open_calls(kernels_ends: contextlib.ExitStack, workers_ends: contextlib.ExitStack) -> tuple[socket.socket, int]:
+    """Open the connection that hands over the ends of the calls of a rank that stays. Returns both of its ends."""
+    kernels_end, workers_end = socket.socketpair()
+    kernels_ends.callback(kernels_end.close)
+    workers_ends.callback(workers_end.close)
+    return kernels_end, workers_end.fileno()
 
 
 class LocalCrew(CrewBase):
@@ -98,18 +107,30 @@ class LocalCrew(CrewBase):
         self._temp_dir = jobs[0].temp_dir
         self._mark = leftovers.new_mark()
         for job, output in zip(jobs, outputs):
-            try:
-                worker = self._start_one(job, output, (payload_fd, store_fd), inherited)
-            except (OSError, EOFError) as error:
-                traceback.clear_frames(error.__traceback__)  # they refer to the fork server
-                if isinstance(error, forkserver.ServerDied) and error.modules:
-                    names = ", ".join(error.modules)
-                    raise forkserver.UnfitServer(f"it ended twice, while or after it imported {names}") from error
-                raise LaunchError(f"rank {job.rank} could not be started: {error}") from error
+            worker = self._start_rank(job, output, (payload_fd, store_fd), inherited)
             if not self.workers:
                 leftovers.write_mark(self._mark, self._temp_dir)
             self.workers.append(worker)
             worker.send(dataclasses.replace(job, mark=self._mark))
+
+    def replace(self, job: wire.Job, output: RankOutput, payload_fd: int, store_fd: int | None) -> None:
+        """Start a rank of a session again, in place of one that has ended. Raises as :meth:`start`."""
+        worker = self._start_rank(job, output, (payload_fd, store_fd), ())
+        self.workers[job.rank].close()
+        self.workers[job.rank] = worker
+        worker.send(dataclasses.replace(job, mark=self._mark))
+
+    def _start_rank(
+        self, job: wire.Job, output: RankOutput, shared: tuple[int, int | None], inherited: Sequence[Any]
+    ) -> LocalRank:
+        try:
+            return self._start_one(job, output, shared, inherited)
+        except (OSError, EOFError) as error:
+            traceback.clear_frames(error.__traceback__)  # they refer to the fork server
+            if isinstance(error, forkserver.ServerDied) and error.modules:
+                names = ", ".join(error.modules)
+                raise forkserver.UnfitServer(f"it ended twice, while or after it imported {names}") from error
+            raise LaunchError(f"rank {job.rank} could not be started: {error}") from error
 
     def _start_one(
         self, job: wire.Job, output: RankOutput, shared: tuple[int, int | None], inherited: Sequence[Any]
@@ -131,13 +152,13 @@ class LocalCrew(CrewBase):
             kernels_ends.callback(channel.close)
             workers_ends.callback(workers_channel.close)
             payload_fd, store_fd = shared
-            inherited_fds = (metrics_w, output.fileno(), stacks_fd, payload_fd, result_fd, store_fd)
+            calls, workers_calls = _open_calls(kernels_ends, workers_ends) if job.stays else (None, None)
+            inherited_fds = (metrics_w, output.fileno(), stacks_fd, payload_fd, result_fd, store_fd, workers_calls)
             ends = entry.Ends(*(fd if fd is None else _Inherited(fd) for fd in inherited_fds))  # type: ignore[arg-type]
             process = self._start_process(job, entry.main, (workers_channel, ends, tuple(inherited)))
             kernels_ends.pop_all()  # from here on the LocalRank closes them
-        return LocalRank(
-            job.rank, process, channel, output, {"metrics": metrics_r, "stacks": stacks_fd, "result": result_fd}
-        )
+        fds_here = {"metrics": metrics_r, "stacks": stacks_fd, "result": result_fd}
+        return LocalRank(job.rank, process, channel, output, fds_here, calls)
 
     def _start_process(self, job: wire.Job, target: Callable[..., None], args: tuple[Any, ...]) -> Any:
         process: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait
@@ -19,6 +20,7 @@ from nbddp.launch.channel import Channel, Garbled
 from nbddp.launch.interface import RankBase
 from nbddp.launch.output import RankOutput
 from nbddp.payload import huge_pages
+from nbddp.worker import staying
 from nbddp.worker.output import STACKS_SIGNAL
 
 _KILL_TIMEOUT_S = 2.0  # a process in an uninterruptible disk wait may take longer
@@ -41,8 +43,18 @@ class LocalRank(RankBase):
         spawned: the process was not forked from a fork server.
     """
 
-    def __init__(self, rank: int, process: Any, channel: Channel, output: RankOutput, fds: dict[str, int]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        process: Any,
+        channel: Channel,
+        output: RankOutput,
+        fds: dict[str, int],
+        calls: socket.socket | None = None,
+    ) -> None:
         super().__init__(rank, output)
+        self.regrouped: wire.Regrouped | None = None
+        self._calls = calls  # of a rank that stays: hands over the ends of its next call
         self._dismissed = False
         self._raised: wire.Raised | None = None
         self._pickle_deadline = float("inf")
@@ -77,6 +89,40 @@ class LocalRank(RankBase):
         with contextlib.suppress(OSError):
             if self._channel is not None:
                 self._channel.send(message)
+
+    def begin(self, call: wire.NextCall, output: RankOutput, fds: dict[str, int], workers_fds: Sequence[int]) -> None:
+        """Begin the next call of a rank that stays and has reported.
+
+        Args:
+            fds: this side's ends, which the rank object closes.
+            workers_fds: the rank's ends of metrics, output, payload and result, which the caller closes.
+        """
+        assert self._calls is not None
+        self.close_call()
+        self._fds |= fds
+        self.output = output
+        self.called, self.report, self._raised, self._pickle_deadline = False, None, None, float("inf")
+        self._logged = 0
+        with contextlib.suppress(OSError):  # it has ended
+            socket.send_fds(self._calls, [staying.ENDS], workers_fds)
+        self.send(call)
+
+    def free(self) -> None:
+        """Release a rank that stays from a collective whose other ranks will not come."""
+        if self._calls is not None:
+            with contextlib.suppress(OSError):
+                self._calls.send(staying.FREE, socket.MSG_DONTWAIT)
+
+    def regroup(self, number: int) -> None:
+        """Have a rank that stays join the process group of this number; ``regrouped`` is its answer."""
+        self.regrouped = None
+        self.send(wire.Regroup(number))
+
+    def close_call(self) -> None:
+        """Close the ends of a call that is over."""
+        for name in ("metrics", "result"):
+            if name in self._fds:
+                os.close(self._fds.pop(name))
 
     def dismiss(self) -> None:
         """Let the rank exit; a second call has no effect."""
@@ -131,6 +177,8 @@ class LocalRank(RankBase):
             self.called = True
         elif isinstance(message, wire.Raised):
             self._raised, self._pickle_deadline = message, time.monotonic() + _PICKLE_TIMEOUT_S
+        elif isinstance(message, wire.Regrouped):
+            self.regrouped = message
         elif isinstance(message, wire.REPORTS):
             self.report = self.report or message
 
@@ -181,6 +229,8 @@ class LocalRank(RankBase):
         """Close all file descriptors."""
         if self._channel is not None:
             self._channel.close()
+        if self._calls is not None:
+            self._calls.close()
         for fd in self._fds.values():
             os.close(fd)
         # Takes the process off multiprocessing's list of children. Not join(0): a spawned rank that was just killed
@@ -194,6 +244,8 @@ class LocalRank(RankBase):
         """In a process forked from the kernel: close the file descriptors of the rank, which belongs to the kernel."""
         if self._channel is not None:
             self._channel.close()
+        if self._calls is not None:
+            self._calls.close()
         # multiprocessing's finalizer has the sentinels, and does nothing in a fork (Python 3.10 to 3.14).
         for fd in getattr(self._process._popen.finalizer, "_args", ()):
             os.close(fd)

@@ -25,7 +25,7 @@ from IPython.core.magic import (  # noqa: TID253
 )
 from IPython.core.magic_arguments import magic_arguments  # noqa: TID253
 
-from nbddp.errors import LaunchError
+from nbddp.errors import LaunchError, RankError
 from nbddp.forkserver import server as forkserver
 from nbddp.hosts.cluster import SLURM, Cluster
 from nbddp.kernel import run as runs
@@ -37,7 +37,17 @@ from nbddp.launch import gauges
 from nbddp.launch.devices import CPU_NPROCS, accelerator
 from nbddp.magic import analysis
 from nbddp.magic.notebook import CellSource, ResultReceiver, keep_run_as
-from nbddp.magic.options import CELL_OPTIONS, DEFAULTS_PARSER, OUTPUT_OPTIONS, RUN_OPTIONS, SCRIPT_PARSER, with_options
+from nbddp.magic.options import (
+    CELL_OPTIONS,
+    DEFAULTS_PARSER,
+    OPEN_PARSER,
+    OUTPUT_OPTIONS,
+    RUN_OPTIONS,
+    SCRIPT_PARSER,
+    with_options,
+)
+from nbddp.sessions import opening
+from nbddp.sessions.session import Session
 from nbddp.text import did_you_mean
 from nbddp.worker import script
 
@@ -63,6 +73,7 @@ class DdpMagics(Magics):
         super().__init__(shell)
         self._shell = shell
         self._defaults: dict[str, Any] = {}
+        self._session: Session | None = None
 
     # ------------------------------------------------------------------ %%ddp
 
@@ -71,7 +82,7 @@ class DdpMagics(Magics):
     @magic_arguments("%ddp")  # the help puts one more % before it
     @with_options([*CELL_OPTIONS, *OUTPUT_OPTIONS, *RUN_OPTIONS])
     def cell(self, line: str, cell: str) -> Any:
-        """Run the cell on every rank: one fresh process per GPU, or on the CPU.
+        """Run the cell on every rank: one fresh process per GPU, or on the CPU; or in the session of %ddp open.
 
         ::
 
@@ -84,6 +95,9 @@ class DdpMagics(Magics):
         The ranks get copies of the notebook's variables that the cell uses. Variables that it sets stay on
         the ranks, except those of -o. The last line's value on rank 0 is the cell's output. A process group
         is ready, and nbddp, torch, dist, rank, world_size and device are available without imports.
+
+        In a session (%ddp open) the variables stay for the next cell. The notebook's are sent if the ranks do not have
+        them, or if the notebook has bound the name to another object since.
         """
         # IPython's parse_argstring would keep the quotes; both magics parse a line as a shell does.
         options = _given(DdpMagics.cell.parser.parse_args(_words(line)))
@@ -95,7 +109,10 @@ class DdpMagics(Magics):
             if name not in names.bound | names.needed and not names.binds_unknown:
                 raise LaunchError(f"-o {name}: the cell never sets {name}{did_you_mean(name, names.bound)}")
         values = self._values_of(names, tree)
-        return self._launch(source, values, names.optional & values.keys(), ResultReceiver(self._shell, out), options)
+        receiver = ResultReceiver(self._shell, out)
+        if not options.pop("fresh", False) and self._session is not None:
+            return self._launch_in_session(self._session, source, names, values, receiver, options)
+        return self._launch(source, values, names.optional & values.keys(), receiver, options)
 
     def _values_of(self, names: analysis.Names, tree: ast.Module) -> dict[str, Any]:
         """Return the notebook's variables that the cell may read."""
@@ -128,16 +145,53 @@ class DdpMagics(Magics):
             run = runner.launch(plan, site, call, whole)
         return run if background else run.value
 
+    def _launch_in_session(
+        self,
+        session: Session,
+        source: CellSource,
+        names: analysis.Names,
+        values: dict[str, Any],
+        receiver: ResultReceiver,
+        options: dict[str, Any],
+    ) -> Any:
+        keep, background = options.pop("keep", []), options.pop("background", False)
+        new = {name: value for name, value in values.items() if not session.sent.has(name, value)}
+        again = sorted(name for name in new if session.sent.knows(name))
+        body = script.Cell(source.text, source.filename, tuple(receiver.names))
+        whole = complete(cast(RunOptions, {**self._with_variables(options), "wait": not background}))
+        call = Call(source.name, script.run_cell, (body,), new)
+        planned = {
+            "receive": receiver.receive,
+            "optional": names.optional & new.keys(),
+            "notice": f"sent again: {', '.join(again)}" if again else "",
+        }
+        began = False
+        try:
+            with keep_run_as(self._shell, keep):
+                run = session.launch(call, whole, **planned)
+            began = True
+            return run if background else run.value
+        except (RankError, KeyboardInterrupt):
+            began = True
+            raise
+        finally:
+            if began:  # what the cell has bound is the ranks' own from now on, until the notebook binds it anew
+                bound = {*names.bound, *receiver.names, *new} & self._shell.user_ns.keys()
+                session.sent.add({name: self._shell.user_ns[name] for name in bound})
+
     def _with_defaults(self, options: dict[str, Any]) -> RunOptions:
         """Return options and defaults, where names in ``--hosts`` and ``--to`` have become the variables' values."""
-        whole = {**self._defaults, **options}
+        whole = self._with_variables({**self._defaults, **options})
         hosts = whole.get("hosts")
         if isinstance(hosts, str) and hosts != SLURM:
             known = self._shell.user_ns.get(hosts)
             whole["hosts"] = known if isinstance(known, Cluster) else [hosts]
-        if to := whole.get("to"):
-            whole["to"] = [self._shell.user_ns.get(each, each) for each in to]
         return cast(RunOptions, whole)
+
+    def _with_variables(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options, where the names of variables in ``--to`` have become their values."""
+        to = options.get("to")
+        return {**options, "to": [self._shell.user_ns.get(each, each) for each in to]} if to else options
 
     # ------------------------------------------------------------------ %ddp
 
@@ -153,6 +207,8 @@ class DdpMagics(Magics):
           %ddp stacks              the stack of each rank now
           %ddp show                show the newest run here
           %ddp devices             the devices that runs can use
+          %ddp open -n 4           ranks that stay: every %%ddp runs on them from now on
+          %ddp close               end them
           %ddp run [options] train.py --lr 0.1     a script on every rank, as torchrun does
 
           %ddp --nprocs 4 --device cpu     defaults for every %%ddp and %ddp run from now on
@@ -169,7 +225,7 @@ class DdpMagics(Magics):
         if command not in _COMMANDS:
             suggestion = did_you_mean(command, _COMMANDS)
             raise UsageError(f"%ddp {command}: unknown command; the commands are {', '.join(_COMMANDS)}{suggestion}")
-        if len(words) > 1 and command not in ("run", "logs"):
+        if len(words) > 1 and command not in ("run", "logs", "open"):
             raise UsageError(f"%ddp {command} takes no arguments")
         return getattr(self, f"_{command}")(words[1:])
 
@@ -183,6 +239,9 @@ class DdpMagics(Magics):
 
     def _status(self, _: list[str]) -> None:
         self._print_defaults()
+        if self._session is not None:
+            print(self._session)
+            print(self._session.names())
         newest = runs.last_run()
         print(newest if newest is not None else "no run yet")
         for run in runs.going():
@@ -215,6 +274,21 @@ class DdpMagics(Magics):
     def _devices(self, _: list[str]) -> None:
         print(_devices_text())
 
+    def _open(self, words: list[str]) -> None:
+        if self._session is not None and not self._session.closed:
+            raise UsageError(f"a session is open: {self._session}. %ddp close ends it")
+        names = {action.dest for action in OPEN_PARSER._actions}
+        defaults = {name: value for name, value in self._defaults.items() if name in names}
+        self._session = opening.session(**{**defaults, **_given(OPEN_PARSER.parse_args(words))})
+        print(f"session · {self._session.summary}")
+
+    def _close(self, _: list[str]) -> None:
+        if self._session is None:
+            print("no session is open")
+        else:
+            self._session.close()
+            self._session = None
+
     def _run(self, words: list[str]) -> Any:
         options = _given(SCRIPT_PARSER.parse_args(words))
         path, argv = options.pop("script"), options.pop("argv")
@@ -223,7 +297,7 @@ class DdpMagics(Magics):
             return run_script(path, argv, **self._with_defaults({**options, "wait": not background}))
 
 
-_COMMANDS = ("status", "stop", "logs", "stacks", "show", "devices", "run")
+_COMMANDS = ("status", "stop", "logs", "stacks", "show", "devices", "open", "close", "run")
 
 
 def _words(line: str) -> list[str]:
@@ -291,7 +365,7 @@ def _complete(context: CompletionContext) -> dict[str, Any]:
 
 
 def _options_of(command: str, words: list[str]) -> list[str]:
-    parsers = {"%%ddp": DdpMagics.cell.parser, "run": SCRIPT_PARSER}
+    parsers = {"%%ddp": DdpMagics.cell.parser, "run": SCRIPT_PARSER, "open": OPEN_PARSER}
     parser = parsers.get(command) or parsers.get("".join(words[:1]), DEFAULTS_PARSER)
     extra = ["--reset"] if parser is DEFAULTS_PARSER else []
     return [option for action in parser._actions for option in action.option_strings] + extra

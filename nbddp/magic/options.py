@@ -57,6 +57,7 @@ OUTPUT_OPTIONS = [
     argument("--as", dest="keep", metavar="NAME", type=_names, help="Assign the Run to this variable."),
 ]
 CELL_OPTIONS = [
+    argument("--fresh", action="store_const", const=True, help="On fresh ranks, although a session is open."),
     argument("-o", "--out", metavar="NAMES", type=_names, help="Return these variables of rank 0, e.g. model,acc."),
 ]
 
@@ -78,6 +79,9 @@ def _parser(command: str, options: Iterable[Any]) -> MagicArgumentParser:
 
 
 DEFAULTS_PARSER = _parser("%ddp", RUN_OPTIONS)
+_NOT_OF_A_SESSION = ("--max-restarts", "--stall-after", "--stop-on-nan", "--timeout", "--hosts", "--min-hosts", "--to")
+SESSION_OPTIONS = [option for option in RUN_OPTIONS if option.args[-1] not in _NOT_OF_A_SESSION]
+OPEN_PARSER = _parser("%ddp open", SESSION_OPTIONS)
 SCRIPT_PARSER = _parser("%ddp run", [*RUN_OPTIONS, *OUTPUT_OPTIONS])
 SCRIPT_PARSER.add_argument("script")
 SCRIPT_PARSER.add_argument("argv", nargs=argparse.REMAINDER)

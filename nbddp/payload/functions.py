@@ -47,6 +47,14 @@ def for_the_notebook(function: types.FunctionType, reduced: Any, known: Known, n
     return _function_here, (code, closure), state, None, None, _set_state_here
 
 
+def without_known_variables(reduced: Any, sent: Known, variables: dict[str, Any]) -> Any:
+    """Change a reduced function so that it takes along only the variables that its reader does not have yet."""
+    make, arguments, (attributes, slots), *setting = reduced
+    new = {name: value for name, value in slots["__globals__"].items() if not sent.has(name, value)}
+    variables.update(new)
+    return make, arguments, (attributes, {**slots, "__globals__": new}), *setting
+
+
 def reduce_dispatching(function: Any) -> Any:
     """Reduce a function that ``functools.singledispatch`` has created to its implementations, by class."""
     # The implementations are in the state and not in the arguments, because they may call the function.

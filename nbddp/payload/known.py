@@ -8,7 +8,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +47,18 @@ class Known:
         self._remember(names)
         self._predefined = predefined
 
-    def add_outputs(self, names: Mapping[str, Any]) -> None:
-        """Add variables that the notebook will have when the run is over."""
+    def add_earlier(self, earlier: Known) -> None:
+        """Add the variables of an earlier call on the same rank, as far as later ones have not replaced them."""
+        self._names = {**earlier._names, **self._names}
+
+    def add(self, names: Mapping[str, Any]) -> None:
+        """Add variables that the reader has, or will have when the run is over."""
         self._remember(names)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget variables, which the reader has no longer."""
+        for name in names:
+            self._names.pop(name, None)
 
     def _remember(self, names: Mapping[str, Any]) -> None:
         self._names.update((name, _comparison(value)) for name, value in names.items())
@@ -67,6 +76,10 @@ class Known:
         now = _parts(obj) if before is not None else None
         unchanged = now is not None and len(now) == len(before or ()) and all(map(operator.is_, now, before or ()))
         return number if unchanged else None
+
+    def knows(self, name: str) -> bool:
+        """Has any value of this variable come?"""
+        return name in self._names
 
     def has(self, name: str, value: Any) -> bool:
         """Is this value of a variable of ``__main__`` the one that came from the notebook?"""

@@ -22,7 +22,7 @@ import linecache
 import pickle
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,13 @@ class Packed:
         inherited: objects that a process can get only when it starts (queues, locks, pipes, shared tensors). The
             stream refers to them by their index.
         by_value: functions and classes that were pickled by value. An answer may refer to them by their index.
+        variables: the notebook's variables that went along with functions which read them.
     """
 
     nbytes: int
     inherited: list[Any]
     by_value: list[Any]
+    variables: dict[str, Any] = field(default_factory=dict)
 
 
 class Pickled:
@@ -96,12 +98,20 @@ def pack(obj: object, fd: int, *, known: Known | None = None, inheriting: bool =
     return pickled.packed
 
 
-def prepare(obj: object, *, known: Known | None = None, inheriting: bool = True, back: bool = False) -> Pickled:
+def prepare(
+    obj: object,
+    *,
+    known: Known | None = None,
+    sent: Known | None = None,
+    inheriting: bool = True,
+    back: bool = False,
+) -> Pickled:
     """Pickle ``obj`` and compute the layout of its block.
 
     Args:
         known: the objects that the reader, the notebook, has already. Its classes are sent as their numbers, so that
             an instance is again an instance of the same class; the globals of functions are its ``__main__``.
+        sent: the variables that the reader, a rank that stays, has from earlier calls; functions leave them out.
         inheriting: whether the reader is a process that we are about to start, which can inherit queues and locks.
         back: whether this is a result for the notebook, in which nothing is inherited, and for which ``__main__`` is
             the reader's.
@@ -110,7 +120,7 @@ def prepare(obj: object, *, known: Known | None = None, inheriting: bool = True,
         Whatever pickling raises; ``unpicklable.explain`` turns it into an error that names the variable.
     """
     stream = io.BytesIO()
-    with contextlib.closing(Packer(stream, known=known, inheriting=inheriting, back=back)) as pickler:
+    with contextlib.closing(Packer(stream, known=known, sent=sent, inheriting=inheriting, back=back)) as pickler:
         # The lists are filled while obj is pickled, and pickled after it, so all their members are memo references.
         pickler.dump((obj, pickler.by_value, pickler.named, pickler.notes))
         return _lay_out(pickler, memoryview(stream.getvalue()))
@@ -239,7 +249,7 @@ def _lay_out(pickler: Packer, stream: memoryview) -> Pickled:
     end = table_at + len(encoded)
     header = memoryview(_HEADER.pack(stream_at, table_at, end))
     parts = [(0, header), *parts_of(areas, places), (stream_at, stream), (table_at, memoryview(encoded))]
-    return Pickled(Packed(end, pickler.inherited, pickler.by_value), parts)
+    return Pickled(Packed(end, pickler.inherited, pickler.by_value, pickler.variables), parts)
 
 
 def _area_of(piece: Piece) -> Area:

@@ -63,10 +63,17 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         storages: torch storages, by their identity.
         arrays: arrays whose memory is not a buffer, e.g. because of gaps or steps backwards, in order.
         codes: the code objects of the functions that were pickled by value.
+        variables: the notebook's, by name, that its functions read and that were pickled with them.
     """
 
     def __init__(
-        self, stream: io.BytesIO, *, known: Known | None = None, inheriting: bool = True, back: bool = False
+        self,
+        stream: io.BytesIO,
+        *,
+        known: Known | None = None,
+        sent: Known | None = None,
+        inheriting: bool = True,
+        back: bool = False,
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=self._take_buffer)
         self.by_value: list[Any] = []
@@ -77,7 +84,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self.storages: dict[int, PackedStorage] = {}
         self.arrays: list[npt.NDArray[Any]] = []
         self.codes: list[types.CodeType] = []
+        self.variables: dict[str, Any] = {}
         self._known = known
+        self._sent = sent
         self._cells: set[int] = set()  # ids of the cells of functions that were pickled by value
         self._inheriting = inheriting
         self._shared_here = SharedHere()
@@ -126,6 +135,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = functions.with_its_cells(obj, reduced)
         if self._known is not None and obj.__globals__ is self._main:
             return functions.for_the_notebook(obj, reduced, self._known, self.notes)
+        if self._sent is not None and obj.__globals__ is self._main:
+            return functions.without_known_variables(reduced, self._sent, self.variables)
         return reduced
 
     def _number_of(self, obj: Any) -> int | None:

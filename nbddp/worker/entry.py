@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter  # private; torch 2.6 to 2.13
 
 from nbddp import payload, process_state, versions, wire
 from nbddp.errors import CAUSE_CHARS
@@ -35,12 +36,15 @@ from nbddp.worker import (
     blas,
     context,
     dead_man_switch,
+    group_sockets,
     inherited,
     leftovers,
     main_module,
     metrics,
     output,
     process_group,
+    regroup,
+    staying,
 )
 
 _EXIT_CHARS = 1000  # longest text of sys.exit() that is reported
@@ -56,6 +60,7 @@ class Ends:
     payload: int
     result: int
     store: int | None
+    calls: int | None = None  # of a rank that stays: where the ends of its next calls come from
 
 
 def main(channel: Connection, ends: Ends, handed: Sequence[Any]) -> None:
@@ -68,16 +73,67 @@ def main(channel: Connection, ends: Ends, handed: Sequence[Any]) -> None:
     report = _live(job, channel, ends, handed)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # must not interrupt the report; the notebook kernel can use SIGKILL
     channel.send_bytes(wire.encode(report))
-    _leave(channel)
-
-
-def _live(job: wire.Job, channel: Connection, ends: Ends, handed: Sequence[Any]) -> wire.Message:
-    """Set up, call the function, and return one message with the result. The worker's only broad ``except``."""
-    phase = "setup"
+    if ends.calls is not None:
+        staying.serve(channel, job, staying.Ends(ends.calls), functools.partial(_next_call, channel, ends))
+        return _end()
+    output.flush()
+    metrics.flush()
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        notebook = set_up(job, ends)
-        channel.send_bytes(wire.encode(wire.Ready(versions.package_folder())))
+        channel.recv_bytes()  # Leave: a rank that left early would break its peers' connections
+    except (EOFError, OSError):
+        return None
+    return _end()
+
+
+def _next_call(channel: Connection, ends: Ends, job: wire.Job, fds: Sequence[int]) -> wire.Message:
+    """Take one more call on a rank that stays."""
+    metrics_fd, output_fd, payload_fd, result_fd = fds
+    metrics.begin_again(metrics_fd)
+    output.continue_in(output_fd)
+    ends = dataclasses.replace(ends, payload=payload_fd, result=result_fd)
+    try:
+        report = _live(job, channel, ends, (), main_module.of_the_notebook)
+        staying.refuse_interrupts()
+    except KeyboardInterrupt as error:  # before the report of another exception
+        report = _failed(error, time.monotonic(), "call", result_fd)
+    if not isinstance(report, wire.Finished):
+        _restore_modes()
+    output.flush()
+    metrics.flush()  # all of this call is in its own pipe
+    os.close(result_fd)
+    return report
+
+
+def _restore_modes() -> None:
+    """Reset what an interrupt in the middle of a ``with torch.no_grad()`` or ``autocast`` leaves behind."""
+    torch.set_grad_enabled(True)
+    torch.clear_autocast_cache()
+    for device in {"cpu", context.device().type}:
+        torch.set_autocast_enabled(device, False)
+
+
+def _live(
+    job: wire.Job,
+    channel: Connection,
+    ends: Ends,
+    handed: Sequence[Any],
+    ready: Callable[[], ModuleType] | None = None,
+) -> wire.Message:
+    """Set up, call the function, and return one message with the result. The worker's only broad ``except``.
+
+    Args:
+        ready: returns the ``__main__`` of a rank that is already set up.
+    """
+    phase = "setup"
+    sigchld = signal.getsignal(signal.SIGCHLD)  # torch's, once a DataLoader has had workers
+    try:
+        if ready is not None:
+            staying.allow_interrupts()
+            notebook = ready()
+        else:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            notebook = set_up(job, ends)
+            channel.send_bytes(wire.encode(wire.Ready(versions.package_folder())))
         phase = "unpack"
         call, known = unpack(job, ends.payload, notebook, handed)
         phase = "call"
@@ -96,7 +152,11 @@ def _live(job: wire.Job, channel: Connection, ends: Ends, handed: Sequence[Any])
             return _exited(error, ends.result)
         failed = _failed(error, at, phase, ends.result)
         channel.send_bytes(wire.encode(wire.Raised(**vars(failed))))
+        _end_loaders_of(error)
         return _with_the_exception(failed, error, ends.result, known if phase in ("call", "pack") else None)
+    finally:
+        if ready is not None:
+            signal.signal(signal.SIGCHLD, sigchld)
 
 
 # ---------------------------------------------------------------------------- setting up
@@ -195,17 +255,11 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
     process_group.remember_stores(job.store_host, job.store_port, store_file)
+    if job.stays:
+        group_sockets.remember_new_groups()
+        regroup.remember_models()
     if job.backend is not None:
-        process_group.open_group(
-            backend=job.backend,
-            rank=job.rank,
-            world_size=job.world_size,
-            device=context.device(),
-            address=(job.store_host, job.store_port),
-            file=store_file,
-            prefix=job.store_prefix,
-            timeout_s=job.pg_timeout_s,
-        )
+        process_group.open_group_of(job, context.device(), store_file, job.group)
     process_group.wrap_init_process_group()  # after ours, whose store it would take for another
 
 
@@ -237,7 +291,7 @@ def seed_everything(seed: int) -> None:
 def unpack(job: wire.Job, fd: int, notebook: ModuleType, handed: Sequence[Any] = ()) -> tuple[Callable[[], Any], Known]:
     """Unpack the function with its arguments from the block ``fd``, and the objects known from the notebook."""
     unpacked = payload.unpack(fd, job.payload_nbytes, inherited=handed, device=context.device())
-    known = main_module.publish(notebook, unpacked)
+    known = main_module.publish(notebook, unpacked, job.by_value if job.stays else None)
     process_group.adopt_group()
     os.close(fd)
     function, args, kwargs = unpacked.value
@@ -252,7 +306,7 @@ def unpack(job: wire.Job, fd: int, notebook: ModuleType, handed: Sequence[Any] =
 def _finished(value: Any, fd: int, known: Known, job: wire.Job) -> wire.Message:
     try:
         nbytes = payload.pack(value, fd, known=known, back=True).nbytes
-        return wire.Finished(nbytes, time.monotonic(), process_group.has_met())
+        return wire.Finished(nbytes, time.monotonic(), process_group.has_met(), in_group=dist.is_initialized())
     except Exception as error:  # whatever a user's __reduce__ raises
         what = f"the value that {job.run_name} returned on rank {job.rank} cannot be sent to the notebook"
         explained = unpicklable.explain({"the result": value}, error, what=what, back=True)
@@ -292,6 +346,18 @@ def _failed(error: BaseException, at: float, phase: str, fd: int) -> wire.Failed
     return wire.Failed(payload.pack(stand_in, fd, back=True).nbytes, at, phase, summary)
 
 
+def _end_loaders_of(error: BaseException) -> None:
+    """End the DataLoader workers of loops that the error has left.
+
+    When the error is freed, torch asks them to end. An interrupt can lose that request, and torch then waits 5 s.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, _MultiProcessingDataLoaderIter) and not value._persistent_workers:
+                for worker in getattr(value, "_workers", ()):
+                    worker.terminate()
+
+
 def _with_the_exception(failed: wire.Failed, error: BaseException, fd: int, known: Known | None) -> wire.Failed:
     """The same report with the exception itself, if it pickles."""
     make_picklable(error)
@@ -302,14 +368,8 @@ def _with_the_exception(failed: wire.Failed, error: BaseException, fd: int, know
     return dataclasses.replace(failed, nbytes=nbytes)
 
 
-def _leave(channel: Connection) -> None:
-    """Flush, wait until every rank has reported, and end as Python does: first threads, then exit handlers."""
-    output.flush()
-    metrics.flush()
-    try:
-        channel.recv_bytes()  # Leave: a rank that left early would break its peers' connections
-    except (EOFError, OSError):
-        return
+def _end() -> None:
+    """End as Python does: first threads, then exit handlers."""
     process_group.close_group()
     # Before the exit handlers, because executors end their processes here and multiprocessing's handler joins those.
     # multiprocessing calls it again when this process ends (Python 3.10 to 3.14), which does nothing.

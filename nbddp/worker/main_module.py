@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.reduction
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
@@ -26,13 +27,36 @@ def install() -> types.ModuleType:
     return main
 
 
-def publish(main: types.ModuleType, unpacked: Unpacked) -> Known:
-    """Define the notebook's names in ``__main__``, for pickle and torch.save, and remember all unpacked objects."""
+def publish(main: types.ModuleType, unpacked: Unpacked, numbers: Sequence[int] | None = None) -> Known:
+    """Define the notebook's names in ``__main__``, for pickle and torch.save, and remember all unpacked objects.
+
+    Args:
+        numbers: on a rank that stays, the notebook's numbers of the unpacked functions and classes.
+    """
     global known
-    for name, obj in unpacked.named.items():
-        main.__dict__.setdefault(name, obj)
-    known = Known(unpacked.by_value, main.__dict__)
+    if numbers is None:
+        for name, obj in unpacked.named.items():
+            main.__dict__.setdefault(name, obj)
+        known = Known(unpacked.by_value, main.__dict__)
+        return known
+    main.__dict__.update(unpacked.named)
+    for number, obj in zip(numbers, unpacked.by_value):
+        _received.extend([_never_received] * (number + 1 - len(_received)))  # of calls that ended before this
+        _received[number] = obj
+    earlier, known = known, Known(_received, unpacked.named)
+    known.add_earlier(earlier)
     return known
+
+
+def _never_received() -> None: ...
+
+
+_received: list[Any] = []  # on a rank that stays, by the notebook's number
+
+
+def of_the_notebook() -> types.ModuleType:
+    """Return the module that stands for the notebook's ``__main__``."""
+    return sys.modules["__main__"]
 
 
 def _by_value(_: Any, obj: Any) -> Any:

@@ -161,6 +161,13 @@ def enter(fd: int) -> None:
     os.register_at_fork(after_in_child=_leave)
 
 
+def begin_again(fd: int) -> None:
+    """Send to another pipe from now on, as if nothing had been logged before: the next call of a rank that stays."""
+    assert _pipe is not None
+    os.set_blocking(fd, False)
+    _pipe.begin_again(fd)
+
+
 def _leave() -> None:
     global _pipe
     _pipe = None

@@ -105,6 +105,18 @@ class MetricsPipe:
         self._logged.append(_PACK(kind, 0, self._ids[name], False, weight, step, value, now))
         self._move(now)
 
+    def begin_again(self, fd: int) -> None:
+        """Write into another pipe from now on, with new ids and steps; closes the present one."""
+        with self._lock:
+            os.close(self._fd)
+            self._fd = fd
+            self._ids, self._next_id = {}, itertools.count()
+            self._steps, self._step, self._resumed_after = {}, 0, None
+            self._logged.clear()
+            self._on_device.clear()
+            self._unsent.clear()
+            self._batch, self._written = b"", 0
+
     def last_step(self) -> int | None:
         """The latest step, of this process or of the one whose snapshot it resumed; None before the first."""
         with self._lock:

@@ -31,6 +31,14 @@ def redirect(fd: int) -> None:
     faulthandler.enable(file=2)
 
 
+def continue_in(fd: int) -> None:
+    """Print into another file from now on: the next call of a rank that stays."""
+    flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
 def dump_stacks_on_signal(fd: int) -> None:
     """Write the Python stacks of all threads to ``fd`` on each ``STACKS_SIGNAL``, and when this rank crashes.
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
-from nbddp.worker import user_stores
+from nbddp import wire
+from nbddp.worker import group_sockets, user_stores
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _GLOO_THREADS = 3  # one for its connections, two for the work
@@ -63,6 +64,31 @@ def open_group(
     _require_threads()
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **options)
     _ready_made = dist.group.WORLD
+
+
+def open_group_of(job: wire.Job, device: torch.device, file: int | None, number: int = 0) -> None:
+    """Open the job's default group; a session's next one has a number, and so keys of its own."""
+    assert job.backend is not None
+    open_group(
+        backend=job.backend,
+        rank=job.rank,
+        world_size=job.world_size,
+        device=device,
+        address=(job.store_host, job.store_port),
+        file=file,
+        prefix=f"{job.store_prefix} {number}" if number else job.store_prefix,
+        timeout_s=job.pg_timeout_s,
+    )
+
+
+def replace_group(job: wire.Job, device: torch.device, number: int) -> None:
+    """Leave all groups, and open the session's group with this number."""
+    before = dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _kept_alive[:] = [before]  # and free those before it, whose last backward is long over
+    group_sockets.forget()
+    open_group_of(job, device, _file, number)
 
 
 def _require_threads() -> None:

@@ -63,7 +63,7 @@ def run_cell(cell: Cell, /, **names: Any) -> CellResult:
     value = _execute(ast.parse(cell.source, cell.filename), cell.filename, namespace)
     requested = cell.outputs if context.is_primary() else ()
     outputs = {name: namespace[name] for name in requested if name in namespace}
-    main_module.known.add_outputs(outputs)
+    main_module.known.add(outputs)
     # In parts, so that a training's results are not lost because one of them does not pickle, e.g. a generator.
     outputs = {name: partial.of(value, main_module.known) for name, value in outputs.items()}
     return CellResult(partial.parts_of(value, main_module.known), outputs)

@@ -1,0 +1,43 @@
+"""``nbddp.session``: opens ranks that stay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbddp.errors import LaunchError
+from nbddp.kernel.options import RunOptions, complete, takes_options
+from nbddp.kernel.plan import make_plan
+from nbddp.sessions.session import OF_A_CALL, Session
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_REFUSED = {
+    "hosts": "a session's ranks are on this machine",
+    "min_hosts": "a session's ranks are on this machine",
+    "max_restarts": "restart() starts lost ranks again, when you say so",
+}
+
+
+@takes_options
+def session(**options: Unpack[RunOptions]) -> Session:
+    """Open a session: ranks that stay, so that one cell goes on where the last one ended.
+
+    ``nprocs``, ``device``, ``gpus``, ``backend``, ``init``, ``seed``, ``deterministic``, ``env``, ``pg_timeout``,
+    ``start_method``, ``keep_children`` and ``oversubscribe`` are as for :func:`nbddp.run`. All others are options of the
+    calls: :meth:`Session.run`.
+
+    Returns:
+        The session, open: a context manager that closes it, or ``close()`` it.
+
+    Raises:
+        LaunchError: an option cannot work, or a rank ended before it was ready.
+    """
+    defaults = complete({})
+    for name, value in options.items():
+        if value != defaults.get(name) and (name in _REFUSED or name in OF_A_CALL):
+            advice = _REFUSED.get(name, f"pass {name} to the session.run() of each call")
+            raise LaunchError(f"session({name}=...): {advice}")
+    opened = Session(make_plan("session", options))
+    opened.open()
+    return opened

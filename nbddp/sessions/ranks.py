@@ -1,0 +1,362 @@
+"""The ranks of one session: starts them, begins and settles their calls, and puts them into a new group."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from nbddp import fds, payload, wire
+from nbddp.kernel import failure
+from nbddp.kernel.plan import Plan
+from nbddp.kernel.site import LocalSite, NotebookCrew
+from nbddp.launch.interface import CrewBase
+from nbddp.launch.output import RankOutput
+from nbddp.launch.rank import LocalRank
+from nbddp.payload import Packed, Pickled
+from nbddp.payload.known import Known
+
+_RELEASED_WITHIN_S = 1.0  # gloo's senders may wait on although their connection is closed: about one in 30, under load
+_RELEASE_AGAIN_S = 0.1
+_REGROUPED_WITHIN_S = 10.0
+_POLL_S = 0.02
+_ALL_WAIT_S = 0.03  # after a failure, until the other ranks wait for the failed one; see worker/group_sockets.py
+
+
+class Ranks:
+    """The ranks of one session, which take one call at a time.
+
+    Attributes:
+        sent: the notebook's variables that the ranks have.
+        lost: ranks that have ended, each with the reason.
+        in_call: the name of the call that goes on; "" if there is none.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.sent = Known()
+        self.lost: dict[int, str] = {}
+        self._findings: list[str] = []
+        self.crew: NotebookCrew | None = None
+        self.in_call = ""
+        self._group = 0
+        self._by_value: list[Any] = []  # functions and classes that the ranks have got, by number
+        self._numbers: dict[int, int] = {}
+        self._numbers_of_call: tuple[int, ...] = ()
+
+    @property
+    def workers(self) -> list[LocalRank]:
+        return self.crew.workers if self.crew is not None else []
+
+    def number(self, packed: Packed) -> None:
+        """Number the functions and classes of a call for all later answers of the ranks."""
+        for obj in packed.by_value:
+            if id(obj) not in self._numbers:
+                self._numbers[id(obj)] = len(self._by_value)
+                self._by_value.append(obj)
+        self._numbers_of_call = tuple(self._numbers[id(obj)] for obj in packed.by_value)
+        packed.by_value = self._by_value
+
+    # ------------------------------------------------------------------ a call
+
+    def begin(
+        self,
+        plan: Plan,
+        packed: Packed,
+        outputs: Sequence[RankOutput],
+        block: int,
+        start_method: str,
+        only: Sequence[int] | None,
+    ) -> None:
+        """Begin a call on all ranks, and start those that do not exist yet, or no longer.
+
+        Args:
+            only: these ranks alone, none of which is lost.
+
+        Raises:
+            LaunchError: a process could not be started.
+        """
+        if self.crew is None:
+            self.crew = NotebookCrew(self.plan, start_method, block)
+            return self.crew.launch(packed, outputs, 0)
+        survivors = [worker for worker in self.workers_of(only) if worker.rank not in self.lost]
+        if self.lost and only is None:
+            self._group += 1
+            for worker in survivors:
+                worker.regroup(self._group)
+            jobs = self.crew.jobs(packed.nbytes)
+            for rank in sorted(self.lost):
+                self.crew.replace_rank(dataclasses.replace(jobs[rank], group=self._group), outputs[rank], block)
+            self.lost.clear()
+            self.sent = Known()
+        call = wire.NextCall(plan.name, packed.nbytes, self._numbers_of_call)
+        for worker in survivors:
+            _begin(worker, call, outputs[worker.rank], block)
+        return None
+
+    def workers_of(self, only: Sequence[int] | None) -> list[LocalRank]:
+        """Return these ranks; None: all."""
+        return [worker for worker in self.workers if only is None or worker.rank in only]
+
+    def settle(self, released_by: float | None, only: Sequence[int] | None) -> list[str]:
+        """End a call: release its ranks, end those that do not come back, and put the others into a new group.
+
+        Args:
+            released_by: when the ranks have been asked to leave the call; None: they were not.
+
+        Returns:
+            What a failure has left behind, in lines for the user.
+        """
+        workers = self.workers_of(only)
+        self._findings = []
+        finished = [worker.report for worker in workers if isinstance(worker.report, wire.Finished)]
+        if len(finished) == len(workers):
+            if self.plan.backend is not None and not all(report.in_group for report in finished):
+                self._regroup()  # the call has destroyed the group, as the last line of many programs does
+            return self._findings
+        self._release_all(workers, time.monotonic() if released_by is None else released_by)
+        for worker in workers:
+            if worker.alive and worker.report is None:
+                self.lost[worker.rank] = "it did not come back from the call within 1 s, and was ended"
+                worker.kill()
+        if not all(worker.ready for worker in self.workers) or len(self.workers) < self.plan.nprocs:
+            self.end()
+            return []
+        self._find_lost()
+        if not self.lost and only is None:
+            self._regroup()
+        return [*(f"rank {rank} is lost: {why}" for rank, why in self.lost.items()), *self._findings]
+
+    def _release_all(self, workers: Sequence[LocalRank], since: float) -> None:
+        again_at = 0.0
+        while pending := [worker for worker in workers if worker.alive and worker.report is None]:
+            now = time.monotonic()
+            if now >= since + _RELEASED_WITHIN_S:
+                return
+            if now >= again_at:
+                again_at = now + _RELEASE_AGAIN_S
+                for worker in pending:
+                    worker.free()
+                    worker.interrupt()
+            self.watch(_POLL_S)
+
+    def watch(self, timeout_s: float) -> None:
+        """Wait until something happens, at most ``timeout_s``, and handle it."""
+        assert self.crew is not None
+        self.crew.watch(timeout_s)
+
+    def find_lost(self) -> None:
+        """Notice the ranks that have ended since the last call."""
+        if self.crew is not None:
+            self.watch(0.0)
+            self._find_lost()
+
+    def _find_lost(self) -> None:
+        for worker in self.workers:
+            if self.lost.get(worker.rank) is None and not worker.alive:
+                self.lost[worker.rank] = f"it ended with exit code {worker.exitcode}"
+            if worker.rank in self.lost:
+                worker.end()
+
+    def _regroup(self) -> None:
+        """Put all ranks into a new process group, and compare their models."""
+        self._group += 1
+        for worker in self.workers:
+            worker.regroup(self._group)
+        deadline = time.monotonic() + _REGROUPED_WITHIN_S
+        while time.monotonic() < deadline and any(w.alive and w.regrouped is None for w in self.workers):
+            self.watch(_POLL_S)
+        for worker in self.workers:
+            answer = worker.regrouped
+            if answer is None or answer.error:
+                why = answer.error if answer is not None else f"no answer within {_REGROUPED_WITHIN_S:.0f} s"
+                self.lost[worker.rank] = f"it could not join the new process group: {why}"
+        self._find_lost()
+        self._findings = list(self._compare())
+
+    def _compare(self) -> Iterator[str]:
+        answers = {worker.rank: worker.regrouped for worker in self.workers if worker.regrouped is not None}
+        if void := sorted({name for answer in answers.values() for name in answer.void}):
+            yield f"{', '.join(void)}: groups of before the failure, which no longer work; make them again"
+        for name in dict.fromkeys(name for answer in answers.values() for name in answer.models):
+            by_rank = {rank: answer.models.get(name) for rank, answer in answers.items()}
+            if len(set(by_rank.values())) > 1:
+                other = [str(rank) for rank, found in by_rank.items() if found != by_rank[min(by_rank)]]
+                ranks = f"rank{'s' * (len(other) > 1)} {', '.join(other)}"
+                yield f"{name} on {ranks} differs from rank {min(by_rank)}'s; .sync({name!r}) makes them equal"
+
+    # ------------------------------------------------------------------ the end
+
+    def dismiss(self, timeout_s: float) -> None:
+        """Let all ranks leave as Python does, and end those that do not within this time."""
+        for worker in self.workers:
+            worker.dismiss()
+        deadline = time.monotonic() + timeout_s
+        while any(worker.alive for worker in self.workers) and time.monotonic() < deadline:
+            self.watch(_POLL_S)
+        self.end()
+
+    def end(self) -> None:
+        """End all processes at once, and everything that belongs to them."""
+        crew, self.crew = self.crew, None
+        if crew is not None:
+            try:
+                crew.__exit__()
+            finally:
+                crew.close()
+        self.sent, self.lost, self._group = Known(), {}, 0
+
+    def disown(self) -> None:
+        """In a process forked from the notebook kernel: hold nothing of the ranks open."""
+        if self.crew is not None:
+            self.crew.disown()
+
+
+def _begin(worker: LocalRank, call: wire.NextCall, output: RankOutput, block: int) -> None:
+    with contextlib.ExitStack() as workers_ends, contextlib.ExitStack() as unless_begun:
+        metrics_r, metrics_w = os.pipe()
+        unless_begun.callback(os.close, metrics_r)
+        workers_ends.callback(os.close, metrics_w)
+        fds.widen(metrics_w)
+        os.set_blocking(metrics_r, False)
+        result = payload.open_block(f"result-{worker.rank}")
+        unless_begun.callback(os.close, result)
+        fds_here = {"metrics": metrics_r, "result": result}
+        worker.begin(call, output, fds_here, (metrics_w, output.fileno(), block, result))
+        unless_begun.pop_all()
+
+
+class SessionSite(LocalSite):
+    """Where one call of a session finds its ranks; see ``launch.interface.Site``."""
+
+    def __init__(self, plan: Plan, ranks: Ranks, only: Sequence[int] | None, owner: object) -> None:
+        """
+        Args:
+            only: the ranks that take the call; None: all.
+            owner: lives as long as the call.
+        """
+        super().__init__(plan)
+        self._ranks = ranks
+        self._only = only
+        self._owner = owner
+        ranks.in_call = plan.name
+
+    def copy_data(self, pickled: Pickled, keep_going: Any) -> None:
+        """Copy the data into a block that the ranks map."""
+        self._ranks.number(pickled.packed)
+        super().copy_data(pickled, keep_going)
+
+    def new_crew(self, start_method: str) -> CallCrew:  # type: ignore[override]
+        """Return the session's ranks, for this call."""
+        return CallCrew(self._ranks, self._plan, self._block, start_method, self._only)
+
+    def close(self) -> None:
+        """Free the call's data; the session can take the next call."""
+        super().close()
+        self._ranks.in_call = ""
+
+    def can_restart(self) -> bool:
+        """Return False: the session goes on with the ranks as they are."""
+        return False
+
+
+class CallCrew(CrewBase):
+    """The ranks of a session during one call; see ``launch.interface.Crew``."""
+
+    def __init__(self, ranks: Ranks, plan: Plan, block: int, start_method: str, only: Sequence[int] | None) -> None:
+        self._ranks = ranks
+        self._only = only
+        self._plan = plan
+        self._block = block
+        self._start_method = start_method
+        self._asked = False  # the ranks have been asked to leave the call
+        self._steps: list[tuple[float, Callable[[LocalRank], None]]] = []  # to take at these times
+        self._released_by: float | None = None
+        self._begun = False
+        self._outputs: Sequence[RankOutput] = ()
+
+    @property
+    def workers(self) -> Sequence[LocalRank]:  # type: ignore[override]
+        return self._ranks.workers_of(self._only)
+
+    @property
+    def alive(self) -> bool:
+        """Whether any rank is still in the call."""
+        return any(worker.alive and worker.report is None for worker in self.workers)
+
+    def __enter__(self) -> CallCrew:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._begun:
+            for line in self._ranks.settle(self._released_by, self._only):
+                self._outputs[0].note(line)
+
+    def launch(self, packed: Packed, outputs: Sequence[RankOutput], restart_count: int) -> None:
+        """Begin the call on all ranks."""
+        self._outputs = outputs
+        try:
+            self._ranks.begin(self._plan, packed, outputs, self._block, self._start_method, self._only)
+        except BaseException:
+            self._ranks.end()  # some ranks wait for those that could not be started
+            raise
+        self._begun = True
+        self._ranks.sent.add(packed.variables)
+
+    def watch(self, timeout_s: float) -> None:
+        """Wait until something happens, at most ``timeout_s``; when a rank has failed, have the others leave."""
+        left = [due - time.monotonic() for due, _ in self._steps]
+        self._ranks.watch(max(0.0, min([timeout_s, *left])))
+        if not self._asked and self._has_failed_by_itself():
+            # First those that wait for the failed rank; an interrupt could hit the end of a ``with`` in torch's code.
+            self._have_them_leave([(_ALL_WAIT_S, LocalRank.free), (2 * _ALL_WAIT_S, LocalRank.interrupt)])
+        self._take_due_steps()
+
+    def _has_failed_by_itself(self) -> bool:
+        failed = [worker for worker in self.workers if failure.has_failed(worker)]
+        return not all(map(failure.is_consequence, failed))
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in every rank that is in the call, also where it waits for other ranks."""
+        if not self._asked:
+            # Again and again: torch may spend 5 s on a DataLoader's worker while it handles the first interrupt.
+            later = [(seconds, LocalRank.interrupt) for seconds in (1.0, 2.0, 3.0)]
+            self._have_them_leave([(0.0, LocalRank.interrupt), (_ALL_WAIT_S, LocalRank.free), *later])
+            self._take_due_steps()
+
+    def _have_them_leave(self, steps: Sequence[tuple[float, Callable[[LocalRank], None]]]) -> None:
+        now = time.monotonic()
+        self._asked = True
+        self._steps = [(now + delay, step) for delay, step in steps]
+        self._released_by = now + 2 * _ALL_WAIT_S
+
+    def _take_due_steps(self) -> None:
+        while self._steps and self._steps[0][0] <= time.monotonic():
+            _, step = self._steps.pop(0)
+            for worker in self.workers:
+                if worker.alive and worker.report is None:
+                    step(worker)
+
+    def wake(self) -> None:
+        """End a :meth:`watch` under way in another thread."""
+        if self._ranks.crew is not None:
+            self._ranks.crew.wake()
+
+    def dismiss_reported(self) -> None:
+        """Do nothing: the ranks stay."""
+
+    def stacks(self, timeout_s: float) -> dict[int, str]:
+        """Return faulthandler's dumps by rank, of the ranks that answer in time."""
+        return self._ranks.crew.stacks(timeout_s) if self._ranks.crew is not None else {}
+
+    def close(self) -> None:
+        """Close the ends of this call."""
+        for worker in self.workers:
+            worker.close_call()
+
+    def disown(self) -> None:
+        """In a process forked from the notebook kernel: hold nothing of the ranks open."""
+        self._ranks.disown()
