@@ -23,8 +23,8 @@ _REFUSED = {
 def session(**options: Unpack[RunOptions]) -> Session:
     """Open a session: ranks that stay, so that one cell goes on where the last one ended.
 
-    ``nprocs``, ``device``, ``gpus``, ``backend``, ``init``, ``seed``, ``deterministic``, ``env``, ``pg_timeout``,
-    ``start_method``, ``keep_children`` and ``oversubscribe`` are as for :func:`nbddp.run`. All others are options of the
+    As for :func:`nbddp.run` are ``nprocs``, ``device``, ``gpus``, ``backend``, ``init``, ``seed``, ``deterministic``,
+    ``env``, ``pg_timeout``, ``start_method``, ``keep_children`` and ``oversubscribe``. All others are options of the
     calls: :meth:`Session.run`.
 
     Returns:
