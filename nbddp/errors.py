@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -91,6 +92,8 @@ class RankError(NbddpError):
         host: the rank's host if the run is on several; None otherwise.
         alike: all ranks failed with the same error.
         advice: what to do about the error, if nbddp knows it; "" otherwise.
+        locals: the names on the failing line of your code, each with a description such as
+            ``"Tensor (64, 10) float32 cuda:1"``.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class RankError(NbddpError):
         host: str | None = None,
         alike: bool = False,
         advice: str = "",
+        locals: Mapping[str, str] | None = None,
     ) -> None:
         what = bounded("".join(traceback.format_exception_only(type(cause), cause)).strip(), CAUSE_CHARS, _CAUSE)
         self._header = _header(rank, world_size, host, where, alike)
@@ -115,6 +119,7 @@ class RankError(NbddpError):
         self.host = host
         self.alike = alike
         self.advice = advice
+        self.locals = dict(locals or {})
         self.__cause__ = cause
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -123,7 +128,19 @@ class RankError(NbddpError):
     def _render_traceback_(self) -> list[str]:
         shown = _render(type(self.cause), self.cause, self.cause.__traceback__, tb_offset=0)
         shown = [_cut(part) for part in _naming_libraries(shown, self.cause)]
-        return [self._header, *shown, *([self.advice] if self.advice else []), *self._restarts_text()]
+        return [
+            self._header,
+            *shown,
+            *self._locals_text(),
+            *([self.advice] if self.advice else []),
+            *self._restarts_text(),
+        ]
+
+    def _locals_text(self) -> list[str]:
+        if not self.locals:
+            return []
+        width = max(map(len, self.locals))
+        return ["", f"on rank {self.rank}:", *(f"  {name:{width}}  {text}" for name, text in self.locals.items())]
 
 
 class RankDied(NbddpError):

@@ -116,6 +116,7 @@ class Failed:
     at: float
     phase: str  # "setup", "unpack", "call" or "pack"
     summary: str  # "ValueError: boom", in case the block cannot be read
+    names: tuple[tuple[str, str], ...] = ()  # on the failing line of the user's code, each with a description
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,7 @@ class Failures:
                 host=worker.host,
                 alike=alike,
                 advice=advice(cause, self.device),
+                locals=dict(report.names),
             )
         error.__cause__ = cause
         return error

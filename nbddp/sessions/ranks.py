@@ -19,7 +19,7 @@ from nbddp.launch.rank import LocalRank
 from nbddp.payload import Packed, Pickled
 from nbddp.payload.known import Known
 
-_RELEASED_WITHIN_S = 1.0  # gloo's senders may wait on although their connection is closed: about one in 30, under load
+_RELEASED_WITHIN_S = 1.0  # a sender of gloo's may wait on although its connection is closed; see group_sockets.py
 _RELEASE_AGAIN_S = 0.1
 _REGROUPED_WITHIN_S = 10.0
 _POLL_S = 0.02

@@ -36,6 +36,7 @@ from nbddp.worker import (
     blas,
     context,
     dead_man_switch,
+    failing_line,
     group_sockets,
     inherited,
     leftovers,
@@ -343,7 +344,8 @@ def _failed(error: BaseException, at: float, phase: str, fd: int) -> wire.Failed
     stand_in = look_alike(text.partition(": ")[2] or text)
     stand_in.__traceback__ = error.__traceback__
     make_picklable(stand_in)
-    return wire.Failed(payload.pack(stand_in, fd, back=True).nbytes, at, phase, summary)
+    names = failing_line.names(error) if phase == "call" else ()
+    return wire.Failed(payload.pack(stand_in, fd, back=True).nbytes, at, phase, summary, names)
 
 
 def _end_loaders_of(error: BaseException) -> None:
