@@ -288,6 +288,7 @@ class DdpMagics(Magics):
         else:
             self._session.close()
             self._session = None
+            print("the session is closed")
 
     def _run(self, words: list[str]) -> Any:
         options = _given(SCRIPT_PARSER.parse_args(words))

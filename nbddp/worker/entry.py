@@ -76,14 +76,9 @@ def main(channel: Connection, ends: Ends, handed: Sequence[Any]) -> None:
     channel.send_bytes(wire.encode(report))
     if ends.calls is not None:
         staying.serve(channel, job, staying.Ends(ends.calls), functools.partial(_next_call, channel, ends))
-        return _end()
-    output.flush()
-    metrics.flush()
-    try:
-        channel.recv_bytes()  # Leave: a rank that left early would break its peers' connections
-    except (EOFError, OSError):
-        return None
-    return _end()
+        _end()
+    else:
+        _leave(channel)
 
 
 def _next_call(channel: Connection, ends: Ends, job: wire.Job, fds: Sequence[int]) -> wire.Message:
@@ -368,6 +363,17 @@ def _with_the_exception(failed: wire.Failed, error: BaseException, fd: int, know
     except Exception:  # whatever a user's __reduce__ raises; before anything is written
         return failed
     return dataclasses.replace(failed, nbytes=nbytes)
+
+
+def _leave(channel: Connection) -> None:
+    """Flush, wait until every rank has reported, and end."""
+    output.flush()
+    metrics.flush()
+    try:
+        channel.recv_bytes()  # Leave: a rank that left early would break its peers' connections
+    except (EOFError, OSError):
+        return
+    _end()
 
 
 def _end() -> None:

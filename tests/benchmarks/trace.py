@@ -57,7 +57,7 @@ def in_kernel() -> None:
     timed(runner, "_pickle_call", "kernel: pickle")
     timed(site.LocalSite, "copy_data", "kernel: copy the data")
     timed(views.RunViews, "open", "kernel: open the panel")
-    timed(site.NotebookCrew, "_jobs", "kernel: make the jobs")
+    timed(site.NotebookCrew, "jobs", "kernel: make the jobs")
     timed(crew.LocalCrew, "_start_one", "kernel: start a process")
     timed(attempt.Attempt, "_result_of", "kernel: unpack a result")
     timed(crew.LocalCrew, "__exit__", "kernel: see that all are gone")
