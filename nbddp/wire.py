@@ -3,6 +3,8 @@
     kernel ── Job, Leave ──────────────────────▶ worker      one duplex channel per rank
     kernel ◀── Ready, Called, Finished, ... ────── worker
     kernel ── NextCall, Regroup ───────────────▶ worker      only to ranks that stay: of a session
+    kernel ── Answer, Look, HoldTimeouts ──────▶ worker      the debugger
+    kernel ◀── Asks, GoesOn ────────────────────── worker
     kernel ◀── metric records (RECORD) ────────── worker      one pipe per rank, never blocks the rank
     kernel ◀── bytes of stdout and stderr ─────── worker      one unlinked file per rank
 
@@ -52,6 +54,10 @@ class Job:
     stays: bool = False  # the rank waits for more calls after its report: a session's
     group: int = 0  # of a rank that stays: the number of the process group that it joins, which failures raise
     by_value: tuple[int, ...] = ()  # of a rank that stays: the numbers of the functions and classes in the payload
+    attended: bool = False  # somebody can answer the debugger
+    post_mortem: bool = False  # an exception of the user's code opens the debugger
+    lost_snapshots: tuple[tuple[str, str, int], ...] = ()  # path, host, last step; see context.lost_snapshots
+    listen: bool = True  # log what the user's code logs with TensorBoard, W&B and others
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class NextCall:
     run_name: str
     payload_nbytes: int
     by_value: tuple[int, ...]
+    attended: bool
+    post_mortem: bool
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,7 @@ class Finished:
     lost: str = ""  # why the value is incomplete: parts of it do not pickle
     lost_path: tuple[str, ...] = ()  # how the user's names reach the first of these parts
     in_group: bool = True  # the rank still has a default process group
+    held: tuple[tuple[str, str], ...] = ()  # of rank 0 of a session: its largest names, each with a description
 
 
 @dataclass(frozen=True)
@@ -146,9 +155,70 @@ class Exited:
     at: float
 
 
+@dataclass(frozen=True)
+class Asks:
+    """Worker to kernel: this rank has stopped in the debugger and waits for an ``Answer``.
+
+    Attributes:
+        text: what the debugger has printed since the last answer.
+        prompt: "(Pdb) ", or another one of pdb's.
+        file, line, function: where the rank is.
+        error: the type and text of the exception that stopped the rank; "" at a breakpoint.
+    """
+
+    text: str
+    prompt: str
+    file: str
+    line: int
+    function: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class GoesOn:
+    """Worker to kernel: this rank has left the debugger."""
+
+    text: str  # what the debugger has printed since the last answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Kernel to worker: the line that was typed at the prompt, or None: nobody can answer in this call."""
+
+    line: str | None
+
+
+@dataclass(frozen=True)
+class Look:
+    """Kernel to worker: stop in the debugger, where you are. A signal (``debugger.SIGNAL``) tells of this message."""
+
+
+@dataclass(frozen=True)
+class HoldTimeouts:
+    """Kernel to worker: another rank has stopped in the debugger; collectives wait for an hour. Sent as ``Look``."""
+
+
 Report = Union[Finished, Failed, Unfit, Exited]  # a rank's last message
 REPORTS = (Finished, Failed, Unfit, Exited)
-Message = Union[Job, Leave, NextCall, Regroup, Regrouped, Ready, Called, Finished, Failed, Raised, Unfit, Exited]
+Message = Union[
+    Job,
+    Leave,
+    NextCall,
+    Regroup,
+    Regrouped,
+    Ready,
+    Called,
+    Finished,
+    Failed,
+    Raised,
+    Unfit,
+    Exited,
+    Asks,
+    GoesOn,
+    Answer,
+    Look,
+    HoldTimeouts,
+]
 
 
 def encode(message: Message) -> bytes:
@@ -171,6 +241,8 @@ KIND_NAME = 0  # 36 bytes of the id's name in place of the numbers; see NAME_PIE
 KIND_METRIC = 1
 KIND_PROGRESS = 2  # step: total (-1 unknown), value: done, weight: nesting level
 KIND_SAMPLES = 3  # value: samples that this rank's loader has yielded so far
+
+KIND_SAVED = 5  # save_snapshot has written the file of this name; step: the last step (-1 none). Only in a pipe
 
 KIND_BEGIN = 4  # only in a metrics file: the records of a rank's new process begin here; see BEGIN
 

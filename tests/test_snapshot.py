@@ -197,7 +197,7 @@ def _hosts_with(tmp_path: Path, *epochs: int | None) -> list[str]:
     """A folder for each rank, with a snapshot of that epoch."""
     folders = [tmp_path / str(rank) for rank in range(len(epochs))]
     for folder, epoch in zip(folders, epochs):
-        folder.mkdir()
+        folder.mkdir(parents=True)
         if epoch is not None:
             nbddp.save_snapshot(folder / "s.pt", epoch=epoch, weight=torch.full((3,), float(epoch)))
     return [str(folder) for folder in folders]
@@ -215,12 +215,25 @@ def test_ranks_that_load_different_snapshots_are_an_error(
     one, other = (f"rank {rank} {what[epoch]}" for rank, epoch in enumerate(epochs))
     text = str(caught.value.cause)
     assert re.search(f"{one}, but {other}|{other}, but {one}", text), text
-    assert "different weights" in text
+    assert "different weights. Put a barrier()" in text  # the ranks are on one host
 
 
 def test_ranks_can_load_equal_files_from_different_disks(cell: Cells, tmp_path: Path) -> None:
     assert run(cell(_RESUMES).train, _hosts_with(tmp_path, 3, 3)).values == [3, 3]
     assert run(cell(_RESUMES).train, [str(tmp_path)] * 2, "none.pt").values == [None, None]
+
+
+def test_snapshots_are_compared_when_the_function_opens_its_group_later(cell: Cells, tmp_path: Path) -> None:
+    names = cell("""
+        import os, nbddp, torch.distributed as dist
+        def train(folders):
+            os.chdir(folders[nbddp.rank()])
+            nbddp.load_snapshot("s.pt")
+            dist.init_process_group("gloo")
+    """)
+    with pytest.raises(nbddp.RankError, match="different weights"):
+        run(names.train, _hosts_with(tmp_path, 3, None), init=False)
+    run(names.train, [_hosts_with(tmp_path / "equal", 3)[0]] * 2, init=False)
 
 
 def test_one_rank_can_load_a_snapshot_before_the_others(cell: Cells, tmp_path: Path) -> None:

@@ -10,12 +10,16 @@ import threading
 
 
 def _take_control_pipe() -> tuple[int, int]:
-    """Return file descriptors for orders and answers; from now on, stdin is empty and prints go to stderr."""
-    orders, answers = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    """Return file descriptors for orders and answers; from now on, stdin is empty and prints go to the login's stderr.
+
+    No other process inherits these three: ssh would not end with this process, as long as a rank has its stderr.
+    """
+    orders, answers, errors = os.dup(0), os.dup(1), os.dup(2)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for inherited in (0, 1, 2):
+        os.dup2(nothing, inherited)
     os.close(nothing)
-    os.dup2(2, 1)
+    sys.stdout = sys.stderr = os.fdopen(errors, "w", buffering=1, errors="replace")
     return orders, answers
 
 

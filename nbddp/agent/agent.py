@@ -7,6 +7,7 @@ come from the same fork server, by the same ``worker.entry``, as on one machine.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import socket
@@ -78,6 +79,25 @@ class Agent(SimpleElasticAgent):
         self._reporter: Reporter | None = None
         self._more_to_report = False
 
+    @functools.cached_property
+    def _places(self) -> tuple[str, list[str]]:
+        """Return the ranks' working directory and the user's folders of modules; report those that are not used."""
+        notes = []
+        cwd, its_identity = self._order["cwd"]
+        if why := folders.refusal(cwd, its_identity):
+            home = os.path.expanduser("~")
+            notes.append(f"the notebook's folder {cwd} {why}. The ranks here start in {home}")
+            cwd = home
+        found = []
+        for folder, its_identity in self._order["folders"]:
+            if not (why := folders.refusal(folder, its_identity)):
+                found.append(folder)
+            elif os.path.isdir(folder) and folder != self._order["cwd"][0]:
+                notes.append(f"the notebook's folder {folder} {why}. No module is imported from it here")
+        for note in notes:
+            self._pipe.send({"kind": "note", "text": note})
+        return cwd, found
+
     # ------------------------------------------------------------------ methods that torchelastic calls
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -104,7 +124,8 @@ class Agent(SimpleElasticAgent):
         except (LaunchError, OSError) as error:
             self._pipe.send({"kind": "cannot start", "why": str(error)})
             return {}
-        self._pipe.send({"kind": "started", "pids": {worker.rank: worker.pid for worker in workers}})
+        pids = {worker.rank: worker.pid for worker in workers}
+        self._pipe.send({"kind": "started", "pids": pids, "cwd": self._places[0], "python": sys.executable})
         return {local_rank: worker.pid for local_rank, worker in enumerate(workers)}
 
     def _start_crew(self, worker_group: WorkerGroup, stack: contextlib.ExitStack) -> list[LocalRank]:
@@ -113,6 +134,8 @@ class Agent(SimpleElasticAgent):
             outputs.append(RankOutput(open_output()))
             stack.callback(outputs[-1].close)
         method = self._rendezvous_handler.round["start_method"] if forkserver.available() else "spawn"
+        if method == "forkserver" and not self._wait_for_fork_server():
+            return []
         temp_dir = stack.enter_context(forkserver.run_folder()) if method == "forkserver" else ""
         jobs = [self._job(worker, temp_dir) for worker in worker_group.workers]
         crew = self._crew = LocalCrew(method, self._rendezvous_handler.round["keep_children"])
@@ -124,6 +147,15 @@ class Agent(SimpleElasticAgent):
         self._pipe.wake = crew.wake
         crew.start(jobs, outputs, self._pipe.block, None, ())
         return crew.workers
+
+    def _wait_for_fork_server(self) -> bool:
+        """Wait until it has imported torch, which may take minutes. Returns False if the round ends first."""
+        server = forkserver.running()
+        while not self._rendezvous_handler.ended:
+            if server.is_ready(_POLL_S):
+                return True
+            self._carry_out_orders(None)
+        return False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Carry out orders, then report. Always HEALTHY: only the notebook kernel decides when a round has failed."""
@@ -143,7 +175,7 @@ class Agent(SimpleElasticAgent):
             resources, self._open = self._open, None
             resources.close()
             self._crew = self._reporter = None
-            self._pipe.send({"kind": "ended", "round": self._rendezvous_handler.round["number"]})
+            self._pipe.send_first({"kind": "ended", "round": self._rendezvous_handler.round["number"]})
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         self._stop_workers(self._worker_group)
@@ -182,13 +214,17 @@ class Agent(SimpleElasticAgent):
             threads=threads,
             environ=environ,
             process_state=present(),
-            sys_path=folders.first(order["folders"], sys.path),
-            cwd=order["cwd"] if os.path.isdir(order["cwd"]) else os.path.expanduser("~"),
+            sys_path=folders.first(self._places[1], sys.path),
+            cwd=self._places[0],
             temp_dir=temp_dir,
             argv=order["argv"],
             payload_nbytes=order["payload_nbytes"],
             pass_rank=False,
             restart_count=count,
+            attended=order["attended"],
+            post_mortem=order["post_mortem"],
+            lost_snapshots=tuple((path, host, step) for path, host, step in this_round["lost_snapshots"]),
+            listen=order["listen"],
         )
 
     # ------------------------------------------------------------------ orders
@@ -199,6 +235,8 @@ class Agent(SimpleElasticAgent):
                 order = self._pipe.orders.get_nowait()
                 if order["kind"] == "end":
                     self._rendezvous_handler.ended = True
+                    if self._reporter is not None:
+                        self._reporter.skip_to_last_lines()
                 elif crew is None or self._reporter is None:
                     continue
                 elif order["kind"] == "interrupt":
@@ -206,6 +244,20 @@ class Agent(SimpleElasticAgent):
                     crew.interrupt()
                 elif order["kind"] == "leave":
                     crew.dismiss_reported()
+                elif order["kind"] in _DEBUGGER:
+                    _tell_debugger(crew, order)
                 elif order["kind"] == "stacks":
                     dumps = crew.stacks(order["within_s"])
                     self._pipe.send_first({"kind": "stacks", "ask": order["ask"], "dumps": dumps})
+
+
+_DEBUGGER: dict[str, Any] = {"look": wire.Look(), "hold timeouts": wire.HoldTimeouts(), "answer": None}
+
+
+def _tell_debugger(crew: LocalCrew, order: Header) -> None:
+    for worker in crew.workers:
+        if worker.rank == order["rank"]:
+            if order["kind"] == "answer":
+                worker.answer(order["line"])
+            else:
+                worker.tell_debugger(_DEBUGGER[order["kind"]])

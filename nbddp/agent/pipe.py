@@ -22,6 +22,7 @@ from nbddp.payload.block import write_piece
 
 _FIRST_TIMEOUT_S = 120.0  # until the notebook kernel answers the first frame: it waits for slower hosts
 _FIRST_BEAT_S = 0.2
+_ENDING_BEAT_S = 0.5
 _SUGGESTED_FACTOR = 4  # of a longer heartbeat timeout, in the message after a timeout
 _READ_BYTES = 1 << 20
 _CLOSE_S = 5.0
@@ -42,11 +43,16 @@ class ControlPipe:
         self.block = -1
         self._fd = orders
         self._timeout_s = _FIRST_TIMEOUT_S
+        self._beat_s = _FIRST_BEAT_S
         os.write(answers, frames.MARK)
         beat: Callable[[], Header] = lambda: {"kind": "beat", "now": time.monotonic()}  # noqa: E731
         self._sender = frames.Sender(answers, _FIRST_BEAT_S, beat, "nbddp-answers")
         self.send, self.send_all, self.send_first = self._sender.send, self._sender.send_all, self._sender.send_first
         start_thread(self._read, "nbddp-orders", _raise)
+
+    def drop_output(self) -> None:
+        """Drop output that the notebook kernel has not received yet, except the newest of each rank."""
+        self._sender.drop_first("output")
 
     @property
     def backlog(self) -> int:
@@ -71,7 +77,7 @@ class ControlPipe:
     def _wait_for_data(self) -> bool:
         if select.select([self._fd], [], [], self._timeout_s)[0]:
             return True
-        os.set_blocking(2, False)  # if nobody reads stderr, the message must not keep the ranks alive
+        os.set_blocking(sys.stderr.fileno(), False)  # if nobody reads stderr, the message must not keep the ranks alive
         print(
             f"the notebook sent nothing for {self._timeout_s:.0f} s (it was busy in one long call, suspended, or cut "
             f"off); nbddp.cluster(hosts, heartbeat={_SUGGESTED_FACTOR * self._timeout_s:.0f}) waits longer",
@@ -83,7 +89,7 @@ class ControlPipe:
     def _receive(self, header: Header, body: bytes) -> None:
         if header["kind"] == "welcome":
             self._timeout_s = float(header["heartbeat"])
-            self._sender.beat_s = self._timeout_s * frames.BEATS
+            self._beat_s = self._sender.beat_s = self._timeout_s * frames.BEATS
         elif header["kind"] == "payload":
             if header["at"] == 0:  # the first piece: the kind of block depends on the payload's size
                 if self.block >= 0:
@@ -93,6 +99,10 @@ class ControlPipe:
         elif header["kind"] != "beat":
             if header["kind"] == "over" and self.block >= 0:  # on this thread, before the next payload is written
                 os.ftruncate(self.block, 0)
+            # While ranks are ended, frequent beats show the notebook kernel that this process is not what hangs.
+            if header["kind"] in ("end", "round"):
+                self._sender.beat_s = min(self._beat_s, _ENDING_BEAT_S) if header["kind"] == "end" else self._beat_s
+                self._sender.wake()
             self.orders.put(header)
             self.wake()
 

@@ -16,7 +16,10 @@ from nbddp.launch.rank import LocalRank
 _POLL_S = 0.05
 _MAX_BACKLOG = 16 << 20  # bytes that the notebook kernel has not read; beyond this, metrics wait in the ranks' pipes
 _READ_BYTES = 256 << 10
+_LAST_BYTES = 64 << 10  # of each rank's output, when the round is over
+_LEFT_OUT = b"\n[output was left out here: it was not sent before the run ended]\n"
 _INFINITE_BYTES = float("inf")
+_SAID = {wire.Asks: "asks", wire.GoesOn: "goes on"}  # by the debugger of a rank
 
 
 class Reporter:
@@ -33,6 +36,7 @@ class Reporter:
         self._reported: dict[int, _Reported] = {}
         self._results: list[tuple[frames.BlockFrames, Header]] = []
         self._send_results = True
+        self._only_last_lines = False
 
     def report_all(self) -> None:
         """Report everything that the ranks wrote before they ended."""
@@ -47,9 +51,14 @@ class Reporter:
                 self._pipe.send(header)
         self._results.clear()
 
+    def skip_to_last_lines(self) -> None:
+        """Report the last lines of output alone: the round is over, and its end is not to wait behind a flood."""
+        self._only_last_lines = True
+        self._pipe.drop_output()
+
     def report(self) -> bool:
         """Report what is new of each rank. Returns whether there may be more."""
-        if self._pipe.backlog > _MAX_BACKLOG:
+        if self._pipe.backlog > _MAX_BACKLOG and not self._only_last_lines:
             time.sleep(_POLL_S)
             return True
         workers = self._crew.workers
@@ -70,10 +79,15 @@ class Reporter:
             self._pipe.send_first({"kind": "state", "rank": rank, "ready": worker.ready, "called": worker.called})
         reported.note_end_of(worker)
         # Output goes before the report and the exit: its last lines belong to the rank's error.
+        if self._only_last_lines and reported.skip_output(os.fstat(worker.output.fileno()).st_size - _LAST_BYTES):
+            self._pipe.send_first({"kind": "output", "rank": rank}, _LEFT_OUT)
         output = os.pread(worker.output.fileno(), _READ_BYTES, reported.output_nbytes)
         reported.output_nbytes += len(output)
         if output:
             self._pipe.send_first({"kind": "output", "rank": rank}, output)
+        while worker.said:
+            said = worker.said.popleft()
+            self._pipe.send_first({"kind": _SAID[type(said)], "rank": rank, **vars(said)})
         metrics = worker.read_metrics()
         if metrics:
             self._pipe.send_first({"kind": "metrics", "rank": rank}, metrics)
@@ -130,6 +144,11 @@ class _Reported:
         self.exit = False
         self.queued = False
         self.report_after = self.exit_after = _INFINITE_BYTES
+
+    def skip_output(self, to: int) -> bool:
+        """Skip the output before this offset. Returns whether there was any."""
+        skipped, self.output_nbytes = self.output_nbytes < to, max(self.output_nbytes, to)
+        return skipped
 
     def note_end_of(self, worker: LocalRank) -> None:
         """Note how much output there was at the end: a thread or child of the rank may go on to print for ever."""

@@ -24,6 +24,7 @@ from nbddp.errors import HostLost, LaunchError
 from nbddp.hosts.frames import Header
 from nbddp.hosts.host import HELLO_S, SETTLE_S, Host
 from nbddp.hosts.login import SRUN, SSH, command_for, is_name, slurm_nodes
+from nbddp.hosts.transfers import in_words
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.run import R, Run
 from nbddp.kernel.runner import run
@@ -34,6 +35,8 @@ HEARTBEAT_S = 15.0
 SLURM = "slurm"
 _LOGOUT_TIMEOUT_S = 2.0
 _LEAST_HEARTBEAT_S = 1.0
+_ANSWER_POLL_S = 0.02
+_MOST_NAMED = 5  # hosts in one error
 _CLOSED = "the cluster is closed; make a new one: nbddp.cluster(hosts)"
 
 _open: weakref.WeakSet[Cluster] = weakref.WeakSet()
@@ -46,7 +49,13 @@ class Cluster:
         hosts: their names, in the order of the ranks.
     """
 
-    def __init__(self, hosts: Sequence[str], command_of: Callable[[str], Sequence[str]], heartbeat_s: float) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        command_of: Callable[[str], Sequence[str]],
+        heartbeat_s: float,
+        login_timeout_s: float = HELLO_S,
+    ) -> None:
         self.hosts = list(hosts)
         _open.add(self)
         self._run_name = ""
@@ -58,9 +67,7 @@ class Cluster:
         try:
             commands = {name: command_of(name) for name in hosts}
             uninterrupted(lambda: self._log_in(commands, heartbeat_s), "nbddp-login")
-            deadline = time.monotonic() + HELLO_S
-            for host in self._all:
-                host.greet(deadline)
+            self._greet_all(login_timeout_s)
             seen: dict[str, str] = {}
             for host in self._all:
                 first = seen.setdefault(host.facts["identity"], host.name)
@@ -138,12 +145,15 @@ class Cluster:
             "device": plan.device,
             "backend": plan.backend,
             "pg_timeout_s": plan.pg_timeout_s,
+            "attended": plan.attended,
+            "post_mortem": plan.post_mortem,
+            "listen": plan.listen,
             "seed": plan.seed,
             "deterministic": plan.deterministic,
             "gpus": plan.gpus,
             "env": dict(plan.env),
-            "folders": folders.users(plan.sys_path),
-            "cwd": plan.cwd,
+            "folders": [(folder, folders.identity(folder)) for folder in folders.users(plan.sys_path)],
+            "cwd": (plan.cwd, folders.identity(plan.cwd)),
             "argv": plan.argv,
             "max_restarts": plan.max_restarts,
             "payload_nbytes": packed.nbytes,
@@ -163,10 +173,31 @@ class Cluster:
         for host in self._all:
             host.end_run()
 
+    def transfers(self) -> str:
+        """Return what takes long on its way to or from a host, in words; "" for nothing."""
+        return in_words(each for host in self._all for each in (host.sending, host.receiving) if not host.lost)
+
     def disown(self) -> None:
         """In a process forked from the notebook kernel: close the pipes, so that the hosts notice the kernel's end."""
         for host in self._all:
             host.close_stdin()
+
+    def _greet_all(self, timeout_s: float) -> None:
+        """Greet each host as soon as it has answered. Raises LaunchError, which names all hosts that cannot be used."""
+        deadline = time.monotonic() + timeout_s
+        waiting, problems = list(self._all), dict[str, str]()
+        while waiting:
+            waiting[0].has_answered(_ANSWER_POLL_S)
+            for host in [host for host in waiting if host.has_answered(0.0) or time.monotonic() > deadline]:
+                waiting.remove(host)
+                try:
+                    host.greet(timeout_s)
+                except LaunchError as error:
+                    problems[host.name] = str(error)
+        if problems:
+            named = [problems[host.name] for host in self._all if host.name in problems]
+            others = [f"and {len(named) - _MOST_NAMED} more hosts"] if len(named) > _MOST_NAMED else []
+            raise LaunchError("; ".join(named[:_MOST_NAMED] + others))
 
     def _log_in(self, commands: Mapping[str, Sequence[str]], heartbeat_s: float) -> None:
         with self._starting:
@@ -180,8 +211,10 @@ def cluster(
     hosts: Sequence[str] | str,
     *,
     launcher: Sequence[str] | None = None,
-    python: str | None = None,
+    python: str | Mapping[str, str] | None = None,
+    setup: str = "",
     heartbeat: float = HEARTBEAT_S,
+    login_timeout: float = HELLO_S,
 ) -> Cluster:
     """Log in to hosts, for one run or several.
 
@@ -191,10 +224,13 @@ def cluster(
         launcher: a command that runs another on a host, instead of ssh, with ``{host}`` in it:
             ``["kubectl", "exec", "-i", "{host}", "--"]``. The words of the other command are appended, joined into
             one line for a shell if one of the launcher's words is ``ssh``.
-        python: the interpreter on the hosts. Default: the path of this interpreter if it exists there, else
-            ``python3``.
+        python: the interpreter on the hosts, or a mapping from host to interpreter. Default: the path of this
+            interpreter if it exists there, else ``python3``.
+        setup: shell commands that come before the interpreter, e.g. ``"module load cuda && conda activate train"``,
+            in a bash login shell.
         heartbeat: seconds without data after which the notebook gives up a host, and a host that gets none from the
             notebook ends its ranks.
+        login_timeout: seconds until a host must have answered; it imports torch before that.
 
     Raises:
         LaunchError: a host cannot be used; names the host and the remedy.
@@ -212,12 +248,20 @@ def cluster(
         raise LaunchError(f"{twice[0]} is named twice: name it once, with more ranks")
     if not isinstance(heartbeat, (int, float)) or not heartbeat >= _LEAST_HEARTBEAT_S:
         raise LaunchError(f"heartbeat is a number of seconds, {_LEAST_HEARTBEAT_S:.0f} or more, not {heartbeat!r}")
+    if not isinstance(login_timeout, (int, float)) or not login_timeout > 0:
+        raise LaunchError(f"login_timeout is a number of seconds, not {login_timeout!r}")
+    if isinstance(python, Mapping) and (strange := [name for name in python if name not in names]):
+        raise LaunchError(f"python names {strange[0]!r}, which is not in hosts")
     template = tuple(launcher) if launcher is not None else (SRUN if hosts == SLURM else SSH)
     if isinstance(launcher, str):
         raise LaunchError("launcher is a list of words, e.g. ['kubectl', 'exec', '-i', '{host}', '--'], not one string")
     if launcher is not None and not any("{host}" in word for word in template):
         raise LaunchError("launcher does not say where the host's name goes: put '{host}' in one of its words")
-    return Cluster(names, lambda host: command_for(host, template, python), float(heartbeat))
+
+    def command_of(host: str) -> list[str]:
+        return command_for(host, template, python.get(host) if isinstance(python, Mapping) else python, setup)
+
+    return Cluster(names, command_of, float(heartbeat), float(login_timeout))
 
 
 def _type_text(hosts: object) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nbddp.errors import LaunchError
 from nbddp.hosts.addresses import Addresses, choose_addresses
@@ -19,7 +19,9 @@ from nbddp.launch.interface import CrewBase
 from nbddp.launch.output import RankOutput
 from nbddp.payload import Packed
 
-_END_TIMEOUT_S = 5.0  # for the hosts to report that all their ranks are gone
+_END_SILENCE_S = 5.0  # of a host that is to end its ranks
+_END_TIMEOUT_S = 60.0  # for a host that sends something, but not that all its ranks are gone
+_END_POLL_S = 0.5
 _ROUND_TRIP_S = 0.5  # of a request and its answer
 _POLL_S = 0.002
 
@@ -51,13 +53,19 @@ class RemoteCrew(CrewBase):
         block: int,
         layout: list[tuple[str, int]],
         gauges: RemoteGauges,
+        saved: Mapping[str, tuple[str, int]],
     ) -> None:
+        """
+        Args:
+            saved: snapshots of earlier attempts: the host of their rank 0 and the last step, by path.
+        """
         self.workers: list[RemoteRank] = []
         self._plan = plan
         self._cluster = cluster
         self._block = block
         self._layout = layout
         self._gauges = gauges
+        self._saved = saved
         self._start_method = start_method
         self._hosts: list[Host] = []
         self._by_rank: dict[int, RemoteRank] = {}
@@ -85,11 +93,14 @@ class RemoteCrew(CrewBase):
         self._cancel_payload()
         for host in self._not_ended():
             host.send({"kind": "end"})
-        deadline = time.monotonic() + _END_TIMEOUT_S
-        while self._not_ended() and (left := deadline - time.monotonic()) > 0:
-            self.watch(left)
-        for host in self._not_ended():
-            host.give_up(f"it did not end its ranks within {_END_TIMEOUT_S:.0f} s")
+        asked_at = time.monotonic()
+        while waiting := self._not_ended():
+            self.watch(_END_POLL_S)
+            for host in waiting:
+                if host.silent_s(asked_at) > max(_END_SILENCE_S, 2 * host.beat_s):
+                    host.give_up(f"it sent nothing for {host.silent_s(asked_at):.0f} s when it was to end its ranks")
+                elif time.monotonic() - asked_at > _END_TIMEOUT_S:
+                    host.give_up(f"it did not end its ranks within {_END_TIMEOUT_S:.0f} s")
         for host in self._hosts:
             host.listener = None
 
@@ -155,6 +166,11 @@ class RemoteCrew(CrewBase):
             "restart_count": restart_count,
             "start_method": self._start_method,
             "keep_children": self._plan.keep_children,
+            "lost_snapshots": [
+                (path, saved_on, step)
+                for path, (saved_on, step) in self._saved.items()
+                if saved_on not in self._ranks_of
+            ],
         }
 
     # ------------------------------------------------------------------ frames, on the hosts' threads
@@ -169,9 +185,13 @@ class RemoteCrew(CrewBase):
             for other in self._hosts:
                 if other is not host:
                     other.send(header)
+        elif kind == "note":
+            first = self._by_rank[self._ranks_of[host.name].start]
+            first.output.note(f"{host.name}: {header['text']}")
         elif kind == "started":
-            for rank, pid in header["pids"].items():
-                self._by_rank[int(rank)].pid = pid
+            for number, pid in header["pids"].items():
+                started = self._by_rank[int(number)]
+                started.pid, started.cwd, started.python = pid, header["cwd"], header["python"]
         elif kind == "cannot start":
             error = LaunchError(f"{host.name} could not start its ranks: {header['why']}")
             self._start_error = self._start_error or error

@@ -8,6 +8,8 @@ side begins with a mark, and everything before the mark is ignored as noise.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import errno
 import json
 import os
@@ -98,9 +100,13 @@ class BlockFrames:
 
     Each header has ``at``, the offset of the piece, and ``nbytes``, the size of the block. The first piece is at 0;
     later pieces that are holes in the block (the parts of a storage that no tensor uses) are left out.
+
+    Attributes:
+        progress: called with the number of bytes that have been taken so far.
     """
 
     def __init__(self, fd: int, nbytes: int, *, then: Sequence[Header] = (), **header: Any) -> None:
+        self.progress: Callable[[int], None] = lambda _: None
         self._dropped = False
         self._sent = False
         self._lock = threading.Lock()
@@ -118,6 +124,7 @@ class BlockFrames:
             header = {**self._header, "at": at, "nbytes": self._nbytes}
             yield encode(header, os.pread(self._fd, min(CHUNK, self._nbytes - at), at))
             at = self._next_data(at + CHUNK) // CHUNK * CHUNK
+            self.progress(min(at, self._nbytes))
         with self._lock:
             self._sent = not self._dropped
         if self._sent:
@@ -155,7 +162,7 @@ class Sender:
         self.beat_s = beat_s
         self._beat = beat
         self._queue: queue.SimpleQueue[tuple[int, Iterable[EncodedFrame]] | None] = queue.SimpleQueue()
-        self._first: queue.SimpleQueue[EncodedFrame] = queue.SimpleQueue()
+        self._first: collections.deque[tuple[Header, EncodedFrame]] = collections.deque()
         self._lock = threading.Lock()
         self._over = Latch()
         start_thread(self._run, name, lambda _: self._over.open())
@@ -167,8 +174,26 @@ class Sender:
 
     def send_first(self, header: Header, body: bytes = b"") -> None:
         """Queue one frame ahead of those from :meth:`send` and :meth:`send_all`, also between two pieces of a block."""
-        self._first.put(self._encoded(header, body))
-        self._queue.put((0, ()))  # wakes the thread
+        self._first.append((header, self._encoded(header, body)))
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the thread look for frames of :meth:`send_first`, and at ``beat_s``."""
+        self._queue.put((0, ()))
+
+    def drop_first(self, kind: str) -> None:
+        """Drop the frames of this kind that wait ahead of others, except the newest of each rank."""
+        waiting = []
+        with contextlib.suppress(IndexError):  # the sender's thread takes frames, too
+            while True:
+                waiting.append(self._first.popleft())
+        newest = {header["rank"]: i for i, (header, _) in enumerate(waiting) if header["kind"] == kind}
+        for i, (header, frame) in enumerate(waiting):
+            if header["kind"] == kind and newest[header["rank"]] != i:
+                self._subtract(_nbytes(frame))
+            else:
+                self._first.append((header, frame))
+        self.wake()
 
     def _encoded(self, header: Header, body: bytes) -> EncodedFrame:
         frame = encode(header, body)
@@ -206,8 +231,11 @@ class Sender:
             self._over.open()
 
     def _write_first(self) -> None:
-        for _ in range(self._first.qsize()):  # later arrivals must wait, or a block would never be finished
-            frame = self._first.get_nowait()
+        for _ in range(len(self._first)):  # later arrivals must wait, or a block would never be finished
+            try:
+                _, frame = self._first.popleft()
+            except IndexError:  # drop_first() has taken it
+                return
             self._write(frame)
             self._subtract(_nbytes(frame))
 

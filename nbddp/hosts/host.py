@@ -18,7 +18,8 @@ from nbddp.errors import LaunchError
 from nbddp.hosts import frames
 from nbddp.hosts.frames import Header
 from nbddp.hosts.greeting import check_clock, check_facts
-from nbddp.hosts.login import advice_for
+from nbddp.hosts.login import advice_for, silent_login
+from nbddp.hosts.transfers import Transfer
 from nbddp.latch import Latch, start_thread
 from nbddp.payload import Packed
 from nbddp.text import plain
@@ -40,7 +41,9 @@ class Host:
     Attributes:
         facts: what it sent in its first frame.
         lost: why nothing more arrives from it; "" while it is there.
+        beat_s: each side sends something at least this often.
         offset_s: add this to its monotonic times to get ours.
+        sending, receiving: the payload and the last large result, or None.
         listener: called on this host's thread with each frame about its ranks, and with a frame ``lost``.
     """
 
@@ -57,14 +60,16 @@ class Host:
         self._facts_or_lost = Latch()
         self._sent_payload: Packed | None = None
         self._payload: frames.BlockFrames | None = None
+        self.sending: Transfer | None = None
+        self.receiving: Transfer | None = None
         self._process, self._stderr = self._log_in(command)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._out, self._in = self._process.stdin, self._process.stdout
         for pipe in (self._out, self._in):
             fds.widen(pipe.fileno())
-        beat_s = heartbeat_s * frames.BEATS
-        self._sender = frames.Sender(self._out.fileno(), beat_s, lambda: {"kind": "beat"}, f"nbddp-to-{name}")
+        self.beat_s = heartbeat_s * frames.BEATS
+        self._sender = frames.Sender(self._out.fileno(), self.beat_s, lambda: {"kind": "beat"}, f"nbddp-to-{name}")
         self._reader_over = Latch()
         start_thread(self._read, f"nbddp-from-{name}", self._has_no_reader)
 
@@ -87,15 +92,21 @@ class Host:
             unless_started.pop_all()
         return process, stderr
 
-    def greet(self, deadline: float) -> None:
-        """Wait for its facts, compare versions, and send ``welcome``.
+    def has_answered(self, timeout_s: float) -> bool:
+        """Return whether it has sent its facts, or is lost, within this time."""
+        return self._facts_or_lost.wait(timeout_s)
+
+    def greet(self, waited_s: float) -> None:
+        """Compare versions, and send ``welcome``.
+
+        Args:
+            waited_s: how long it had time to answer.
 
         Raises:
             LaunchError: names the host, the cause and the remedy.
         """
-        self._facts_or_lost.wait(max(0.0, deadline - time.monotonic()))
         if not self.facts:
-            why = self.lost or self._with_advice(f"no answer within {HELLO_S:.0f} s", self._stderr_lines())
+            why = self.lost or self._with_advice(f"no answer within {waited_s:.0f} s", self._stderr_lines())
             raise LaunchError(f"{self.name}: {why}")
         theirs, ours = difference(self.facts["versions"])
         if theirs:
@@ -119,11 +130,17 @@ class Host:
         if not self.lost:
             self._payload = frames.BlockFrames(block, packed.nbytes, then=then, kind="payload")
             self._sent_payload = packed
+            self.sending = Transfer(f"sending {{}} to {self.name}", packed.nbytes)
+            self._payload.progress = self._note_sent
             self._sender.send_all(self._payload)
+
+    def _note_sent(self, nbytes: int) -> None:
+        if self.sending is not None:
+            self.sending.done = nbytes
 
     def cancel_payload(self) -> bool:
         """Send no more of the payload. Returns whether the orders that need it are cancelled with it."""
-        payload, self._payload = self._payload, None
+        payload, self._payload, self.sending = self._payload, None, None
         if payload is None or not payload.drop():
             return False
         self._sent_payload = None
@@ -131,7 +148,7 @@ class Host:
 
     def end_run(self) -> None:
         """End the run: neither side keeps its data."""
-        self._sent_payload = None
+        self._sent_payload = self.sending = self.receiving = None
         self.send({"kind": "over"})
 
     def check_heartbeat(self) -> bool:
@@ -148,6 +165,10 @@ class Host:
         elif now - self._suspected_at > SETTLE_S:
             self.give_up(f"it sent nothing for {silent_s:.0f} s")
         return not self.lost and self._suspected_at <= now
+
+    def silent_s(self, since: float) -> float:
+        """Return for how long nothing has arrived from it, counted from this monotonic time on."""
+        return time.monotonic() - max(since, self._received_at)
 
     def give_up(self, why: str) -> None:
         """Mark the host as lost and end the login; its agent ends with its pipe."""
@@ -210,7 +231,13 @@ class Host:
             self.facts = header
             self._greeting_nbytes = os.fstat(self._stderr.fileno()).st_size
             self._facts_or_lost.open()
-        elif header["kind"] != "beat" and self.listener is not None:
+            return
+        if header["kind"] == "result":
+            if header["at"] == 0:
+                self.receiving = Transfer(f"receiving {{}} from {self.name}", header["nbytes"])
+            if self.receiving is not None:
+                self.receiving.done = header["at"] + len(body)
+        if header["kind"] != "beat" and self.listener is not None:
             self.listener(self, header, body)
 
     def _mark_lost(self, why: str) -> None:
@@ -237,7 +264,7 @@ class Host:
         """Return what has happened, the last line of output, and advice on it."""
         # Not called the cause, since a greeting cannot be told from an error.
         last = f"{what}; its last output: {lines[-1].strip()}" if lines else what
-        advice = advice_for(self.name, "\n".join(lines))
+        advice = advice_for(self.name, "\n".join(lines)) or ("" if lines else silent_login(self.name, what))
         return f"{advice} ({last})" if advice else last
 
     def _stderr_lines(self) -> list[str]:

@@ -17,6 +17,9 @@ from nbddp.launch.output import RankOutput
 from nbddp.payload.block import write_piece
 
 _LOST_EXIT = 255
+_ADDRESS = ("kind", "rank")
+_SAID: dict[str, Any] = {"asks": wire.Asks, "goes on": wire.GoesOn}  # by the rank's debugger
+_TOLD = {wire.Look: "look", wire.HoldTimeouts: "hold timeouts"}
 _REPORTS: dict[str, Any] = {kind.__name__: kind for kind in wire.REPORTS}
 
 
@@ -26,6 +29,7 @@ class RemoteRank(RankBase):
     def __init__(self, rank: int, host: Host, output: RankOutput) -> None:
         super().__init__(rank, output, host.name)
         self.pid = 0  # on its host
+        self._host = host
         self._lock = threading.Lock()
         self._metrics = bytearray()
         self._result = payload.open_block(f"result-{rank}")
@@ -59,11 +63,21 @@ class RemoteRank(RankBase):
         elif kind == "state":
             self.ready, self.called = header["ready"], header["called"]
         elif kind == "report":
-            fields = {name: value for name, value in header.items() if name not in ("kind", "type", "rank")}
+            fields = {name: value for name, value in header.items() if name not in (*_ADDRESS, "type")}
             self.report = _REPORTS[header["type"]](**{**fields, "at": fields["at"] + offset_s})
+        elif kind in _SAID:
+            self.said.append(_SAID[kind](**{name: value for name, value in header.items() if name not in _ADDRESS}))
         elif kind == "exit":
             self.orphaned, self.out_of_memory = header["orphaned"], header["out_of_memory"]
             self.exited_at, self.exitcode = header["at"] + offset_s, header["exitcode"]
+
+    def answer(self, line: str | None) -> None:
+        """Answer the debugger of the rank, which has asked; None: nobody can."""
+        self._host.send({"kind": "answer", "rank": self.rank, "line": line})
+
+    def tell_debugger(self, message: wire.Look | wire.HoldTimeouts) -> None:
+        """Send a message to the rank while it is in its function."""
+        self._host.send({"kind": _TOLD[type(message)], "rank": self.rank})
 
     def mark_lost(self, why: str) -> None:
         """Mark a living rank as lost, since its host can no longer report on it."""

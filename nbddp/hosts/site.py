@@ -25,6 +25,7 @@ class RemoteSite:
         self._cluster = cluster
         self._login = login  # closes a cluster that was made for this run
         self._block = -1
+        self._saved: dict[str, tuple[str, int]] = {}
         cluster.reserve(plan.name)
 
     def copy_data(self, pickled: Pickled, keep_going: Callable[[], bool]) -> None:
@@ -35,7 +36,19 @@ class RemoteSite:
 
     def new_crew(self, start_method: str) -> RemoteCrew:
         """Return a crew for one attempt, on the hosts that are not lost."""
-        return RemoteCrew(self._plan, self._cluster, start_method, self._block, self.layout, self.gauges)
+        return RemoteCrew(
+            self._plan, self._cluster, start_method, self._block, self.layout, self.gauges, dict(self._saved)
+        )
+
+    def remember_snapshots(self, saved: Mapping[str, int]) -> None:
+        """Remember the snapshots of rank 0 of the last attempt, with its host."""
+        if self.layout:
+            host, _ = self.layout[0]
+            self._saved |= {path: (host, step) for path, step in saved.items()}
+
+    def transfers(self) -> str:
+        """Return what takes long on its way to or from a host, in words; "" for nothing."""
+        return self._cluster.transfers()
 
     def can_restart(self) -> bool:
         """Return whether enough hosts are left for another attempt."""

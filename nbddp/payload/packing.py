@@ -21,7 +21,7 @@ import io
 import linecache
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nbddp.payload import carried
 from nbddp.payload.arrays import compact, extent_of, memory_of
 from nbddp.payload.block import Place, as_bytes, fill, map_block, storage_bytes, storage_over
 from nbddp.payload.functions import noting
@@ -105,6 +106,8 @@ def prepare(
     sent: Known | None = None,
     inheriting: bool = True,
     back: bool = False,
+    folders: Sequence[str] = (),
+    texts: Iterable[str] = (),
 ) -> Pickled:
     """Pickle ``obj`` and compute the layout of its block.
 
@@ -115,6 +118,8 @@ def prepare(
         inheriting: whether the reader is a process that we are about to start, which can inherit queues and locks.
         back: whether this is a result for the notebook, in which nothing is inherited, and for which ``__main__`` is
             the reader's.
+        folders: modules in these folders are sent as source: the reader may not have the files.
+        texts: cells and scripts in ``obj``, which import modules, too.
 
     Raises:
         Whatever pickling raises; ``unpicklable.explain`` turns it into an error that names the variable.
@@ -123,7 +128,8 @@ def prepare(
     with contextlib.closing(Packer(stream, known=known, sent=sent, inheriting=inheriting, back=back)) as pickler:
         # The lists are filled while obj is pickled, and pickled after it, so all their members are memo references.
         pickler.dump((obj, pickler.by_value, pickler.named, pickler.notes))
-        return _lay_out(pickler, memoryview(stream.getvalue()))
+        modules = carried.sources(pickler.modules, pickler.codes, texts, folders) if folders else {}
+        return _lay_out(pickler, memoryview(stream.getvalue()), modules)
 
 
 def probe(obj: object, *, known: Known | None = None, inheriting: bool = True, back: bool = False) -> None:
@@ -149,6 +155,7 @@ def unpack(
     memory = map_block(fd, nbytes)
     stream_at, table_at, end = _HEADER.unpack_from(memory, 0)
     table: _Table = pickle.loads(memory[table_at:end])
+    carried.install(table.carried)
     for filename, lines in table.sources.items():
         # mtime None: linecache.checkcache leaves such an entry alone.
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
@@ -222,15 +229,17 @@ class _Table:
 
     Attributes:
         sources: the source lines of the pickled functions, by the file name in their code objects.
+        carried: modules whose source was sent along, by name.
     """
 
     buffers: list[_Buffer]
     storages: list[_Storage]
     arrays: list[_Array]
     sources: dict[str, list[str]]
+    carried: dict[str, carried.Source]
 
 
-def _lay_out(pickler: Packer, stream: memoryview) -> Pickled:
+def _lay_out(pickler: Packer, stream: memoryview, modules: dict[str, carried.Source]) -> Pickled:
     buffers = [_area_of(Piece.of(view)) for view in pickler.buffers]
     storages = [_LaidOut.of(entry) for entry in pickler.storages.values()]
     others = [*buffers, *(storage.area for storage in storages)]
@@ -243,6 +252,7 @@ def _lay_out(pickler: Packer, stream: memoryview) -> Pickled:
         [_Storage(next(place), storage.nbytes, storage.was_on_device) for storage in storages],
         [_Array.at(next(place), array) for array in arrays],
         sources_of(pickler.codes),
+        modules,
     )
     table_at = stream_at + stream.nbytes
     encoded = pickle.dumps(table, protocol=5)

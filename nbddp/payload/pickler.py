@@ -62,6 +62,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         buffers: contiguous memory of arrays, in the order of the stream.
         storages: torch storages, by their identity.
         arrays: arrays whose memory is not a buffer, e.g. because of gaps or steps backwards, in order.
+        modules: names of modules that objects were pickled from by reference.
         codes: the code objects of the functions that were pickled by value.
         variables: the notebook's, by name, that its functions read and that were pickled with them.
     """
@@ -83,6 +84,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self.buffers: list[memoryview] = []
         self.storages: dict[int, PackedStorage] = {}
         self.arrays: list[npt.NDArray[Any]] = []
+        self.modules: set[str] = set()
         self.codes: list[types.CodeType] = []
         self.variables: dict[str, Any] = {}
         self._known = known
@@ -116,6 +118,10 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _by_cloudpickle(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
+        if isinstance(obj, types.ModuleType):
+            self.modules.add(obj.__name__)
+        elif reduced is NotImplemented and isinstance(obj, (type, types.FunctionType)):
+            self.modules.add(str(obj.__module__))
         return classes.complete(obj, reduced) if isinstance(obj, type) else reduced
 
     def _reduce_code(self, obj: Any) -> Any:

@@ -5,6 +5,8 @@ The first rank at a point of the program stores its value, and later ranks compa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -23,6 +25,21 @@ def collectives_begun() -> int | None:
         return int(count()) if count is not None else None
     except RuntimeError:  # a backend that does not count
         return None
+
+
+_waiting: list[Callable[[], None]] = []  # comparisons that were due before there was a group
+
+
+def when_grouped(compare: Callable[[], None]) -> None:
+    """Compare as soon as the user's code opens a group, through which the ranks can."""
+    if context.world_size() > 1 and not dist.is_initialized():
+        _waiting.append(compare)
+
+
+def group_is_open() -> None:
+    """Make the comparisons that have waited for a group. Raises what they raise."""
+    while _waiting:
+        _waiting.pop(0)()
 
 
 def set_default(key: str, value: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import operator
 import os
 import socket
+import tempfile
 import zipfile
 import zlib
 from collections import Counter
@@ -17,13 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbddp.atomic_file import WholeFile, open_own
 from nbddp.errors import NbddpError
-from nbddp.worker import context, metrics, snapshot_format
+from nbddp.worker import agreement, context, metrics, snapshot_format
 from nbddp.worker.agreement import collectives_begun, set_default
 
 _MARK = "nbddp snapshot"
 _CHUNK_NBYTES = 1 << 20
 _STEP = "last step"  # that log() counted
 _STEPS = "last steps"  # for each metric
+_ADVICE_ON_ONE_HOST = "Put a barrier() between load_snapshot() and the next save_snapshot() of the same file"
+_ADVICE = "Put snapshots into a folder that all hosts share"
 
 
 def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
@@ -38,10 +42,12 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
     Raises:
         NbddpError: :func:`load_snapshot` could not read an object in ``state``, e.g. of your own class or a function.
             The error names the object, and nothing is written.
+        FileNotFoundError: rank 0's machine has no such folder. OSError: the system refuses to write the file.
     """
     metrics.send()  # a resumed run does not log again what was logged before its snapshot
     if not context.is_primary():
         return
+    _check_folder(os.path.dirname(os.path.abspath(path)))
     plain_state = _plain(state, {})
     content = {_MARK: 1, "state": plain_state, _STEP: metrics.last_step(), _STEPS: metrics.last_steps()}
     with WholeFile(path, 0o666) as file:
@@ -53,6 +59,15 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
             raise
         except Exception as error:  # whatever a user's __reduce__ raises
             raise _refused(path, plain_state, error) from None
+    metrics.report_snapshot(_name_on_all_hosts(path))
+
+
+def _check_folder(folder: str) -> None:
+    if not os.path.isdir(folder):
+        where = socket.gethostname()
+        raise FileNotFoundError(
+            errno.ENOENT, f"there is no such folder on {where}, where rank 0 saves snapshots", folder
+        )
 
 
 def _refused(path: str | os.PathLike[str], state: dict[str, Any], error: Exception) -> Exception:
@@ -71,8 +86,8 @@ def load_snapshot(
     """Load what :func:`save_snapshot` wrote; None if the file does not exist yet.
 
     It is not a collective: if no collective comes between loading and the next save, put a ``barrier()`` there.
-    With a process group, ranks that load the same ``path`` at the same point must find the same content: if the file
-    is not shared by all hosts, they would continue with different weights.
+    Ranks that load the same ``path`` at the same point must find the same content: if the file is not shared by all
+    hosts, they would continue with different weights. A restart without the host of rank 0 must find its snapshot.
     The steps that :func:`nbddp.log` counts continue from the snapshot's, and so do the curves.
 
     Args:
@@ -81,12 +96,12 @@ def load_snapshot(
             With False the file may run any code.
 
     Raises:
-        NbddpError: another rank has loaded something else, or the file is truncated or damaged (its checksums are
-            compared before anything is unpickled), is not a snapshot, holds objects of other classes, or belongs to
-            another user (in a folder that is not that user's).
+        NbddpError: another rank has loaded something else, the snapshot was lost with its host, or the file is
+            truncated or damaged (its checksums are compared before anything is unpickled), is not a snapshot, holds
+            objects of other classes, or belongs to another user (in a folder that is not that user's).
     """
     if not os.path.exists(path):
-        _compare_with_other_ranks(path, "found no file there")
+        _check_found(path, "found no file there")
         return None
     device = map_location or context.device()
     with open_own(path) as file:
@@ -100,32 +115,56 @@ def load_snapshot(
         raise NbddpError(f"{os.fspath(path)} was not written by save_snapshot(); read it with torch.load()")
     step = content.get(_STEP)
     which = "a snapshot" if step is None else f"the snapshot of step {step}"
-    _compare_with_other_ranks(path, f"loaded {which} ({digest})")
+    _check_found(path, f"loaded {which} ({digest})", step)
     if isinstance(step, int):
         metrics.resume_after(step, content.get(_STEPS))
     state: dict[str, Any] = content["state"]
     return state
 
 
+def _name_on_all_hosts(path: str | os.PathLike[str]) -> str:
+    """The path in the same words on all hosts, where users and their homes may have other names."""
+    name = os.path.normpath(os.fspath(path))
+    for word, folder in (("~", os.path.expanduser("~")), ("$TMPDIR", tempfile.gettempdir())):
+        if name.startswith(folder.rstrip(os.sep) + os.sep) and folder != os.sep:
+            return word + name[len(folder) :]
+    return name
+
+
+def _check_found(path: str | os.PathLike[str], found: str, step: int | None = None) -> None:
+    """Raise NbddpError if the other ranks, or those before a restart, would not agree with what was found."""
+    name = os.fspath(path)
+    host, last_step = context.lost_snapshots().get(_name_on_all_hosts(path), ("", -1))
+    if host and (found.startswith("found no") or (step is not None and step < last_step)):
+        saved = "a snapshot" if last_step < 0 else f"the snapshot of step {last_step}"
+        raise NbddpError(
+            f"load_snapshot({name!r}): before the restart rank 0 saved {saved} there on {host}, which is lost, but "
+            f"rank {context.rank()} on {socket.gethostname()} {found}. {_ADVICE}"
+        )
+    _compare_with_other_ranks(name, found)
+    agreement.when_grouped(lambda: _compare_with_other_ranks(name, found))
+
+
 _compared: Counter[tuple[str, int]] = Counter()  # loads so far, by path and point of the program
 
 
-def _compare_with_other_ranks(path: str | os.PathLike[str], found: str) -> None:
+def _compare_with_other_ranks(name: str, found: str) -> None:
     """Raise NbddpError if the first rank to load this path at this point found something else."""
     if (point := collectives_begun()) is None:
         return
-    name = os.fspath(path)
-    key = f"snapshot {name} {point} {_compared[name, point]}"
-    _compared[name, point] += 1
+    common = _name_on_all_hosts(name)
+    key = f"snapshot {common} {point} {_compared[common, point]}"
+    _compared[common, point] += 1
     host = socket.gethostname()
     rank, their_host, theirs = set_default(key, f"{context.rank()}\n{host}\n{found}").split("\n")
     if theirs != found:
-        first, this = f"rank {rank}", f"rank {context.rank()}"
+        first, this, advice = f"rank {rank}", f"rank {context.rank()}", _ADVICE_ON_ONE_HOST
         if their_host != host:
+            advice = _ADVICE
             first, this = f"{first} on {their_host}", f"{this} on {host}"
         raise NbddpError(
             f"load_snapshot({name!r}): {first} {theirs}, but {this} {found}: they would continue with different "
-            "weights. Put snapshots into a folder that all ranks share"
+            f"weights. {advice}"
         )
 
 

@@ -14,10 +14,10 @@ HEARTBEAT_S = 3.0
 
 
 @pytest.fixture(scope="package")  # the other tests look for processes that are left
-def rig(_warm: None) -> Iterator[Rig]:
+def rig(_warm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Three hosts, ``gpu1`` to ``gpu3``."""
     try:
-        made = Rig()
+        made = Rig(tmp_path_factory.getbasetemp())
     except NotHere as reason:
         pytest.skip(f"no hosts on this machine: {reason}")
     with made:

@@ -272,7 +272,7 @@ def idle(bench: Bench, for_s: float = 20.0) -> str:
 
 
 def main(parts: list[str]) -> None:
-    with Rig() as rig, tempfile.TemporaryDirectory() as folder, fresh_main() as cell:
+    with tempfile.TemporaryDirectory() as folder, Rig(Path(folder)) as rig, fresh_main() as cell:
         bench = Bench(rig, Path(folder), cell)
         print(f"{os.cpu_count()} cores, {ROUNDS} rounds\n\n| what | median | least | most |\n| --- | --- | --- | --- |")
         for part, (words, timing) in WHAT.items():

@@ -9,10 +9,11 @@ Each host's first process waits for the end of its stdin, which this process hol
 process, however that ends: the kernel of the machine kills a namespace's processes with its first one, and a
 namespace takes its cables, mounts and files with it.
 
-The hosts are as awkward as real ones: their own name resolves to 127.0.1.1 as on Debian, all of them have a docker0
-with the same address, their shell greets whoever logs in, their process ids and monotonic clocks mean nothing here.
+The hosts are as awkward as real ones: each has its own /tmp and /home and a user with a name of its own, and one folder
+is the same on all, as by NFS. Their own name resolves to 127.0.1.1 as on Debian, all of them have a docker0 with the
+same address, their shell greets each login, their process ids and monotonic clocks mean nothing here.
 
-By root, ``python -m tests.hosts.rig jupyter lab`` is a notebook whose ``ssh gpu1`` works.
+By root, ``python -m tests.hosts.rig jupyter lab`` is a notebook whose ``ssh gpu1`` works; the hosts share its folder.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ import psutil
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("gpu1", "gpu2", "gpu3")
-_TOOLS = ("ip", "ss", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount")
+_USERS = ("ada", "bob", "eve")
+_OWN = ("/tmp", "/home")  # of each host
+_TOOLS = ("ip", "ss", "tc", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount")
 _UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _UPTIMES_S = (4_000_000, 1_000, 77)  # what the hosts' clocks are ahead of ours
 GONE_S = 10.0  # what should be gone at once, on a machine with other work; less than the heartbeat
@@ -49,9 +52,11 @@ set -eu
 mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /dev/shm
 mkdir -p -m 755 /run/sshd
-mkdir -p /run/nbt/home /run/nbt/tmp
-cp {folder}/bashrc /run/nbt/home/.bashrc
+{own}
+mkdir -p {home}
+cp {folder}/bashrc {home}/.bashrc
 mount --bind {folder}/{name}.hosts /etc/hosts
+mount --bind {folder}/{name}.passwd /etc/passwd
 hostname {name}
 ip link set lo up
 echo ready
@@ -73,17 +78,17 @@ PermitRootLogin prohibit-password
 MaxStartups 100
 UseDNS no
 PrintMotd no
-SetEnv HOME=/run/nbt/home TMPDIR=/run/nbt/tmp PYTHONPATH={pythonpath} {environ}
+SetEnv PYTHONPATH={pythonpath} {environ}
 """
 
 _SSH = """
 Host {name} {name}.by-another-name
   HostName {address}
+  User {user}
 
 """
 _SSH_ALL = """
 Host *
-  User root
   IdentityFile {folder}/client.key
   IdentitiesOnly yes
   UserKnownHostsFile {folder}/known_hosts
@@ -121,11 +126,15 @@ class Machine:
     Attributes:
         name: as ssh knows it.
         address: on the network that all share.
+        home: of its user.
+        shared: the folder that is the same on all hosts.
     """
 
     name: str
     address: str
     folder: Path
+    home: str
+    shared: Path
     process: subprocess.Popen[bytes] = field(repr=False)
     pid: int = 0  # of its first process, as seen from here
 
@@ -181,10 +190,13 @@ class Machine:
         """What lies in its folder for temporary files and in its shared memory, but torch's own caches."""
         root = Path(f"/proc/{self.pid}/root")
         found: set[str] = set()
-        for top in ("run/nbt/tmp", "dev/shm"):
+        bound = {self.folder, *_kept(self.shared)}
+        above = {str(folder.relative_to("/")) for path in bound for folder in path.parents}
+        for top in ("tmp", "dev/shm"):
             for folder, folders, files in os.walk(root / top):
-                folders[:] = [name for name in folders if not name.startswith("torchinductor_")]
-                found |= {str((Path(folder) / name).relative_to(root)) for name in [*folders, *files]}
+                inside = Path("/") / Path(folder).relative_to(root)
+                folders[:] = [n for n in folders if not n.startswith("torchinductor_") and inside / n not in bound]
+                found |= {str((Path(folder) / name).relative_to(root)) for name in [*folders, *files]} - above
         return found
 
     def wait_until_clean(
@@ -220,9 +232,14 @@ class Machine:
 class Rig(contextlib.AbstractContextManager["Rig"]):
     """All hosts, and what a client needs to log in to them."""
 
-    def __init__(self, names: Sequence[str] = NAMES) -> None:
+    def __init__(self, shared: Path, names: Sequence[str] = NAMES) -> None:
+        """
+        Args:
+            shared: the folder that is the same here and on all hosts.
+        """
         _look_around()
         self.folder = Path(tempfile.mkdtemp(prefix="rig-"))
+        self.shared = shared.resolve()
         self._stack = contextlib.ExitStack()
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._client = ""
@@ -235,7 +252,9 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
             self.hosts = {name: self._start_host(i, name, f"{self._net}.{i + 1}") for i, name in enumerate(names)}
             self._plug_in_this_process()
             (self.folder / "config").write_text(
-                "".join(_SSH.format(name=h.name, address=h.address) for h in self.hosts.values())
+                "".join(
+                    _SSH.format(name=h.name, address=h.address, user=Path(h.home).name) for h in self.hosts.values()
+                )
                 + f"Host nobody-there\n  HostName {self._net}.200\n\n"
                 + f"Host no-server\n  HostName {self._net}.1\n  Port 9\n\n"
                 + _SSH_ALL.format(folder=self.folder)
@@ -261,6 +280,14 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
             for process in self.hosts[name].processes():
                 if is_sshd(process):
                     process.kill()  # a session whose client has gone meanwhile
+
+    def limit(self, name: str, rate: str = "") -> None:
+        """Let so much per second pass through a host's cable in each direction: ``10mbit``; "": all of it."""
+        for pid, device in ((self._switch, name), (self.hosts[name].pid, "eth0")):
+            there = ["nsenter", "--target", str(pid), "--net", "--", "tc", "qdisc"]
+            _quietly(*there, "del", "dev", device, "root", check=False)
+            if rate:
+                _quietly(*there, "add", "dev", device, "root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms")
 
     def isolate(self, *names: str, state: str = "on") -> None:
         """Let these hosts reach this process and not each other, as a firewall between machines does; or ``"off"``."""
@@ -332,11 +359,17 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
         return process.pid
 
     def _start_host(self, number: int, name: str, address: str) -> Machine:
+        user = _USERS[number % len(_USERS)]
+        home = f"/home/{user}"
         (self.folder / f"{name}.hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+        # Its number is root's: in the shared folder it is the notebook's user, as on hosts with one list of users.
+        others = Path("/etc/passwd").read_text()
+        (self.folder / f"{name}.passwd").write_text(f"{user}:x:0:0::{home}:/bin/bash\n{others}")
         (self.folder / f"{name}.sshd").write_text(
             _SSHD.format(folder=self.folder, name=name, address=address, pythonpath=ROOT, environ=_environ())
         )
-        first = _FIRST.format(folder=self.folder, name=name, sshd=shutil.which("sshd", path=_path()))
+        sshd = shutil.which("sshd", path=_path())
+        first = _FIRST.format(folder=self.folder, name=name, sshd=sshd, own=self._own_folders(), home=home)
         clock = _clock(_UPTIMES_S[number % len(_UPTIMES_S)])
         process = self._hold([*_UNSHARE, *clock, "bash", "-c", first], stdout=subprocess.PIPE)
         assert process.stdin is not None
@@ -344,7 +377,8 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
         with process.stdout:
             if process.stdout.readline() != b"ready\n":
                 raise NotHere(f"this machine does not allow namespaces with mounts of their own ({name})")
-        host = Machine(name, address, self.folder, process, psutil.Process(process.pid).children()[0].pid)
+        pid = psutil.Process(process.pid).children()[0].pid
+        host = Machine(name, address, self.folder, home, self.shared, process, pid)
         _ip(0, "link", "add", "eth0", "netns", str(host.pid), "type", "veth", "peer", name, "netns", str(self._switch))
         _ip(self._switch, "link", "set", name, "master", "switch", "up")
         _ip(host.pid, "addr", "add", f"{address}/24", "dev", "eth0")
@@ -353,6 +387,17 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
         process.stdin.write(b"cable\n")
         process.stdin.flush()
         return host
+
+    def _own_folders(self) -> str:
+        """The shell's lines that give a host its own folders; what it needs of those that they hide is bound again."""
+        lines = []
+        bound = [folder for folder in (self.folder, *_kept(self.shared)) if str(folder).startswith(_OWN)]
+        for i, folder in enumerate(bound):
+            lines += [f"mkdir -p /run/kept/{i}", f"mount --bind {folder} /run/kept/{i}"]
+        lines += [f"mount -t tmpfs -o mode=1777 tmpfs {own}" for own in _OWN]
+        for i, folder in enumerate(bound):
+            lines += [f"mkdir -p {folder}", f"mount --move /run/kept/{i} {folder}"]
+        return "\n".join(lines)
 
     def _plug_in_this_process(self) -> None:
         self._client = f"nbt{self._net.split('.')[2]}"
@@ -367,6 +412,11 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)  # type: ignore[call-overload]
         self._stack.callback(_end, process)
         return process
+
+
+def _kept(shared: Path) -> list[Path]:
+    """What all hosts have in common: the shared folder, this package and Python."""
+    return [shared, ROOT, Path(sys.prefix), Path(sys.base_prefix)]
 
 
 def _write_program(path: Path, body: str) -> None:
@@ -502,5 +552,5 @@ def _told(one: object) -> str:
 
 
 if __name__ == "__main__":
-    with Rig() as rig:
+    with Rig(Path.cwd()) as rig:
         sys.exit(subprocess.run(sys.argv[1:], env={**os.environ, "PATH": f"{rig.plain_ssh()}:{_path()}"}).returncode)

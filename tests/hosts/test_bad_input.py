@@ -324,6 +324,6 @@ def test_a_tilde_in_python_is_the_home_on_the_host(rig: Rig, tmp_path: Path, mon
     monkeypatch.setenv("HOME", str(tmp_path))
     program = "'#!/bin/sh\necho it is the one of the host >&2; exit 3\n'"
     there = rig.hosts["gpu1"]
-    there.run("sh", "-c", f"mkdir '/run/nbt/home/my env' && printf {program} > '/run/nbt/home/my env/python'")
-    there.run("chmod", "+x", "/run/nbt/home/my env/python")
+    there.run("sh", "-c", f"mkdir '{there.home}/my env' && printf {program} > '{there.home}/my env/python'")
+    there.run("chmod", "+x", f"{there.home}/my env/python")
     assert "it is the one of the host" in refused(rig, "gpu1", python="~/my env/python")

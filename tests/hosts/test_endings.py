@@ -7,6 +7,7 @@ import ctypes
 import errno
 import itertools
 import os
+import re
 import resource
 import time
 from collections.abc import Iterator
@@ -229,3 +230,74 @@ def test_exit_code_3_is_reported_while_a_child_keeps_printing(cell: Cells, warm:
     with within(5), pytest.raises((nbddp.RankDied, nbddp.LaunchError), match="exit code 3"):
         run(cell(PRINTING).dies, hosts=warm, nprocs=1)
     assert repr(warm) == BOTH
+
+
+# ---------------------------------------------------------------------------- a slow host that sends something
+
+
+def test_a_stop_does_not_wait_for_a_flood_of_output_over_a_slow_line(
+    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+) -> None:
+    """16 MB wait on the host, which take 13 s at 10 Mbit/s."""
+    names = cell("""
+        import nbddp, sys
+        def train():
+            nbddp.barrier()
+            open(f"there-{nbddp.rank()}", "w").close()
+            try:
+                while True:
+                    sys.stdout.write("x" * 99 + "\\n")
+            finally:
+                print("the last line of", nbddp.rank(), flush=True)
+    """)
+    hosts = cluster()
+    run(cell("def nothing(): pass").nothing, hosts=hosts)
+    rig.limit("gpu2", "10mbit")
+    try:
+        going = begin(names.train, hosts, 2, nprocs=1)
+        time.sleep(3)
+        with within(10):
+            going.stop(0.5)
+    finally:
+        rig.limit("gpu2")
+    assert going.state == "stopped"
+    assert going.logs(1).endswith("the last line of 1\n")
+    assert "output was left out here" in going.logs(1)
+    still_there(cell, hosts)
+
+
+def test_a_round_ends_while_a_hosts_fork_server_imports_and_the_next_one_has_that_host(
+    cell: Cells, cluster: Login, rig: Rig
+) -> None:
+    names = cell("import nbddp\ndef where(): return nbddp.world_size(), nbddp.restart_count()")
+    hosts = cluster(heartbeat=60.0)
+    server = next(p for p in rig.hosts["gpu2"].agent().children() if "the fork server" in " ".join(p.cmdline()))
+    server.suspend()  # as an import from a slow file system
+    try:
+        going = run(names.where, hosts=hosts, nprocs=1, max_restarts=1, wait=False)
+        (rank,) = wait_until(rig.hosts["gpu1"].ranks, 30)
+        rank.kill()
+        with within(3):
+            wait_until(lambda: going.restarts, 10)
+        time.sleep(7)
+    finally:
+        server.resume()
+    assert going.wait().values == [(2, 1)] * 2
+    still_there(cell, hosts)
+
+
+def test_a_payload_on_a_slow_line_shows_its_progress_and_ranks_that_do_not_exist_do_nothing(
+    cell: Cells, cluster: Login, rig: Rig
+) -> None:
+    hosts = cluster()
+    run(cell("def nothing(): pass").nothing, hosts=hosts)
+    rig.limit("gpu2", "10mbit")
+    try:
+        going = run(cell("def train(big): pass").train, os.urandom(20_000_000), hosts=hosts, nprocs=1, wait=False)
+        shown = wait_until(lambda: (found := going._viewable.summary()) and "sending" in found and found, 20)
+        assert re.fullmatch(r"2 processes . gloo . 2 hosts . sending 20 MB to gpu2: \d+ %(, [\d.:]+( s)? left)?", shown)
+        assert "rank 1 has not been started yet" in going.stacks()
+        going.stop(0.5)
+    finally:
+        rig.limit("gpu2")
+    still_there(cell, hosts)

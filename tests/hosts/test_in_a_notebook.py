@@ -53,6 +53,24 @@ def test_every_block_of_the_guide_runs(there: Notebook, rig: Rig) -> None:
     rig.wait_until_clean()
 
 
+def test_breakpoints_stop_ranks_on_other_hosts(there: Notebook, rig: Rig) -> None:
+    source = """
+    def fit():
+        x = 10 * nbddp.rank()
+        if nbddp.rank() in (1, 2):
+            breakpoint()
+            x += 1
+        return float(nbddp.all_reduce(float(x), op="sum"))
+    run = nbddp.run(fit, hosts=["gpu1", "gpu2"], **options())
+    print("value", run.value)
+    """
+    talk = there.talk(source, ["p x", "rank 2", "p x", "!x = 100", "rank all", "n", "c"], START_S)
+    assert talk.prompts[:4] == ["ranks 1 and 2 (Pdb) "] * 2 + ["rank 2 on gpu2 (Pdb) "] * 2
+    assert "rank 1 on gpu1: 10\nrank 2 on gpu2: 20" in talk.shown
+    assert "value 142.0" in talk.shown  # 0 + 11 + 101 + 30
+    rig.wait_until_clean()
+
+
 def test_the_magic_accepts_hosts_and_names_an_unknown_one(there: Notebook, rig: Rig) -> None:
     there.ok("%load_ext nbddp")
     line = "%%ddp --hosts gpu1,gpu2 --min-hosts 1 -n 1 --device cpu -o found"
@@ -108,7 +126,7 @@ def test_an_interrupt_ends_the_run_within_10_s_and_the_cluster_stays_usable(
 
 
 def test_an_interrupt_during_the_login_ends_the_login(there: Notebook, rig: Rig) -> None:
-    home = Path(f"/proc/{rig.hosts['gpu2'].pid}/root/run/nbt/home/.bashrc")
+    home = Path(f"/proc/{rig.hosts['gpu2'].pid}/root{rig.hosts['gpu2'].home}/.bashrc")
     greeting = home.read_text()
     home.write_text("sleep 1000\n")
     try:

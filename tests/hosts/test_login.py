@@ -21,20 +21,23 @@ from tests.support import is_fork_server, wait_until
 BUSY = "srun: Job step creation temporarily disabled, retrying (Requested nodes are busy)"
 
 
-def refused(program: str) -> str:
+def refused(program: str, *hosts: str, **options: Any) -> str:
     """What ``nbddp.cluster`` says to a launcher that does this."""
     with pytest.raises(nbddp.LaunchError) as raised:
-        nbddp.cluster(["box1"], launcher=["sh", "-c", program, "{host}"])
+        nbddp.cluster(hosts or ["box1"], launcher=["sh", "-c", program, "{host}"], **options)
     return str(raised.value)
 
 
 @pytest.mark.slow
-def test_a_login_timeout_quotes_the_launchers_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host, cluster):
-        monkeypatch.setattr(module, "HELLO_S", 1.0)
-    assert refused(f"echo '{BUSY}' >&2; exec sleep 60") == f"box1: no answer within 1 s; its last output: {BUSY}"
-    assert refused("exec sleep 60") == "box1: no answer within 1 s"
-    said = refused("echo 'ssh: connect to host box1: No route to host' >&2; exec sleep 60")
+def test_a_login_timeout_quotes_the_launchers_last_line() -> None:
+    said = refused(f"echo '{BUSY}' >&2; exec sleep 60", login_timeout=1)
+    assert said == f"box1: no answer within 1 s; its last output: {BUSY}"
+    said = refused("read line; exec sleep 60", login_timeout=1)
+    assert said == (
+        "box1: does a start-up file of the shell there, such as ~/.bashrc, wait for input? Try `ssh -T box1 true` (no "
+        "answer within 1 s)"
+    )
+    said = refused("echo 'ssh: connect to host box1: No route to host' >&2; exec sleep 60", login_timeout=1)
     assert said.startswith("box1: it does not answer; is it up, and reachable from here? (no answer within 1 s; ")
 
 
@@ -46,6 +49,37 @@ def test_a_launcher_that_closes_its_output_is_reported_as_that() -> None:
 def test_a_failed_login_reports_its_exit_code_and_last_line() -> None:
     said = refused("echo 'Use is monitored' >&2; echo 'Welcome to box1' >&2; exit 3")
     assert said == "box1: its login ended with exit code 3; its last output: Welcome to box1"
+    assert "an exit or exec in ~/.bashrc there" in refused("exit 0")
+
+
+def test_all_hosts_that_cannot_be_used_are_named() -> None:
+    said = refused('echo "$0 is down" >&2; exit 3', *(f"box{i}" for i in range(1, 8)))
+    each = [f"box{i}: its login ended with exit code 3; its last output: box{i} is down" for i in range(1, 6)]
+    assert said == "; ".join([*each, "and 2 more hosts"])
+
+
+def test_a_missing_python_is_told_from_output_that_quotes_the_command() -> None:
+    words = 'echo "csh: cannot run: $3" >&2; exit 1'
+    assert "pass its path" not in refused(words)
+    assert "pass its path" in refused('exec "$@"', python="/none/python")
+    assert "/one/python" in refused('echo "$3" >&2; exit 1', python={"box1": "/one/python"})
+    with pytest.raises(nbddp.LaunchError, match="python names 'box2', which is not in hosts"):
+        nbddp.cluster(["box1"], python={"box2": "/other"})
+
+
+@pytest.mark.slow
+def test_setup_comes_before_the_interpreter_and_disturbs_no_frame() -> None:
+    names = {"launcher": ["env", "NBDDP_TESTS_BOX={host}"], "python": sys.executable}
+    setup = "export NBDDP_TESTS_SETUP=done; echo noise; read line"
+    with nbddp.cluster(["box1"], setup=f"{setup} || true", **names) as hosts:
+        found = hosts.run(_setup_of, nprocs=1, device="cpu", show=False).value
+    assert found == ("box1", "done")
+    with pytest.raises(nbddp.LaunchError, match="box1: its login ended with exit code 5; its last output: no module"):
+        nbddp.cluster(["box1"], setup="echo no module; (exit 5)", **names)
+
+
+def _setup_of() -> tuple[str, str]:
+    return os.environ["NBDDP_TESTS_BOX"], os.environ["NBDDP_TESTS_SETUP"]
 
 
 @pytest.mark.slow

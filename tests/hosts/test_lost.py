@@ -189,6 +189,26 @@ def test_a_killed_agent_is_host_lost_at_once_and_its_ranks_end(
         run(cell(SLEEPING).train, hosts=hosts)
 
 
+def test_a_killed_agent_is_host_lost_and_not_the_broken_connection_of_another_rank(
+    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            nbddp.barrier()
+            open(f"there-{nbddp.rank()}", "w").close()
+            while True:
+                nbddp.barrier()
+    """)
+    for _ in range(3):
+        going = begin(names.train, cluster(heartbeat=60.0), 4)
+        rig.hosts["gpu2"].agent().kill()
+        with within(SOON_S), pytest.raises(nbddp.HostLost, match="gpu2"):
+            going.wait()
+        for path in in_folder.glob("there-*"):
+            path.unlink()
+
+
 def test_a_killed_login_is_host_lost_at_once_and_its_ranks_end(
     cell: Cells, cluster: Login, rig: Rig, in_folder: Path
 ) -> None:

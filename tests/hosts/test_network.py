@@ -140,7 +140,7 @@ def test_output_of_a_hosts_shell_is_not_mistaken_for_an_answer(
     cell: Cells, cluster: Callable[..., nbddp.Cluster], rig: Rig
 ) -> None:
     """A greeting with half a mark in it; one that goes on in the background while frames come."""
-    home = Path(f"/proc/{rig.hosts['gpu2'].pid}/root/run/nbt/home/.bashrc")
+    home = Path(f"/proc/{rig.hosts['gpu2'].pid}/root{rig.hosts['gpu2'].home}/.bashrc")
     before = home.read_text()
     home.write_text("printf '\\0nbddp frames 1'; printf '\\0nbddp'; seq 20000\n" + before)
     try:

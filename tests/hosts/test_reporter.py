@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -49,6 +50,7 @@ def worker() -> Iterator[Any]:
         orphaned=False,
         out_of_memory=False,
         output=Output(fd),
+        said=collections.deque(),
         read_metrics=lambda: b"",
     )
     os.close(fd)
