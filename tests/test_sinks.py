@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import tempfile
@@ -21,6 +22,7 @@ from nbddp.kernel import metrics_out
 from nbddp.sinks.interface import Points, rows
 from nbddp.sinks.unsent import Unsent
 from tests.support import Cells, Notebook, run, script, wait_until
+from tests.wandb_file import stored_rows
 
 TRAIN = """
     import math, nbddp
@@ -111,10 +113,9 @@ def test_tensorboard_has_the_steps_values_and_times(names: Any, in_folder: Path)
 
 
 TRACKED = """
-    import glob, json, struct, sys, time
+    import json, sys, time
     import mlflow, nbddp, wandb
     from lightning_fabric.loggers import CSVLogger
-    from wandb.proto import wandb_internal_pb2
 
     def train():
         for step in range(30):
@@ -128,23 +129,6 @@ TRACKED = """
         began = time.time()
         made = nbddp.run(train, nprocs=2, device="cpu", show=False, to=[run, active, logger])
         ended = time.time()
-    def stored_by_wandb(path):
-        "Records of protobuf in LevelDB's log format, after 7 bytes of W&B's own."
-        data, at, part = open(path, "rb").read(), 7, b""
-        while at < len(data):
-            if (left := 32768 - at % 32768) < 7:
-                at += left
-                continue
-            _, length, kind = struct.unpack_from("<IHB", data, at)
-            part += data[at + 7 : at + 7 + length]
-            at += 7 + length
-            if kind in (1, 4):  # whole, or the last part
-                record = wandb_internal_pb2.Record.FromString(part)
-                part = b""
-                if record.WhichOneof("record_type") == "history":
-                    items = record.history.item
-                    yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-
     client = mlflow.MlflowClient()
     found = {}
     for name in made.history:
@@ -152,9 +136,7 @@ TRACKED = """
         found[name] = [[point.step, point.value, point.timestamp / 1000] for point in points]
     history = {name: [series.steps.tolist(), series.values.tolist()] for name, series in made.history.items()}
     runs = len(mlflow.search_runs(output_format="list"))
-    (path,) = glob.glob("wandb/offline-run-*/*.wandb")
-    rows = [row for row in stored_by_wandb(path) if "before" not in row]
-    print(json.dumps([began, ended, history, found, runs, rows, logger.log_dir]))
+    print(json.dumps([began, ended, history, found, runs, logger.log_dir]))
 """
 
 
@@ -167,7 +149,7 @@ def test_wandb_mlflow_and_lightning_get_one_run_each_with_steps_values_and_times
         quiet = {"WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
         done = script(TRACKED, str(in_folder / "mlruns"), TMPDIR=temp, **quiet)
     assert done.returncode == 0, done.stderr
-    began, ended, history, in_mlflow, mlflow_runs, in_wandb, log_dir = json.loads(done.stdout.splitlines()[-1])
+    began, ended, history, in_mlflow, mlflow_runs, log_dir = json.loads(done.stdout.splitlines()[-1])
 
     assert mlflow_runs == 1
     for name, (steps, values) in history.items():
@@ -175,7 +157,10 @@ def test_wandb_mlflow_and_lightning_get_one_run_each_with_steps_values_and_times
         assert all(began - 0.001 < at < ended for *_, at in in_mlflow[name])
 
     merged: dict[int, dict[str, float]] = {}
-    for row in in_wandb:
+    (stored,) = in_folder.glob("wandb/offline-run-*/*.wandb")
+    for row in stored_rows(stored):
+        if "before" in row:
+            continue
         assert began < row["_timestamp"] < ended
         merged.setdefault(int(row["step"]), {}).update(row)
     assert sorted(merged) == list(range(30))
@@ -207,6 +192,97 @@ def test_everything_logged_is_written_after_a_failure_and_a_stop(cell: Cells, in
     else:
         going.wait()
     assert pandas.read_csv("a.csv")["loss"].tolist() == list(range(50))
+
+
+def test_a_sink_that_failed_gets_the_same_metrics_again_and_each_once(
+    cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_out, "_PAUSES_S", [0.1])
+    names = cell("""
+        import nbddp, os, time
+        def train():
+            for step in range(100_000):
+                nbddp.log(loss=step)
+                time.sleep(0.01)
+                if os.path.exists("enough"): break
+    """)
+    got: list[int] = []
+    failures: list[int] = []
+
+    def sometimes(step: int, metrics: dict[str, float]) -> None:
+        if step in (7, 17, 37) and failures.count(step) < 2:
+            failures.append(step)
+            raise OSError("busy")
+        got.append(step)
+        if len(got) == 60:
+            Path("enough").touch()
+
+    Path("later").mkdir()
+    going = run(names.train, to=[sometimes, "jsonl:later/a.jsonl", "csv:later/a.csv"], wait=False)
+    wait_until(lambda: Path("later/a.jsonl").exists() and Path("later/a.jsonl").stat().st_size)
+    Path("later").rename("away")  # the folder comes back when more has been logged
+    seen = len(got)
+    wait_until(lambda: len(got) > seen + 10)
+    Path("away").rename("later")
+    going.wait()
+    steps = going.history["loss"].steps.tolist()
+    assert got == steps
+    assert failures == [7, 7, 17, 17, 37, 37]
+    assert [json.loads(line)["loss"] for line in Path("later/a.jsonl").read_text().splitlines()] == steps
+    assert len(Path("later/a.csv").read_text().splitlines()) == 1 + len(steps)
+    assert going.logs(0).count("did not take metrics: OSError: busy. They are written again") == 1
+    assert going.logs(0).count("jsonl:later/a.jsonl did not take metrics: FileNotFoundError") == 1
+    assert "no more metrics" not in going.logs(0)
+
+
+def test_two_runs_cannot_write_one_file_at_once(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        import nbddp, time
+        def train(): nbddp.log(loss=1.0)
+        def last():
+            train()
+            time.sleep(1000)
+    """)
+    Path("link").symlink_to(".")
+    going = run(names.last, to=["csv:a.csv", "jsonl:a.jsonl"], wait=False)
+    for to in ("csv:a.csv", "csv:link/a.csv", f"jsonl:{in_folder}/a.jsonl"):
+        with pytest.raises(nbddp.LaunchError, match="a run that is not over writes this file"):
+            run(names.train, to=to)
+    with pytest.raises(nbddp.LaunchError, match="names a file that to= names twice"):
+        run(names.train, to=["csv:b.csv", "csv:./b.csv"])
+    run(names.train, to="csv:b.csv")
+    going.stop()
+    run(names.train, to=["csv:a.csv", "jsonl:a.jsonl"])
+    assert Path("a.jsonl").read_text().count("\n") == 1
+
+
+def test_awaiting_a_run_with_a_slow_sink_does_not_block_the_loop(names: Any) -> None:
+    release = threading.Event()
+
+    def slow(step: int, metrics: dict[str, float]) -> None:
+        release.wait(60)
+
+    async def longest_pause() -> float:
+        going = asyncio.ensure_future(_wait(run(names.train, 3, to=slow, wait=False)))
+        longest, ended = 0.0, time.monotonic() + 3.0  # the run itself takes a tenth of that
+        while not going.done():
+            began = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - began)
+            if began > ended:
+                release.set()
+        await going
+        return longest
+
+    try:
+        assert asyncio.run(longest_pause()) < 1.0
+    finally:
+        release.set()
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("nbddp-to")])
+
+
+async def _wait(going: nbddp.Run) -> None:
+    await going
 
 
 def test_a_sink_that_raises_is_told_of_once_and_the_others_get_everything(names: Any) -> None:

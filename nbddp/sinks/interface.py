@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+import abc
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from nbddp.history.history import History
+
+T = TypeVar("T")
 
 
 class Points(NamedTuple):
@@ -34,20 +38,40 @@ class Row(NamedTuple):
     values: dict[str, float]
 
 
-class Sink(Protocol):
-    """Receives the metrics of one run, on a thread of its own. What it raises ends it, and not the run.
+class Sink(abc.ABC):
+    """Receives the metrics of one run, on a thread of its own.
 
     Attributes:
         name: for messages: ``"csv:runs/a.csv"``, ``"SummaryWriter"``.
+        path: the file that it writes, absolute; two runs cannot write one file.
     """
 
     name: str
+    path: str | None = None
 
+    @abc.abstractmethod
     def write(self, points: Sequence[Points], history: History) -> None:
-        """Take over the points that are new since the last call. ``history`` is the whole run's."""
+        """Take over the points that are new since the last call. ``history`` is the whole run's.
 
-    def close(self, history: History) -> None:
+        If it raises, it is called again with the same points.
+        """
+
+    def close(self, history: History) -> None:  # noqa: B027 - most have nothing to close
         """The run is over: make everything durable, and close what nbddp has opened."""
+
+
+class Remaining:
+    """Goes on with the item that failed when a write is repeated."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def of(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items that no earlier loop over the same ones has finished with."""
+        for item in itertools.islice(items, self._taken, None):
+            yield item
+            self._taken += 1
+        self._taken = 0
 
 
 def rows(points: Sequence[Points]) -> Iterator[Row]:

@@ -12,50 +12,50 @@ from pathlib import Path
 from typing import Any
 
 from nbddp.history.history import History
-from nbddp.sinks.interface import Points, rows
+from nbddp.sinks.interface import Points, Remaining, Sink, rows
 
 _MLFLOW_BATCH = 1_000  # metrics in one request, MLflow's limit
 _NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w\-. :/]")
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """A ``SummaryWriter``, of torch or of tensorboardX. It stays open: the user may write more to it."""
 
     def __init__(self, writer: Any) -> None:
         self.name = type(writer).__name__
         self._writer = writer
+        self._remaining = Remaining()
 
     def write(self, points: Sequence[Points], history: History) -> None:
-        for name, steps, values, times in points:
+        for name, steps, values, times in self._remaining.of(points):
             for step, value, time in zip(steps.tolist(), values.tolist(), times.tolist()):
                 self._writer.add_scalar(name, value, step, walltime=time)
         self._writer.flush()  # what is only in its queue is lost with the notebook kernel
 
-    def close(self, history: History) -> None:
-        """Everything has been flushed."""
 
-
-class TensorBoardFolder:
+class TensorBoardFolder(Sink):
     """``"tensorboard:FOLDER"``: a ``SummaryWriter`` of torch for this run."""
 
     def __init__(self, folder: str) -> None:
         self.name = f"tensorboard:{folder}"
         self._folder = Path(folder).absolute()
         self._writer: Any = None
+        self._sink: TensorBoard | None = None
 
     def write(self, points: Sequence[Points], history: History) -> None:
-        if self._writer is None:
+        if self._sink is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder))
-        TensorBoard(self._writer).write(points, history)
+            self._sink = TensorBoard(self._writer)
+        self._sink.write(points, history)
 
     def close(self, history: History) -> None:
         if self._writer is not None:
             self._writer.close()
 
 
-class WandbRun:
+class WandbRun(Sink):
     """A run of W&B's, from ``wandb.init()``. It stays open: ``finish()`` is the user's.
 
     The steps are a metric named ``step``, which all charts have as their x axis: W&B's own steps may only grow, and the
@@ -66,19 +66,17 @@ class WandbRun:
         self.name = f"wandb run {run.name or run.id}"
         self._run = run
         self._known: set[str] = set()
+        self._remaining = Remaining()
 
     def write(self, points: Sequence[Points], history: History) -> None:
         for name in [each.name for each in points if each.name not in self._known]:
-            self._known.add(name)
             self._run.define_metric(name, step_metric="step")
-        for row in rows(points):
+            self._known.add(name)
+        for row in self._remaining.of(rows(points)):
             self._run.log({**row.values, "step": row.step, "_timestamp": row.time})
 
-    def close(self, history: History) -> None:
-        """W&B's own process has everything already."""
 
-
-class MlflowRun:
+class MlflowRun(Sink):
     """A run of MLflow's, from ``mlflow.start_run()``. It stays open: ``end_run()`` is the user's."""
 
     def __init__(self, run: Any) -> None:
@@ -86,6 +84,7 @@ class MlflowRun:
         self._run_id = run.info.run_id
         self._client = sys.modules["mlflow"].MlflowClient()
         self._metric = sys.modules["mlflow"].entities.Metric
+        self._remaining = Remaining()
 
     def write(self, points: Sequence[Points], history: History) -> None:
         metrics = [
@@ -93,22 +92,20 @@ class MlflowRun:
             for name, steps, values, times in points
             for step, value, time in zip(steps.tolist(), values.tolist(), times.tolist())
         ]
-        for start in range(0, len(metrics), _MLFLOW_BATCH):
+        for start in self._remaining.of(range(0, len(metrics), _MLFLOW_BATCH)):
             self._client.log_batch(self._run_id, metrics[start : start + _MLFLOW_BATCH])
 
-    def close(self, history: History) -> None:
-        """Every request has been answered."""
 
-
-class Logger:
+class Logger(Sink):
     """An object with ``log_metrics(metrics, step)``, such as Lightning's loggers."""
 
     def __init__(self, logger: Any) -> None:
         self.name = type(logger).__name__
         self._logger = logger
+        self._remaining = Remaining()
 
     def write(self, points: Sequence[Points], history: History) -> None:
-        for row in rows(points):
+        for row in self._remaining.of(rows(points)):
             self._logger.log_metrics(row.values, step=row.step)
 
     def close(self, history: History) -> None:
@@ -116,16 +113,14 @@ class Logger:
             save()
 
 
-class Function:
+class Function(Sink):
     """A function ``f(step, metrics)``, called once per step. A step's later metrics come in another call."""
 
     def __init__(self, function: Callable[[int, dict[str, float]], object]) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
         self._function = function
+        self._remaining = Remaining()
 
     def write(self, points: Sequence[Points], history: History) -> None:
-        for row in rows(points):
+        for row in self._remaining.of(rows(points)):
             self._function(row.step, row.values)
-
-    def close(self, history: History) -> None:
-        """A function has no end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
@@ -9,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
 from nbddp import wire
+from nbddp.listening.curves import Curves
+from nbddp.listening.libraries import listen_to_libraries
 from nbddp.worker.metric_values import FIRST_STEP, LAST_STEP, check_value, checked_step, checked_weight
 from nbddp.worker.metrics_pipe import MetricsFile, MetricsPipe
 
@@ -22,6 +25,7 @@ _OPS = wire.REDUCE_OPS
 
 _pipe: MetricsPipe | None = None
 _open_bars = 0
+_curves: Curves | None = None  # of what other libraries log
 
 
 def log(
@@ -82,6 +86,8 @@ def log(
         for name, value in metrics.items():
             check_value(name, value)
         return
+    if _curves is not None and _curves.owners:
+        _curves.leave_out(metrics)
     _pipe.log(metrics, step, op, weight)
 
 
@@ -117,6 +123,14 @@ def count_samples(total: int) -> None:
     """Report to the notebook how many samples this rank's loaders have returned so far."""
     if _pipe is not None:
         _pipe.record(wire.KIND_SAMPLES, "samples", 0, total)
+
+
+def report_snapshot(name: str) -> None:
+    """Report to the notebook that rank 0 has written a snapshot under this name, so that a restart knows of it."""
+    if _pipe is not None and not isinstance(_pipe, MetricsFile):
+        step = _pipe.last_step()
+        with contextlib.suppress(ValueError):  # there are too many names
+            _pipe.record(wire.KIND_SAVED, name, -1 if step is None else step, 0.0)
 
 
 def last_step() -> int | None:
@@ -166,6 +180,21 @@ def begin_again(fd: int) -> None:
     assert _pipe is not None
     os.set_blocking(fd, False)
     _pipe.begin_again(fd)
+    if _curves is not None:
+        _curves.begin_again()
+
+
+def listen() -> None:
+    """Log from now on what the user's code logs with other libraries."""
+    global _curves
+    assert _pipe is not None
+    _curves = Curves(_log_heard, _pipe.has)
+    listen_to_libraries(_curves)
+
+
+def _log_heard(metrics: dict[str, Any], step: int | None) -> None:
+    if _pipe is not None:
+        _pipe.log(metrics, step, _OPS[None], _DEFAULT_WEIGHT)
 
 
 def _leave() -> None:

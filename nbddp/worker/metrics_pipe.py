@@ -97,6 +97,10 @@ class MetricsPipe:
         elif self._helper is None:
             self._help()
 
+    def has(self, name: str) -> bool:
+        """Return whether this name has been logged."""
+        return name in self._ids
+
     def record(self, kind: int, name: str, step: int, value: float, weight: float = 0.0) -> None:
         """Send one record of another kind at once."""
         now = _time()
