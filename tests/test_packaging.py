@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import email
 import email.message
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -31,9 +33,7 @@ def _build(folder: Path, out: Path, *targets: str) -> None:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with both; built from a copy, which has no repository around it."""
     folder = tmp_path_factory.mktemp("built")
-    shutil.copytree(
-        ROOT, folder / "source", ignore=shutil.ignore_patterns(".venv", ".git", "node_modules", "__pycache__")
-    )
+    shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(".*", "node_modules", "__pycache__"))
     _build(folder / "source", folder)
     return folder
 
@@ -111,6 +111,38 @@ def test_the_readmes_first_command_installs_the_lab_that_it_opens(metadata: emai
     first = next(line for line in README.splitlines() if "-m venv" in line)
     assert "jupyter lab" in first
     assert re.findall(r"'\.\[(.*)\]'", first) == ["lab,examples"]
+
+
+def test_the_wheel_is_smaller_than_one_megabyte(built: Path) -> None:
+    assert next(built.glob("*.whl")).stat().st_size <= 1_000_000
+
+
+@pytest.mark.parametrize("place", ["colab", "kaggle"])
+def test_installing_changes_nothing_that_is_pinned(place: str, built: Path, tmp_path: Path) -> None:
+    """pip replaces a package that they pin only if a requirement of nbddp asks for another version."""
+    python = _python_with(_pins(place), tmp_path / "venv")
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--dry-run", "--no-index"]
+    wheel, report = next(built.glob("*.whl")), tmp_path / "report.json"
+    done = subprocess.run([*command, "--report", str(report), str(wheel)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [each["metadata"]["name"] for each in json.loads(report.read_text())["install"]] == ["nbddp"]
+
+
+def _pins(place: str) -> list[tuple[str, str]]:
+    lines = (ROOT / "tests" / "places" / f"{place}.txt").read_text().splitlines()
+    return [(name, version) for name, _, version in (line.partition("==") for line in lines if line[0] != "#")]
+
+
+def _python_with(pins: list[tuple[str, str]], folder: Path) -> Path:
+    """An interpreter where pip finds these packages installed; it looks at no more than their names and versions."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    for name, version in pins:
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    assert len(pins) > 600
+    return folder / "bin" / "python"
 
 
 def test_the_package_index_page_has_no_dead_links(metadata: email.message.Message) -> None:

@@ -168,6 +168,8 @@ class Feed:
             "summary": summary.plain(status.notice or status.summary),
             "seconds": round(status.seconds, 1),
             "error": summary.plain(status.error),
+            "names": [[summary.plain(name), summary.plain(text)] for name, text in status.failing_names],
+            "held": [[summary.plain(name), summary.plain(text)] for name, text in status.held],
             "restarted": summary.restart_text(status),
             "remark": " · ".join(filter(None, [summary.plain(status.remark), *summary.notices(history)])),
             "marks": [dataclasses.asdict(mark) for mark in summary.marks(history)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 # A Python client (nbclient, papermill, a terminal console) names its messages session_pid_count
 # (jupyter_client 7) or session_count; JupyterLab, VS Code and Colab use UUIDs.
 _PYTHON_CLIENT = re.compile(r".+_\d+")
+
+# What these services set in the kernel's environment.
+_KAGGLE = "KAGGLE_KERNEL_RUN_TYPE"  # "Interactive" or "Batch"
+_PLACES = {_KAGGLE: "kaggle", "COLAB_RELEASE_TAG": "colab", "DATABRICKS_RUNTIME_VERSION": "databricks"}
 
 
 def shell() -> InteractiveShell | None:
@@ -29,14 +34,65 @@ def cell_number() -> int | None:
     return current.execution_count if current is not None else None
 
 
-def has_page() -> bool:
-    """Whether a page with widgets probably shows this cell's output."""
-    if shell() is None:
-        return False
+def is_marimo() -> bool:
+    """Whether a cell of a marimo notebook is running."""
+    marimo = sys.modules.get("marimo")  # imported in every process of its notebooks
+    return bool(marimo is not None and hasattr(marimo, "running_in_notebook") and marimo.running_in_notebook())
+
+
+def show_in_marimo(html: str) -> None:
+    """Replace the output of the running cell of a marimo notebook."""
+    marimo: Any = sys.modules["marimo"]
+    marimo.output.replace(marimo.Html(html))
+
+
+def place() -> str:
+    """The hosted service that this kernel belongs to, if its pages are known to show HTML but hardly any widgets."""
+    if "google.colab" in sys.modules:
+        return "colab"
+    return next((name for variable, name in _PLACES.items() if os.environ.get(variable)), "")
+
+
+def is_executed() -> bool:
+    """Whether the notebook is executed by a program (papermill, nbconvert), so that nobody sees the cell while it runs.
+
+    In JupyterLab a server extension may execute the cell, and Colab does not send messages as Jupyter does.
+    """
+    if os.environ.get(_KAGGLE) == "Batch":  # "Save & Run All"
+        return True
     parent = _request()
-    # In JupyterLab a server extension may execute the cell, and Colab does not send messages as Jupyter does.
-    by_page = "cellId" in parent.get("metadata", {}) or "google.colab" in sys.modules
-    return by_page or not _PYTHON_CLIENT.fullmatch(str(parent.get("header", {}).get("msg_id", "")))
+    if "cellId" in parent.get("metadata", {}) or place():
+        return False
+    return bool(_PYTHON_CLIENT.fullmatch(str(parent.get("header", {}).get("msg_id", ""))))
+
+
+def has_stdin() -> bool:
+    """Whether somebody can answer an ``input()`` of this thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    kernel: Any = getattr(shell(), "kernel", None)
+    if kernel is None:
+        return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+    return bool(getattr(kernel, "_allow_stdin", False))  # as the front end said with the running cell
+
+
+def call_pdb() -> bool:
+    """Whether the user has said ``%pdb on``."""
+    return bool(getattr(shell(), "call_pdb", False))
+
+
+def skip_debugger_of_this_cell() -> None:
+    """With ``%pdb on``, keep IPython from opening its own debugger for the error that this cell is about to raise."""
+    current: Any = shell()
+    if current is None or not current.call_pdb:
+        return
+
+    def restore(*_: object) -> None:
+        current.events.unregister("post_run_cell", restore)
+        current.call_pdb = True
+
+    current.call_pdb = False
+    current.events.register("post_run_cell", restore)
 
 
 def is_jupyter() -> bool:

@@ -10,10 +10,10 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from nbddp.panel.feed import Feed
-from nbddp.panel.frontend import has_page, is_jupyter, kernel_id, shell
+from nbddp.panel.frontend import is_jupyter, kernel_id
 from nbddp.panel.picture import Picture
-from nbddp.panel.text import OutputWriter, TextView, end_text
-from nbddp.panel.view import Status, View, Viewable
+from nbddp.panel.text import OutputWriter, TextView
+from nbddp.panel.view import Status, Viewable
 
 if TYPE_CHECKING:
     from nbddp.panel.widget import PanelWidget
@@ -23,21 +23,6 @@ _KEPT = 16  # panels of finished runs that stay live; each keeps its run's histo
 _RESEND_S = (0.3, 1.0, 2.0, 4.0, 8.0, 16.0)  # after the start, to a page that cannot send messages to a busy kernel
 
 _finished: collections.deque[PanelWidget] = collections.deque()
-
-
-def view_for(run: Viewable, *, requested: bool, reopened: bool, with_output: bool) -> View:
-    """The best view that the present front end can show.
-
-    Args:
-        requested: the user asked for the panel; in a notebook kernel it is then shown in any front end.
-        reopened: the view is opened by ``run.show()``, and not by the run's own cell.
-        with_output: show rank 0's output beside the panel.
-    """
-    if shell() is None:
-        return TextView(run)
-    if requested or has_page():
-        return PanelView(run, with_output=with_output, stays_live=reopened and run.status().over)
-    return ExecutedView(run)
 
 
 class ExecutedView(TextView):
@@ -134,10 +119,8 @@ class PanelView:
         self._feed.frame(status)
         self._widget = PanelWidget(kernel_id(), self._feed.snapshot, self._place)
         self._widget.on_msg(self._on_message)
-        if self._place:
-            data = self._picture(status)
-        else:
-            data = self._widget.bundle() | {"text/plain": end_text(status, self._source.history)}
+        # The picture beside the widget is for a page or a reader that shows no widget.
+        data = ({} if self._place else self._widget.bundle()) | self._picture(status)
         self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
 
     def _picture(self, status: Status) -> dict[str, str]:

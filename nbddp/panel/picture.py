@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_SVG_BYTES = 64_000  # the notebook file holds the SVG as base64, with tables beside it: 100 kB in all
+_LEAST_POINT_BYTES = 8  # of the SVG
 _MAX_ROWS = 40  # in a table
 _NAME_CHARS = 60
 _LOG_LINES = 12
@@ -48,6 +49,7 @@ class Picture:
         source: the run, for the last output of a rank that failed.
         names: the metrics to draw; () for all.
         log: use a logarithmic axis for the values.
+        max_bytes: of the SVG; curves that are larger get fewer points.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class Picture:
         *,
         names: Sequence[str] = (),
         log: bool = False,
+        max_bytes: int = _MAX_SVG_BYTES,
     ) -> None:
+        self._max_bytes = max_bytes
         self._names = names
         self._log = log
         self._history = history
@@ -67,11 +71,11 @@ class Picture:
 
     @property
     def svg(self) -> str:
-        """The charts as an SVG document, readable on light and dark; at most 64 kB."""
-        points, lines = MAX_POINTS, MAX_LINES
+        """The charts as an SVG document, readable on light and dark; at most ``max_bytes``."""
+        points, lines = min(MAX_POINTS, self._max_bytes // _LEAST_POINT_BYTES), MAX_LINES
         while True:
             text = draw(charts(self._history, points, lines, self._names, log=self._log))
-            if len(text.encode()) <= _MAX_SVG_BYTES or lines == 1:
+            if len(text.encode()) <= self._max_bytes or lines == 1:
                 return text
             # Fewer points first; then, when each line has the minimum, fewer lines.
             points, lines = (points // 2, lines) if points > 100 else (points, lines // 2)
@@ -129,6 +133,7 @@ class Picture:
             yield _notice("▲", MARK_COLOR, text)
         if status.error:
             yield _notice("●", color, plain(status.error))
+            yield from (_failing_name(name, text) for name, text in status.failing_names)
         if status.remark:
             yield f"<p>{escape(plain(status.remark[:_LINE_CHARS]))}</p>"
 
@@ -240,6 +245,11 @@ def _metrics_table(history: History) -> Iterable[str]:
 def _notice(sign: str, color: str, text: str) -> str:
     """A line with a coloured sign; the text has the page's own colour, which can be read in every theme."""
     return f'<p><span style="color:{color}">{sign}</span> {escape(text[:_LINE_CHARS])}</p>'
+
+
+def _failing_name(name: str, text: str) -> str:
+    described = f"{escape(plain(name))}&nbsp; {escape(plain(text[:_LINE_CHARS]))}"
+    return f'<p style="margin:0 0 0 1.2em"><code style="background:none">{described}</code></p>'
 
 
 def _state(state: str) -> str:

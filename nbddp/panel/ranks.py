@@ -20,7 +20,10 @@ _LOST_HOST = "lost"  # the heading of ranks whose host was lost
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table; ``note`` is a problem of the rank ("slow", "3 steps behind", "silent for 12 s") or ""."""
+    """A row of the table; ``note`` is a problem of the rank ("slow", "3 steps behind", "silent for 12 s") or "".
+
+    Or where it has stopped in the debugger.
+    """
 
     rank: int
     device: str
@@ -46,7 +49,7 @@ def rows(status: Status, history: History, now: float) -> list[Row]:
             rank=rank.rank,
             device=plain(rank.device),
             state=rank.state,
-            note=_note(progress, usual, furthest, now) if rank.state == "running" else "",
+            note=_note(rank, progress, usual, furthest, now) if rank.state == "running" else "",
             step=progress.step if progress.step >= 0 else None,
             step_seconds=progress.step_seconds,
             memory_bytes=rank.memory_bytes,
@@ -58,10 +61,12 @@ def rows(status: Status, history: History, now: float) -> list[Row]:
     return found
 
 
-def _note(progress: RankProgress, usual: float | None, furthest: int, now: float) -> str:
+def _note(rank: RankStatus, progress: RankProgress, usual: float | None, furthest: int, now: float) -> str:
+    if rank.debugger:
+        return plain(f"debugger: {rank.debugger}")
     if not progress.advanced_at:
         return ""  # a rank that logs nothing is not stuck
-    silent = now - progress.advanced_at
+    silent = now - (progress.arrived_at or progress.advanced_at)
     if silent > max(_SILENT_S, _SILENT_STEPS * (progress.step_seconds or 0.0)):
         return f"silent for {silent:.0f} s"
     if progress.step >= 0 and (furthest - progress.step) * (progress.step_seconds or 0.0) > _BEHIND_S:

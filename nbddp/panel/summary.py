@@ -10,7 +10,7 @@ from nbddp.history.finite import Broken
 from nbddp.history.history import Bar, History, RankProgress
 from nbddp.panel import numbers
 from nbddp.panel.view import Status
-from nbddp.text import first_line
+from nbddp.text import first_line, ranks_text
 from nbddp.text import plain as plain
 
 _STAGE = "train|training|val|valid|validation|test|eval|dev"
@@ -234,16 +234,8 @@ def _broken_marks(broken: list[Broken]) -> list[Mark]:
 
 def broken_text(broken: Broken) -> str:
     """``train/loss is NaN from step 60 on rank 1``."""
-    where = f"rank{'s' * (len(broken.ranks) > 1)} {_numbers_text(broken.ranks)}"
-    return plain(f"{broken.name} is {numbers.metric(broken.value)} from step {broken.step:,} on {where}")
-
-
-def _numbers_text(ranks: list[int]) -> str:
-    """``0 to 7`` for consecutive numbers, ``1, 4 and 6`` otherwise."""
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"{ranks[0]} to {ranks[-1]}"
-    *first, last = map(str, ranks)
-    return f"{', '.join(first)} and {last}" if first else last
+    since = f"{numbers.metric(broken.value)} from step {broken.step:,}"
+    return plain(f"{broken.name} is {since} on {ranks_text(broken.ranks)}")
 
 
 def _restart_marks(history: History) -> list[Mark]:

@@ -21,6 +21,7 @@ class RankStatus:
         gpu_bytes: memory in use on the rank's GPU, by any process; None without a GPU.
         gpu_total: memory of that GPU in bytes; None without a GPU.
         host: the rank's host if the run is on several; "" otherwise.
+        debugger: where the rank has stopped in the debugger, "train, line 14"; "" if it has not.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class RankStatus:
     gpu_bytes: int | None = None
     gpu_total: int | None = None
     host: str = ""
+    debugger: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Status:
         seconds: from the start until now, or until the end.
         error: the error on one line, "" if none.
         failed_rank: the rank that the error names, or None.
+        failing_names: the names on the line that failed there, each with a description.
+        held: of a session's call that has finished, the largest names on rank 0, each with a description.
         blocking: a cell waits for this run.
         ranks: the state of each rank.
         restarts, max_restarts: how often all ranks have started again, and how often they may.
@@ -60,6 +64,8 @@ class Status:
     seconds: float
     error: str = ""
     failed_rank: int | None = None
+    failing_names: tuple[tuple[str, str], ...] = ()
+    held: tuple[tuple[str, str], ...] = ()
     blocking: bool = True
     ranks: tuple[RankStatus, ...] = ()
     restarts: int = 0

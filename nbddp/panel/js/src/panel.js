@@ -82,6 +82,9 @@ class Panel {
   _build() {
     this.el = h("section", { class: "nbddp", "aria-label": "Training run" });
     this._error = h("p", { class: "nbddp-error", role: "alert", hidden: true });
+    this._names = h("dl", { class: "nbddp-names", "aria-label": "Names on the failing line", hidden: true });
+    this._heldNames = h("dl", { class: "nbddp-names" });
+    this._held = h("details", { class: "nbddp-held", hidden: true }, h("summary", {}, "Names on rank 0"), this._heldNames);
     this._fill = h("i");
     this._bar = h("div", { class: "nbddp-progress", role: "progressbar", "aria-label": "Progress" }, this._fill);
     this._tiles = h("div", { class: "nbddp-tiles", role: "list" });
@@ -89,8 +92,8 @@ class Panel {
     this._more = h("button", { type: "button", class: "nbddp-button", hidden: true });
     this._more.addEventListener("click", () => this._showAll());
     const ranks = h("div", { class: "nbddp-scroll" }, this._table.el);
-    this.el.append(this._header(), this._bar, this._error, ...this._notices.els);
-    this.el.append(this._tiles, this._grid, this._more, this._tools(), ranks, this._logs.el);
+    this.el.append(this._header(), this._bar, this._error, this._names, ...this._notices.els);
+    this.el.append(this._tiles, this._grid, this._more, this._tools(), ranks, this._held, this._logs.el);
   }
 
   _header() {
@@ -202,6 +205,10 @@ class Panel {
     setText(this._summary, `${head.summary} · ${duration(state === "lost" ? head.seconds : this._store.seconds)}`);
     setText(this._error, head.error);
     show(this._error, Boolean(head.error));
+    drawNames(this._names, head.names ?? []);
+    show(this._names, Boolean(head.names?.length));
+    drawNames(this._heldNames, head.held ?? []);
+    show(this._held, Boolean(head.held?.length));
     this._notices.update(head.restarted ?? "", this._store.hang, head.remark ?? "");
     this._drawStop(state);
     const { fraction } = head;
@@ -300,6 +307,12 @@ class Panel {
     this._all = true;
     this._drawCharts();
   }
+}
+
+/** Names, and what they stand for; they never change. */
+function drawNames(list, names) {
+  if (list.childElementCount === 2 * names.length) return;
+  list.replaceChildren(...names.flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]));
 }
 
 /** The metrics for the tiles, in order: first one of each family, and of later families the validation metric. */
