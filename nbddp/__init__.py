@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from nbddp.worker.context import restart_count as restart_count
     from nbddp.worker.context import world_size as world_size
     from nbddp.worker.data import loader as loader
+    from nbddp.worker.debugger import breakpoint as breakpoint
     from nbddp.worker.metrics import log as log
     from nbddp.worker.metrics import progress as progress
     from nbddp.worker.model import accumulate as accumulate
@@ -108,6 +109,7 @@ _HOMES = {
         "world_size",
     ),
     "nbddp.worker.data": ("loader",),
+    "nbddp.worker.debugger": ("breakpoint",),
     "nbddp.worker.metrics": ("log", "progress"),
     "nbddp.worker.model": ("accumulate", "join", "wrap"),
     "nbddp.worker.snapshot": ("load_snapshot", "save_snapshot"),

@@ -30,18 +30,26 @@ class Latch:
     def open(self) -> None:
         """Release all present and future waiters."""
         self.is_open = True
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Have the present waiters look at their ``or_when`` again."""
         for lock in list(self._waiting):
-            with contextlib.suppress(RuntimeError):  # not taken yet: its waiter was interrupted before that
+            with contextlib.suppress(RuntimeError):  # not taken: nudged before, or its waiter was interrupted
                 lock.release()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the latch is open, at most ``timeout_s``. Returns whether it is open."""
+    def wait(self, timeout_s: float | None = None, or_when: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the latch is open, at most ``timeout_s``. Returns whether it is open.
+
+        Args:
+            or_when: ends the wait when it returns true; see :meth:`nudge`.
+        """
         mine = _thread.allocate_lock()
         mine.acquire()
         self._waiting.append(mine)  # before the check of is_open: open() sets is_open before it reads the list
         try:
             deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-            while not self.is_open and (left := deadline - time.monotonic()) > 0:
+            while not self.is_open and not or_when() and (left := deadline - time.monotonic()) > 0:
                 mine.acquire(timeout=min(left, _WAIT_SLICE_S))
         finally:
             self._waiting.remove(mine)

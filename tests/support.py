@@ -9,6 +9,7 @@ import json
 import linecache
 import multiprocessing
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -286,16 +287,56 @@ class Reply:
         return json.loads(self.shown.strip().splitlines()[-1])
 
 
+@dataclass
+class Talk:
+    """What a cell showed and asked.
+
+    Attributes:
+        shown: output and answered prompts; an output may stand after the prompt that came with it.
+        waits: seconds from an answer, or the cell's start, to each prompt.
+    """
+
+    shown: str = ""
+    prompts: list[str] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    ename: str = ""
+    evalue: str = ""
+    result: str = ""
+    over: bool = False
+    answered_at: float = 0.0
+
+    def read(self, client: Any, message_id: str) -> None:
+        """Read what has arrived on iopub."""
+        with contextlib.suppress(queue.Empty):
+            while not self.over:
+                message = client.get_iopub_msg(timeout=0.001)
+                kind, content = message["msg_type"], message["content"]
+                if message["parent_header"].get("msg_id") != message_id:
+                    continue
+                if kind == "stream":
+                    self.shown += content["text"]
+                elif kind == "execute_result":
+                    self.result = content["data"]["text/plain"]
+                elif kind == "error":
+                    self.ename, self.evalue = content["ename"], content["evalue"]
+                elif kind == "status":
+                    self.over = content["execution_state"] == "idle"
+
+
 class Notebook:
     """A real ipykernel, spoken to as a front end does.
 
     Args:
         environ: for the kernel, over this process's.
+        python: the kernel's interpreter; by default the one of ``NBDDP_TEST_PYTHON``, or this process's.
         process: for ``subprocess.Popen``.
     """
 
-    def __init__(self, environ: dict[str, str] | None = None, **process: Any) -> None:
+    def __init__(self, environ: dict[str, str] | None = None, python: str = "", **process: Any) -> None:
         self._manager = KernelManager(kernel_name="python3")
+        python = python or os.environ.get("NBDDP_TEST_PYTHON", "")
+        if python:
+            self._manager.kernel_spec.argv[0] = python  # type: ignore[union-attr]
         environ = {**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1", **(environ or {})}
         self._manager.start_kernel(env=environ, **process)
         self._client = self._manager.blocking_client()
@@ -316,8 +357,8 @@ class Notebook:
         assert reply.status == "ok", f"{reply.shown}\n{reply.traceback}"
         return reply
 
-    def begin(self, source: str, stop_on_error: bool = True) -> str:
-        """Start a cell; returns its message id."""
+    def begin(self, source: str, stop_on_error: bool = False) -> str:
+        """Start a cell; returns its message id. ``stop_on_error``: an error ends the cells that wait, as in Run All."""
         return self._client.execute(textwrap.dedent(source), stop_on_error=stop_on_error)
 
     def shown_so_far(self, message_id: str, until: str, timeout_s: float = 60.0) -> str:
@@ -329,6 +370,30 @@ class Notebook:
             if message["parent_header"].get("msg_id") == message_id and message["msg_type"] == "stream":
                 shown += message["content"]["text"]
         return shown
+
+    def talk(self, source: str, answers: Sequence[str | Callable[[], Any]], timeout_s: float = 60.0) -> Talk:
+        """Run a cell, and answer its ``input()`` requests in turn: by a line, or by calling a function."""
+        talk, left = Talk(), list(answers)
+        message_id, began = self.begin(source), time.monotonic()
+        while not talk.over:
+            assert time.monotonic() < began + timeout_s, f"{talk.shown}\n{talk.prompts}"
+            talk.read(self._client, message_id)
+            with contextlib.suppress(queue.Empty):
+                prompt = self._client.get_stdin_msg(timeout=0.001)["content"]["prompt"]
+                talk.prompts.append(prompt)
+                talk.waits.append(time.monotonic() - (talk.answered_at or began))
+                assert left, f"no answer left for {prompt}\n{talk.shown}"
+                answer = left.pop(0)
+                if isinstance(answer, str):
+                    talk.shown += f"{prompt}{answer}\n"
+                    talk.answered_at = time.monotonic()
+                    self._client.input(answer)
+                else:
+                    answer()
+        assert not left, f"not asked for: {left}\n{talk.shown}"
+        while self._client.get_shell_msg(timeout=timeout_s)["parent_header"].get("msg_id") != message_id:
+            pass
+        return talk
 
     def end_of(self, message_id: str, timeout_s: float = 60.0) -> Reply:
         """Read until that cell is over."""
@@ -358,9 +423,18 @@ class Notebook:
         return reply
 
     def interrupt(self, how: str = "killpg") -> None:
-        """As Jupyter (the kernel's whole process group) or VS Code (the kernel alone) interrupt."""
+        """As Jupyter (the kernel's process group), a plain client (the kernel alone) or VS Code (``tree``) interrupt.
+
+        VS Code interrupts all processes below the kernel, then the kernel: kernelProcess.node.ts, July 2026.
+        """
         if how == "killpg":
             os.killpg(os.getpgid(self.pid), signal.SIGINT)
+        elif how == "tree":
+            for process in psutil.Process(self.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+            os.kill(self.pid, signal.SIGINT)
         else:
             os.kill(self.pid, signal.SIGINT)
 
@@ -383,6 +457,21 @@ class Notebook:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def tab(notebook: Notebook, text: str) -> list[str]:
+    """Press Tab at the end of this text of a cell. Returns what is offered."""
+    client = notebook._client
+    message = client.complete(text, len(text))
+    while (reply := client.get_shell_msg(timeout=20))["parent_header"].get("msg_id") != message:
+        pass
+    return list(reply["content"]["matches"])
+
+
+def out(reply: Reply) -> str:
+    """The cell's ``Out``, which comes after all lines of text."""
+    assert reply.status == "ok", reply.traceback
+    return reply.shown.strip().splitlines()[-1]
 
 
 def without_colours(text: str) -> str:

@@ -281,7 +281,7 @@ def test_interrupts_end_a_run_with_half_a_message_on_a_channel(notebook: Noteboo
 
 def test_an_interrupt_stops_run_all(notebook: Notebook, in_folder: Path) -> None:
     notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
-    first = notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
+    first = notebook.begin("nbddp.run(train, nprocs=2, device='cpu')", stop_on_error=True)
     second = notebook.begin("after_interrupt = True")
     _wait_for_ranks(in_folder, "sleep")
     notebook.interrupt()

@@ -585,7 +585,7 @@ def test_a_launch_error_in_a_cell_is_short(notebook: Notebook) -> None:
 
 def test_an_error_stops_run_all(notebook: Notebook) -> None:
     """ipyparallel's cell ends "ok", and the cells after it train on nothing."""
-    first = notebook.begin("import nbddp\nnbddp.run(lambda: 1 / 0, nprocs=2, device='cpu')")
+    first = notebook.begin("import nbddp\nnbddp.run(lambda: 1 / 0, nprocs=2, device='cpu')", stop_on_error=True)
     second = notebook.begin("after_error = True")
     assert notebook.end_of(first).status == "error"
     assert notebook.end_of(second).status == "aborted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -69,11 +70,25 @@ def test_a_statement_over_several_lines_is_one() -> None:
     assert names["third"] == "'text'"
 
 
+def test_names_in_an_f_string_count() -> None:
+    def check(step: int, total: int, width: int, sep: str) -> None:
+        raise ValueError(rf"{{no}} at {step + 1:>{width}} of {total!r}".join(sep), f"no name")  # noqa: F541
+
+    assert found(check, 3, 9, 4, "-") == {"step": "3", "width": "4", "total": "9", "sep": "'-'"}
+
+
 def test_the_innermost_line_of_the_user_counts_not_a_librarys() -> None:
     def fail(a: Any) -> None:
         torch.nn.functional.linear(a, torch.zeros(3, 4))
 
     assert found(fail, torch.zeros(2, 5)) == {"a": "Tensor (2, 5) float32 cpu"}
+
+
+def test_the_innermost_line_of_the_user_counts_not_the_standard_librarys() -> None:
+    def read(text: str, rate: float) -> None:
+        json.loads(text) * rate
+
+    assert found(read, "{", 0.1) == {"text": "'{'", "rate": "0.1"}
 
 
 def test_without_names_on_the_line_it_is_the_functions_variables() -> None:
@@ -106,6 +121,27 @@ class Angry:
     @property
     def x(self) -> int:
         raise AssertionError("a property was read")
+
+
+@pytest.mark.parametrize(
+    "name", ["self.key", "passphrase", "db_pwd", "privateKey", "config.api_key", "HF_TOKEN", "key"]
+)
+def test_names_of_secrets(name: str) -> None:
+    assert failing_line.describe(name, "sk-123") == "str (not shown)"
+
+
+@pytest.mark.parametrize("name", ["monkey", "text", "keys", "model.name"])
+def test_names_of_no_secrets(name: str) -> None:
+    assert failing_line.describe(name, "abc") == "'abc'"
+
+
+def test_a_value_that_cannot_be_described_does_not_hide_the_others() -> None:
+    def step(rate: float, ragged: torch.Tensor) -> None:
+        raise ValueError(rate, ragged)
+
+    with pytest.warns(UserWarning, match="nested"):
+        ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert found(step, 0.1, ragged) == {"rate": "0.1", "ragged": "Tensor"}
 
 
 def test_no_code_of_the_users_classes_is_called() -> None:

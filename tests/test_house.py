@@ -14,7 +14,8 @@ PACKAGE = Path(nbddp.__file__).parent
 # Each room may import the rooms below it, and those that are named; modules directly in nbddp/ are the ground.
 BELOW = {
     "payload": [],
-    "worker": ["payload"],
+    "listening": [],
+    "worker": ["payload", "listening"],
     "forkserver": ["payload", "worker"],
     "launch": ["payload", "worker", "forkserver"],
     "history": [],

@@ -11,7 +11,7 @@ import pytest
 
 from nbddp.errors import LaunchError
 from nbddp.magic import analysis
-from tests.support import GONE_S, Notebook, Reply, wait_until
+from tests.support import GONE_S, Notebook, out, tab, wait_until
 
 
 @pytest.fixture
@@ -20,12 +20,6 @@ def magic(notebook: Notebook) -> Iterator[Notebook]:
     notebook.ok("%load_ext nbddp\nimport nbddp, json\n%ddp --nprocs 2 --device cpu")
     yield notebook
     notebook.ok("%ddp --reset")
-
-
-def out(reply: Reply) -> str:
-    """The cell's ``Out``, which comes after all lines of text."""
-    assert reply.status == "ok", reply.traceback
-    return reply.shown.strip().splitlines()[-1]
 
 
 # ---------------------------------------------------------------------------- names and values
@@ -259,7 +253,7 @@ def test_a_name_that_the_cell_did_not_set_has_the_notebooks_value(magic: Noteboo
     ("line", "words"),
     [
         ("--nprocs two", "invalid int value"),
-        ("--gpus a,b", "not a list of GPU numbers"),
+        ("--gpus a,b", "not a list of numbers"),
         ("-o 1x", "not a list of names"),
         ("--nonsense", "unrecognized arguments"),
     ],
@@ -305,7 +299,7 @@ def test_ddp_stop_ends_a_background_cell_in_time(magic: Notebook) -> None:
 
 
 def test_an_interrupt_ends_the_cell_and_the_next_one_runs(magic: Notebook) -> None:
-    message = magic.begin("%%ddp\nprint('begun')\nimport time\ntime.sleep(60)", stop_on_error=False)
+    message = magic.begin("%%ddp\nprint('begun')\nimport time\ntime.sleep(60)")
     magic.shown_so_far(message, "begun")
     magic.interrupt()
     reply = magic.end_of(message)
@@ -338,14 +332,6 @@ def test_ddp_run_passes_a_scripts_arguments_as_torchrun_does(magic: Notebook, in
     assert "train.py: finished" in out(reply)
     assert "is not there" in magic.cell("%ddp run gone.py").evalue
     magic.ok("os.chdir(home)")
-
-
-def tab(notebook: Notebook, text: str) -> list[str]:
-    client = notebook._client
-    message = client.complete(text, len(text))
-    while (reply := client.get_shell_msg(timeout=20))["parent_header"].get("msg_id") != message:
-        pass
-    return list(reply["content"]["matches"])
 
 
 def test_tab_completes_options_subcommands_and_devices(magic: Notebook) -> None:

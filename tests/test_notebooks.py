@@ -90,6 +90,11 @@ def test_from_one_gpu_to_many_ends_with_the_same_weights_after_a_crash(in_folder
     assert found["script"] == "rank 1 of 2, arguments ['--epochs', '5']\n"
 
 
+def test_the_one_for_kaggle_learns_twice(in_folder: Path) -> None:
+    found = executed("kaggle_two_gpus", "[accuracy(model), accuracy(run.value)]", in_folder)
+    assert min(found) > 0.85
+
+
 def test_metrics_of_min_ddp_equal_those_of_plain_torch(in_folder: Path) -> None:
     found = executed(
         "min_ddp",
@@ -154,6 +159,38 @@ def test_the_language_model_learns(in_folder: Path) -> None:
     assert found["returned"] == [pytest.approx(found["val"][-1])] * 2
     assert (found["loss"], found["samples"]) == (600, 4)
     assert all(0 < norm < 10 for norm in found["norms"])
+
+
+def test_half_precision_reaches_the_accuracy_of_float32(in_folder: Path) -> None:
+    found = executed("mixed_precision", "[accuracies, {k: str(v) for k, v in dtypes['bfloat16'].items()}]", in_folder)
+    accuracies, dtypes = found
+    assert len(accuracies) == 3
+    assert max(accuracies.values()) - min(accuracies.values()) < 0.02 < 0.9 < min(accuracies.values())
+    assert dtypes == {
+        "scores": "torch.bfloat16",
+        "loss": "torch.float32",
+        "weights": "torch.float32",
+        "gradients": "torch.float32",
+    }
+
+
+def test_fsdp2_trains_as_ddp_does_and_goes_on_with_three_ranks(in_folder: Path) -> None:
+    found = executed(
+        "fsdp2",
+        """{
+            "held": held, "three": [value[0] for value in second.values], "names": list(fsdp.value[1]),
+            "from ddp": from_ddp, "from uninterrupted": from_uninterrupted, "accuracy": accuracy,
+            "losses": [run.history["loss"].values[-1] for run in (ddp, fsdp, second, mixed)],
+        }""",
+        in_folder,
+    )
+    assert found["held"] == {"DDP": [17290, 17290], "FSDP2": [8645, 8645]}
+    assert sum(found["three"]) == 17290 > 17290 / 2 > max(found["three"])
+    assert found["names"] == [f"{i}.0.{kind}" for i in range(4) for kind in ("weight", "bias")] + ["4.weight", "4.bias"]
+    assert found["from ddp"] < 1e-6
+    assert found["from uninterrupted"] < 1e-5
+    assert found["accuracy"] > 0.8
+    assert found["losses"] == pytest.approx([found["losses"][0]] * 4, rel=0.1)
 
 
 def test_accelerate_and_fabric_train_to_the_same_weights(in_folder: Path) -> None:

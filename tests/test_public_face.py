@@ -17,7 +17,8 @@ OURS = [path for path in sorted(PACKAGE.rglob("*.py")) if "node_modules" not in 
 
 PROMISED = {
     "Cluster", "History", "HostLost", "LaunchError", "NanLogged", "NbddpError", "PayloadError", "RankDied", "RankError",
-    "Run", "RunTimeout", "Session", "accumulate", "all_gather", "all_reduce", "barrier", "broadcast", "cluster",
+    "Run", "RunTimeout", "Session", "accumulate", "all_gather", "all_reduce", "barrier", "breakpoint",
+    "broadcast", "cluster",
     "device", "export", "gather", "is_primary", "join", "last_run", "load_result",
     "load_snapshot", "loader", "local_rank", "log", "main_first", "preload", "print", "progress", "rank", "reduce",
     "restart_count", "run", "run_script", "runs", "save_snapshot", "session", "shutdown", "spawn", "world_size", "wrap",
@@ -26,7 +27,8 @@ PROMISED = {
 _OF_A_RUN = (
     "*, nprocs=None, device=None, gpus=None, backend=None, init=True, seed=None, deterministic=False, env=None, "
     "timeout=None, pg_timeout=None, max_restarts=0, stall_after=60.0, stop_on_nan=False, wait=True, show=None, "
-    "name=None, start_method=None, hosts=None, min_hosts=None, keep_children=False, oversubscribe=False, to=None"
+    "name=None, start_method=None, hosts=None, min_hosts=None, keep_children=False, oversubscribe=False, to=None, "
+    "listen=True, pdb=None"
 )
 SIGNATURES = {
     "run": f"(fn, args=(), kwargs=None, {_OF_A_RUN})",
@@ -36,8 +38,10 @@ SIGNATURES = {
     "Run.logs": "(self, rank=None)",
     "Run.stacks": "(self)",
     "Run.show": "(self)",
+    "Run.debug": "(self, rank=0)",
+    "breakpoint": "(*, rank=None, when=True)",
     "session": f"({_OF_A_RUN})",
-    "Session.run": f"(self, fn, args=(), kwargs=None, {_OF_A_RUN})",
+    "Session.run": f"(self, fn, args=(), kwargs=None, *, ranks=None, {_OF_A_RUN[3:]})",
     "Session.values": "(self, name)",
     "Session.names": "(self)",
     "Session.check": "(self, name)",
@@ -46,7 +50,7 @@ SIGNATURES = {
     "Session.reset": "(self)",
     "Session.restart": "(self, names=())",
     "Session.close": "(self)",
-    "cluster": "(hosts, *, launcher=None, python=None, heartbeat=15.0)",
+    "cluster": "(hosts, *, launcher=None, python=None, setup='', heartbeat=15.0, login_timeout=120.0)",
     "Cluster.run": "(self, fn, args=(), kwargs=None, **options)",
     "Cluster.close": "(self)",
     "History.load": "(path)",
@@ -99,6 +103,14 @@ def _bare(function: object) -> str:
     signature = inspect.signature(function)  # type: ignore[arg-type]
     parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+def test_type_checkers_and_the_reference_see_every_public_name() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for node in ast.walk(blocks[0]) if isinstance(node, ast.ImportFrom)]
+    imported = {alias.asname for node in imports for alias in node.names}
+    assert imported >= PROMISED
 
 
 def test_all_public_names_are_as_promised() -> None:

@@ -103,6 +103,15 @@ def set_own() -> None:
     __main__.word = "ab"[nbddp.rank() == 2]
 
 
+def test_a_finished_call_tells_the_views_what_rank_0_holds(session: nbddp.Session) -> None:
+    session["small"], session["large"], session["text"] = torch.ones(2), torch.ones(1000, 10), "not a tensor"
+    run = quiet(session, nbddp.rank)
+    assert run._viewable.status().held == (
+        ("large", "Tensor 1000 × 10 float32, 40 kB, cpu"),
+        ("small", "Tensor 2 float32, 8 B, cpu"),
+    )
+
+
 def test_values_that_differ_between_ranks_are_told_and_synced(session: nbddp.Session) -> None:
     quiet(session, set_own)
     session["equal"] = [{"a": torch.ones(3)}, "b"]
@@ -115,6 +124,52 @@ def test_values_that_differ_between_ranks_are_told_and_synced(session: nbddp.Ses
     assert session["own"].tolist() == [1.0] * 4
     assert session.values("word") == ["a"] * 3
     assert session.check("own") == []
+
+
+def test_a_call_on_some_ranks(session: nbddp.Session) -> None:
+    run = quiet(session, nbddp.rank, ranks=[2, 1])
+    assert (run.values, run.value) == ([None, 1, 2], 1)
+
+    def make_group() -> None:
+        import __main__
+
+        __main__.group = dist.new_group([0, 2])
+
+    def reduce() -> float:
+        import __main__
+
+        tensor = torch.full((), nbddp.rank() + 1.0)
+        dist.all_reduce(tensor, group=__main__.group)
+        nbddp.log(sum=tensor, rank=nbddp.rank(), reduce="mean")
+        return tensor.item()
+
+    quiet(session, make_group)
+    run = quiet(session, reduce, ranks=[0, 2])
+    assert run.values == [4.0, None, 4.0]
+    assert run.history["rank"].values.tolist() == [1.0]  # the mean of those that take part
+    for ranks in ([3], [-1], [], [True], "0"):
+        with pytest.raises(nbddp.LaunchError, match="rank"):
+            quiet(session, nbddp.rank, ranks=ranks)
+
+
+def test_a_collective_of_all_in_a_call_on_some_ranks_is_named_and_stopped(session: nbddp.Session) -> None:
+    run = quiet(session, total, ranks=[0, 2], wait=False)
+    told = wait_until(lambda: "A collective of all ranks waits for rank 1" in run.stacks() and run.stacks(), 15)
+    assert "rank 1 takes no part in this call" in told
+    assert "dist.new_group([0, 2])" in told
+    run.stop()
+    assert quiet(session, total).values == [3.0] * 3
+
+
+def test_a_failure_in_a_call_on_some_ranks_frees_the_others(session: nbddp.Session) -> None:
+    def fail() -> None:
+        if nbddp.rank() == 0:
+            raise ValueError("on purpose")
+        dist.barrier()
+
+    with pytest.raises(nbddp.RankError, match="on purpose"):
+        quiet(session, fail, ranks=[0, 1])
+    assert quiet(session, total).values == [3.0] * 3
 
 
 def test_a_large_tensor_goes_out_and_comes_back(session: nbddp.Session) -> None:

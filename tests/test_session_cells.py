@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import Notebook, Reply, ranks_of, wait_until
+from tests.support import Notebook, Reply, out, ranks_of, tab, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -17,11 +17,6 @@ def opened() -> Iterator[Notebook]:
     with Notebook() as notebook:
         notebook.ok("%load_ext nbddp\nimport nbddp, json\n%ddp open -n 2 --device cpu")
         yield notebook
-
-
-def out(reply: Reply) -> str:
-    assert reply.status == "ok", reply.traceback
-    return reply.shown.strip().splitlines()[-1]
 
 
 def test_a_cell_goes_on_where_the_last_one_ended(opened: Notebook) -> None:
@@ -56,6 +51,73 @@ def test_a_function_defined_in_the_notebook_reads_what_the_ranks_have(opened: No
     opened.ok("%%ddp\nown = 10 * (rank + 1)")
     opened.ok("def read(): return own")
     assert out(opened.ok("%%ddp\nnbddp.gather(read())")) == "[10, 20]"
+
+
+def test_a_cell_on_some_ranks_leaves_the_others_their_names(opened: Notebook) -> None:
+    opened.ok("%%ddp\nwhere = 'all'")
+    opened.ok("started = 5")
+    assert out(opened.ok("%%ddp --ranks 1 -o there\nwhere, there = 'one', started\nrank")) == "1"
+    assert out(opened.ok("there")) == "5"
+    assert out(opened.ok("%%ddp\nnbddp.gather((where, started))")) == "[('all', 5), ('one', 5)]"
+    assert "there is no rank 2: the session has ranks 0 to 1" in opened.cell("%%ddp --ranks 0,2\n1").traceback
+    assert "--ranks needs a session" in opened.cell("%%ddp --fresh --ranks 0\n1").shown
+
+
+def test_values_that_differ_between_ranks_are_printed_and_equal_ones_together(opened: Notebook) -> None:
+    differing = opened.ok("%%ddp\nx = torch.full((), 10.0 * rank)\nx")
+    assert differing.shown.strip().splitlines()[-3:] == ["rank 0: tensor(0.)", "rank 1: tensor(10.)", "tensor(0.)"]
+    assert "rank 0" not in opened.ok("%%ddp\nx = 3\nx").shown
+    assert "rank 0" not in opened.ok("%%ddp\nobject()").shown  # an address is no difference
+    assert "rank 1" not in opened.ok("%%ddp\nrank;").shown
+
+
+def test_a_class_that_is_sent_again_is_told_once_to_leave_old_objects_as_they_are(opened: Notebook) -> None:
+    opened.ok("class Net:\n    version = 1")
+    opened.ok("%%ddp\nold = Net()")
+    opened.ok("class Net:\n    version = 2")
+    reply = opened.ok("%%ddp\n(old.version, Net().version)")
+    assert "sent again: Net (objects made before keep the old Net)" in reply.shown
+    assert out(reply) == "(1, 2)"
+    opened.ok("class Net:\n    version = 3")
+    again = opened.ok("%%ddp\nNet.version").shown
+    assert "sent again: Net" in again
+    assert "keep the old" not in again
+
+
+def test_tab_completes_the_ranks_names_and_their_attributes(opened: Notebook) -> None:
+    opened.ok("%%ddp\nonly_on_ranks = torch.nn.Linear(2, 3)\n_hidden = 1")
+    assert tab(opened, "%%ddp\nonly_on_") == ["only_on_ranks"]
+    assert tab(opened, "%%ddp\nx = f(only_on_ranks.wei") == ["only_on_ranks.weight"]
+    assert "only_on_ranks.bias.shape" in tab(opened, "%%ddp\nonly_on_ranks.bias.")
+    assert tab(opened, "only_on_") == []  # in a cell of the notebook
+    assert tab(opened, "%%ddp\nnot_there.wei") == []
+
+
+def test_cells_of_px_and_distributed_run_with_their_first_line_changed(opened: Notebook) -> None:
+    def of_another(first: str, body: str) -> Reply:
+        words = {"%%px": "%%ddp", "%%distributed": "%%ddp", "--targets": "--ranks", "--noblock": "--background --as r"}
+        if first.startswith("%%rank"):
+            return opened.cell(f"%%ddp --ranks {first.removeprefix('%%rank').strip(' []')}\n{body}")
+        return opened.cell(" ".join(words.get(word, word) for word in first.split()) + "\n" + body)
+
+    assert out(of_another("%%px", "a = 5\nb = 10\na + b")) == "15"
+    assert "ZeroDivisionError" in of_another("%%px", "1/0").traceback  # and the engines live on
+    assert out(of_another("%%px", "import numpy\nint(numpy.arange(a).sum())")) == "10"
+    assert out(of_another("%%px --targets 1", "a = 7\nrank")) == "1"
+    assert of_another("%%px", "a").shown.splitlines()[-3:] == ["rank 0: 5", "rank 1: 7", "5"]
+    assert of_another("%%px --noblock", "import time\ntime.sleep(0.5)\na * 2").seconds < 0.5
+    assert out(opened.ok("r.wait().values")) == "[10, 14]"
+    assert of_another("%%px", "def f(x):\n    return x ** 2\nf(a)").shown.splitlines()[-2] == "rank 1: 49"
+
+    of_another("%%distributed", "x = torch.full((10, 10), float(rank + 1))\ndist.all_reduce(x)")
+    reply = of_another("%%distributed", "print(f'Rank {rank}: {x.mean():.3f}')")
+    assert "Rank 0: 3.000" in reply.shown
+    assert "Rank 1: 3.000" in opened.ok("%ddp logs 1").shown
+    of_another("%%rank [0]", "model = torch.nn.Linear(10, 10)\nprint('Model created on rank 0')")
+    of_another("%%rank [1]", "model = torch.nn.Linear(10, 10)")
+    of_another("%%distributed", "for param in model.parameters():\n    dist.broadcast(param.data, src=0)")
+    same = "nbddp.gather(model.weight.sum().item())[0] == model.weight.sum().item()"
+    assert out(of_another("%%distributed", same)) == "True"
 
 
 def test_a_failure_shows_the_cells_lines_and_the_next_cell_trains(opened: Notebook) -> None:

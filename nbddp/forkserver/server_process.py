@@ -10,6 +10,7 @@ import collections
 import contextlib
 import errno
 import os
+import select
 import signal
 import socket
 import sys
@@ -120,6 +121,12 @@ class ForkServer:
     def is_running(self) -> bool:
         """Is the server running? Only the process that started it can know."""
         return self._release.alive and not self._child.has_ended()
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Wait until it has made its imports, at most ``timeout_s``. A server that has ended counts as ready."""
+        poll = select.poll()
+        poll.register(self._requests, select.POLLIN)  # nobody reads its one message
+        return bool(poll.poll(timeout_s * 1000)) or not self.is_running()
 
     def start_process(self, folder: str, handed: Sequence[int]) -> tuple[int, int]:
         """Request a new process. Returns a fd to read its pid and exit code from, and one to write its job to.

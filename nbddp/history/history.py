@@ -104,6 +104,7 @@ class History(Mapping[str, Series]):
         self._names_left_out: set[str] = set()  # names beyond MAX_METRICS
         self._names_logged: dict[int, int] = {}  # number of names by rank
         self.ranks = [RankProgress() for _ in range(world_size)]
+        self._snapshots: dict[str, int] = {}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:
@@ -310,9 +311,14 @@ class History(Mapping[str, Series]):
 
     # ------------------------------------------------------------------ for the run
 
-    def feed(self, rank: int, data: bytes) -> None:
-        """Add bytes from that rank's metrics pipe; the bytes may be cut anywhere."""
+    def feed(self, rank: int, data: bytes, arrived_at: float = 0.0) -> None:
+        """Add bytes from that rank's metrics pipe; the bytes may be cut anywhere.
+
+        Args:
+            arrived_at: unix time by this machine's clock; the ranks of other hosts have theirs.
+        """
         with self._lock:
+            self.ranks[rank].arrived_at = arrived_at
             reader = self._readers.setdefault(rank, RankReader())
             records = reader.feed(data)
             metrics = records[records["kind"] == wire.KIND_METRIC]
@@ -322,6 +328,12 @@ class History(Mapping[str, Series]):
                 self._add(rank, reader.name(ident), metrics[metrics["id"] == ident])
             for record in records[records["kind"] > wire.KIND_METRIC]:
                 self._add_progress(self.ranks[rank], reader.name(int(record["id"])), record)
+
+    def take_snapshots(self) -> dict[str, int]:
+        """Return the snapshots that rank 0 has written since the last call: the last step, by path."""
+        with self._lock:
+            taken, self._snapshots = self._snapshots, {}
+            return taken
 
     def restart(self, reason: str = "") -> None:
         """The ranks start again, in new processes, after this failure."""
@@ -380,6 +392,8 @@ class History(Mapping[str, Series]):
         elif record["kind"] == wire.KIND_PROGRESS:
             total = int(record["step"])
             progress.add_bar(int(record["weight"]), name, None if total < 0 else total, int(record["value"]), at)
+        elif record["kind"] == wire.KIND_SAVED:
+            self._snapshots[name] = int(record["step"])
 
     def _metric(self, name: str) -> Metric:
         if name not in self._metrics:

@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> None:
         user_stores.listen_on_all_interfaces()
     read = builtins.input
     notebook = entry.set_up(job, entry.Ends(metrics_fd, output=1, stacks=2, payload=block, result=-1, store=None))
-    sys.breakpointhook, builtins.input = sys.__breakpointhook__, read
+    builtins.input = read
     value = _call(_unpack(job, block, notebook))  # no variable, so that the data are freed before the result is written
     metrics.flush()
     if options.result and job.rank == 0:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 
 from nbddp.errors import CAUSE_CHARS
+from nbddp.launch.interface import Rank
 
 
 @dataclass(frozen=True)
@@ -57,3 +59,22 @@ def advice(cause: BaseException, device: str) -> str:
         return ""
     found = (known for known in _KNOWN_ERRORS if known.pattern.search(text) and (device == "cpu" or not known.cpu_only))
     return next((known.advice for known in found), "")
+
+
+def advice_on_a_host(cause: BaseException, worker: Rank) -> str:
+    """Return what is missing on the rank's host, and where it is here; "" if nothing is, or on this machine alone."""
+    if worker.host is None:
+        return ""
+    if isinstance(cause, FileNotFoundError):
+        return f"On {worker.host} relative paths begin at {worker.cwd}, and files are not sent along"
+    if isinstance(cause, ModuleNotFoundError) and cause.name and (here := _origin(cause.name)):
+        return f"Here it is {here}, and {worker.host}'s {worker.python} has none: install it there"
+    return ""
+
+
+def _origin(module: str) -> str:
+    try:
+        spec = importlib.util.find_spec(module.partition(".")[0])
+    except (ImportError, ValueError):
+        return ""
+    return (spec.origin or "") if spec is not None else ""

@@ -28,6 +28,7 @@ _POLL_S = 0.2  # between two reads of metrics and output; 0.1 took half as much 
 _PEERS_GRACE_S = 0.2  # for the other ranks' finally blocks when one has failed
 _FAILURE_WINDOW_S = 0.1  # how much later than its consequence a failure may be reported
 _CONSEQUENCE_WINDOW_S = 1.0
+_CONSEQUENCE_WINDOW_ON_HOSTS_S = 5.0  # a host that ends takes longer to be noticed than its broken connections
 _STACKS_TIMEOUT_S = 0.1  # short, since the user waits for the run to end
 _BACKLOG_BYTES = 128 << 10  # of metrics in one read: the rank logs faster than the notebook reads
 _SEE_PARTIAL = ". All else that the ranks returned is in this error's .partial, by rank"
@@ -48,9 +49,10 @@ class Attempt:
         self._packed = packed
         self._crew = crew
         self._state = state
+        self._stall = stall
         self._history = history
         self._deadline = state.began + (plan.timeout_s or float("inf"))
-        self._failures = failure.Failures(plan.name, plan.nprocs, packed.by_value, plan.device)
+        self._failures = failure.Failures(plan.name, plan.nprocs, packed.by_value, plan.device, plan.ranks)
         self.locator = Locator(crew, self._failures, history, state, stall)
 
     def run(self) -> None:
@@ -58,6 +60,7 @@ class Attempt:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._state.attached(self._crew))
             stack.callback(self._feed_all)  # what the ranks wrote before they ended
+            stack.callback(self._state.dialog.close)
             stack.enter_context(self._crew)
             self._crew.launch(self._packed, self._state.outputs, self._state.restarts)
             self._failures.ranks = len(self._crew.workers)
@@ -75,7 +78,7 @@ class Attempt:
     def _follow(self) -> None:
         more = False
         while True:
-            self._crew.watch(0.0 if more else max(0.0, min(_POLL_S, self._deadline - time.monotonic())))
+            self._watch(0.0 if more else max(0.0, min(_POLL_S, self._deadline - time.monotonic())))
             more = self._feed()
             if self._state.phase == "starting" and self._crew.ready:
                 self._state.phase = "running"
@@ -100,6 +103,7 @@ class Attempt:
             self._state.outputs[0].note(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {note}")
         reports = [worker.report for worker in self._crew.workers if isinstance(worker.report, wire.Finished)]
         self._state.remark = side_by_side(self._plan, reports, sharing=bool(self._packed.inherited))
+        self._state.held = reports[0].held
         self._crew.dismiss_reported()
         # Exit handlers and threads are left: a stop or the timeout need not wait for them.
         leave_by = min(time.monotonic() + _LEAVE_GRACE_S, self._deadline)
@@ -144,7 +148,8 @@ class Attempt:
         began = time.monotonic()
         self._watch_until(began + _FAILURE_WINDOW_S, or_when=all_have_ended)
         # With nothing but broken connections, the report of the rank that broke them has not arrived yet.
-        self._watch_until(began + _CONSEQUENCE_WINDOW_S, or_when=a_cause_is_known)
+        window_s = _CONSEQUENCE_WINDOW_ON_HOSTS_S if self._plan.shares else _CONSEQUENCE_WINDOW_S
+        self._watch_until(began + window_s, or_when=a_cause_is_known)
         first = failure.first_of(self._crew.workers)
         where, alike = self._locate_after_timeout(first), failure.all_alike(self._crew.workers)
         # Not a lambda: the traceback of the error keeps its callers, and so would keep this attempt.
@@ -192,14 +197,28 @@ class Attempt:
         """Raise KeyboardInterrupt in the ranks and give their ``finally`` time; the crew's end kills the rest."""
         began = time.monotonic()
         self._crew.interrupt()
+        self._state.dialog.end_stops(self._crew.workers)
         while self._crew.alive and (left := began + grace_s() - time.monotonic()) > 0:
             self._crew.dismiss_reported()
-            self._crew.watch(min(_POLL_S, left))
+            self._watch(min(_POLL_S, left))
             self._feed()
+
+    def _watch(self, timeout_s: float) -> None:
+        """Wait until something happens, and handle it. While a rank is in the debugger, no time limit counts."""
+        began, dialog = time.monotonic(), self._state.dialog
+        was_stopped = dialog.has_stops()
+        self._crew.watch(timeout_s)
+        dialog.exchange(self._crew.workers, self._note)
+        if was_stopped:
+            self._deadline += time.monotonic() - began
+            self._stall.restart()
+
+    def _note(self, rank: int, line: str) -> None:
+        self._state.outputs[rank].note(line)
 
     def _watch_until(self, deadline: float, or_when: Callable[[], bool]) -> None:
         while self._crew.alive and (left := deadline - time.monotonic()) > 0 and not or_when():
-            self._crew.watch(min(_POLL_S, left))
+            self._watch(min(_POLL_S, left))
             self._feed()
 
     def _unpack_aside(self, unpack: Callable[[], _T]) -> _T:
@@ -231,5 +250,5 @@ class Attempt:
     def _feed_from(self, worker: Rank) -> int:
         data = worker.read_metrics()
         if data:
-            self._history.feed(worker.rank, data)
+            self._history.feed(worker.rank, data, time.time())
         return len(data)

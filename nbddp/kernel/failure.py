@@ -12,7 +12,7 @@ from nbddp import wire
 from nbddp.errors import CRASHES, HostLost, LaunchError, NbddpError, PayloadError, RankDied, RankError
 from nbddp.forkserver.server import UnfitServer
 from nbddp.kernel import stacks
-from nbddp.kernel.advice import advice
+from nbddp.kernel.advice import advice, advice_on_a_host
 from nbddp.launch import dumps
 from nbddp.launch.interface import Rank
 from nbddp.text import first_line
@@ -37,7 +37,12 @@ def has_failed(worker: Rank) -> bool:
 
 def is_consequence(worker: Rank) -> bool:
     """Return whether the rank's error only follows from another rank's end."""
-    return isinstance(worker.report, wire.Failed) and _CONSEQUENCE.search(worker.report.summary) is not None
+    return isinstance(worker.report, wire.Failed) and is_consequence_text(worker.report.summary)
+
+
+def is_consequence_text(summary: str) -> bool:
+    """Return whether an error of this text only follows from another rank's end."""
+    return _CONSEQUENCE.search(summary) is not None
 
 
 def first_of(workers: Sequence[Rank]) -> Rank:
@@ -82,12 +87,14 @@ class Failures:
         ranks: the number of ranks.
         known: functions and classes that were sent by value, to which exceptions of the ranks may refer.
         device: the type of the ranks' devices.
+        called: the ranks that take part in the call; None: all.
     """
 
     name: str
     ranks: int
     known: Sequence[Any]
     device: str
+    called: Sequence[int] | None = None
 
     def cause_of(self, worker: Rank) -> BaseException | None:
         """Return the exception that a rank raised, or a stand-in if it cannot be unpickled here; None for none."""
@@ -140,12 +147,14 @@ class Failures:
         assert cause is not None
         error: NbddpError
         if report.phase == "setup":
-            on_host = f" on {worker.host}" if worker.host is not None else ""
-            error = LaunchError(f"rank {worker.rank}{on_host} could not set itself up: {report.summary}")
+            error = LaunchError(f"rank {worker.rank}{_on_host(worker)} could not set itself up: {report.summary}")
         elif report.phase == "unpack":
             error = PayloadError(
-                f"rank {worker.rank} could not unpack {self.name} and its data: {report.summary}. "
-                "The modules that they use must be importable in a new process, from the notebook's sys.path"
+                f"rank {worker.rank}{_on_host(worker)} could not unpack {self.name} and its data: {report.summary}. "
+                + (
+                    advice_on_a_host(cause, worker)
+                    or "The modules that they use must be importable in a new process, from the notebook's sys.path"
+                )
             )
         elif report.phase == "pack" and isinstance(cause, PayloadError):
             return cause
@@ -157,7 +166,7 @@ class Failures:
                 where=where,
                 host=worker.host,
                 alike=alike,
-                advice=advice(cause, self.device),
+                advice=advice(cause, self.device) or advice_on_a_host(cause, worker),
                 locals=dict(report.names),
             )
         error.__cause__ = cause
@@ -171,14 +180,22 @@ class Failures:
             return stacks.Location(worker.rank, "failed", frames, step, first_line(worker.report.summary))
         if worker.report is not None:
             state = "finished" if isinstance(worker.report, wire.Finished) else "left"
+            if self.called is not None and worker.rank not in self.called:
+                state = "outside"
             return stacks.Location(worker.rank, state, step=step)
         if not worker.alive:
             return stacks.Location(worker.rank, "ended", step=step)
+        if not worker.pid:  # on a host that waits for its data
+            return stacks.Location(worker.rank, "awaited")
         if not worker.called:
             return stacks.Location(worker.rank, "unpack" if worker.ready else "setup")
         if not dump:
             return stacks.Location(worker.rank, "silent", step=step)
         return stacks.Location(worker.rank, "called", dumps.main_thread(dump), step)
+
+
+def _on_host(worker: Rank) -> str:
+    return f" on {worker.host}" if worker.host is not None else ""
 
 
 def _why_it_died(worker: Rank) -> str:

@@ -32,6 +32,10 @@ class StallDetector:
         """Seconds since the last progress."""
         return time.monotonic() - self._since
 
+    def restart(self) -> None:
+        """Begin again: what stands still is waiting for the user."""
+        self._progress = None
+
     def is_due(self, progress: object) -> bool:
         """Return whether it is time for a report; ``progress`` is a value that changes with any progress."""
         now = time.monotonic()

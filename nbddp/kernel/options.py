@@ -33,7 +33,7 @@ class RunOptions(TypedDict, total=False):
     stall_after: float | None
     stop_on_nan: bool
     wait: bool
-    show: bool | None
+    show: bool | str | None
     name: str | None
     start_method: str | None
     hosts: Hosts
@@ -41,6 +41,8 @@ class RunOptions(TypedDict, total=False):
     keep_children: bool
     oversubscribe: bool
     to: Any
+    listen: bool
+    pdb: bool | None
 
 
 _OPTION_NAMES = tuple(RunOptions.__annotations__)
@@ -53,6 +55,7 @@ _DEFAULTS_OTHER_THAN_NONE: RunOptions = {
     "wait": True,
     "keep_children": False,
     "oversubscribe": False,
+    "listen": True,
 }
 
 

@@ -16,6 +16,7 @@ from nbddp.kernel.options import RunOptions
 from nbddp.launch.devices import check_cores, choose_backend, choose_device, choose_nprocs, choose_shares
 from nbddp.launch.environment import CONTRACT, RankPosition, environment, threads_of
 from nbddp.launch.rendezvous import Rendezvous
+from nbddp.panel import frontend
 from nbddp.payload.known import Known
 from nbddp.process_state import ProcessState, present
 from nbddp.text import first_line, short
@@ -41,6 +42,10 @@ class Plan:
         stays: the ranks take more calls after this one: a session's.
         sent: of a session, the notebook's variables that its ranks have.
         summary: what the views say about the ranks; "" for the default.
+        attended: somebody can answer the debugger of the ranks.
+        post_mortem: an exception of the user's code opens the debugger.
+        ranks: those that take part, in order; None: all.
+        listen: what the user's code logs with other libraries draws curves.
     """
 
     name: str
@@ -74,6 +79,10 @@ class Plan:
     stays: bool = False
     sent: Known | None = None
     summary: str = ""
+    attended: bool = False
+    post_mortem: bool = False
+    ranks: tuple[int, ...] | None = None
+    listen: bool = True
 
     @property
     def inherits(self) -> bool:
@@ -164,7 +173,20 @@ def make_plan(
         min_hosts=len(shares) if options["min_hosts"] is None else options["min_hosts"],
         keep_children=bool(options["keep_children"]),
         notice=notice,
+        attended=is_attended(options),
+        post_mortem=has_post_mortem(options),
+        listen=bool(options["listen"]),
     )
+
+
+def is_attended(options: RunOptions) -> bool:
+    """Return whether somebody can answer the debugger of the ranks."""
+    return bool(options["wait"]) and frontend.has_stdin()
+
+
+def has_post_mortem(options: RunOptions) -> bool:
+    """Return whether an exception opens the debugger."""
+    return frontend.call_pdb() if options["pdb"] is None else bool(options["pdb"])
 
 
 def _check_options(options: RunOptions, contract: bool, *, hosts: int | None) -> None:

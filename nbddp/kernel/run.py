@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import time
 import weakref
 from collections.abc import Generator, Sequence
 from typing import Any, Generic, TypeVar
@@ -22,6 +23,7 @@ from nbddp.kernel.viewable import ViewableRun
 from nbddp.kernel.views import RunViews
 from nbddp.launch.interface import Site
 from nbddp.launch.output import labelled
+from nbddp.panel import frontend
 from nbddp.sinks.interface import Sink
 from nbddp.text import duration
 
@@ -29,6 +31,7 @@ R = TypeVar("R")
 _EXIT_TIMEOUT_S = 2.0
 # After a second interrupt: all ranks end within 2 s, so a longer wait means that something else hangs.
 _SECOND_INTERRUPT_TIMEOUT_S = 5.0
+_INTERRUPT_S = 0.5  # from the interrupt of the ranks to that of the kernel, at most
 
 _all: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
 _live: set[Run[Any]] = set()
@@ -59,6 +62,7 @@ class Run(Generic[R]):
         self._plan = plan
         self._supervisor = Supervisor(plan, pickled, self.history, site)
         self._state = self._supervisor.state
+        self._state.dialog.attended = plan.attended
         self._blocking = blocking
         self._viewable = ViewableRun(plan, self._state, self.history, site, blocking=blocking)
         self._views = RunViews(plan.name, self._viewable, self._supervisor, blocking=blocking)
@@ -89,8 +93,11 @@ class Run(Generic[R]):
 
     @property
     def value(self) -> R:
-        """What rank 0 returned, tensors on the CPU. Raises the run's error if it failed."""
-        return self.values[0]
+        """What rank 0 (of a call on some ranks: the first of these) returned, tensors on the CPU.
+
+        Raises the run's error if it failed.
+        """
+        return self.values[self._plan.ranks[0] if self._plan.ranks else 0]
 
     @property
     def values(self) -> list[R]:
@@ -122,8 +129,8 @@ class Run(Generic[R]):
 
         The output is complete while the run goes on; afterwards the newest 4 MiB of each rank are kept.
         """
-        if rank is not None and not 0 <= rank < self.nprocs:
-            raise ValueError(f"there is no rank {rank}: {self.name} has ranks 0 to {self.nprocs - 1}")
+        if rank is not None:
+            self._check_rank(rank)
         return labelled(self._state.outputs, rank) if self._state.outputs else ""
 
     def stacks(self) -> str:
@@ -196,17 +203,36 @@ class Run(Generic[R]):
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(resolve)
 
-        self._state.when_done(wake_loop)
+        self._state.when_done(lambda: self._metrics_out.when_over(wake_loop))
         yield from ended
         return self.wait()
 
     def show(self) -> None:
-        """Show the run here: the live panel, also when the run is over, or a line of text where no page can show it."""
-        self._views.open(wanted=False, again=True)
+        """Show the run here, also when it is over: the live panel, a picture, or a line of text."""
+        self._views.open(again=True)
+
+    def debug(self, rank: int = 0) -> None:
+        """Stop a rank of this run, which is in the background, and open the debugger under the calling cell.
+
+        The rank stops at its next line of Python; inside a collective, that is when the collective is over, and until
+        then the cell shows where it is. ``c`` lets it go on, and so does an interrupt of the cell.
+
+        Raises:
+            NbddpError: the run is over, or nobody can answer here.
+        """
+        self._check_rank(rank)
+        if self.done() or not frontend.has_stdin():
+            why = f"it is {self.state}" if self.done() else "nobody can answer here"
+            raise NbddpError(f"{self.name} cannot be debugged: {why}")
+        self._views.debug(rank)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.nprocs:
+            raise ValueError(f"there is no rank {rank}: {self.name} has ranks 0 to {self.nprocs - 1}")
 
     # ------------------------------------------------------------------ inside
 
-    def begin(self, *, show: bool | None, remember: bool = True) -> None:
+    def begin(self, *, show: bool | str | None, remember: bool = True) -> None:
         """Start and show the run, and wait for the end if it is blocking; an interrupt at any moment ends the run.
 
         Args:
@@ -221,7 +247,7 @@ class Run(Generic[R]):
             was_over = self._state.done.is_open  # and the cell may have waited for what takes the metrics
             self._stop_and_wait()
             self._views.update()
-            if was_over and self.error is not None:
+            if was_over and self.error is not None and not self._ranks_were_interrupted():
                 raise self.error from None
             if not was_over:
                 self._metrics_out.start()  # the interrupt may have come before the start
@@ -237,9 +263,13 @@ class Run(Generic[R]):
         if self._blocking and self.state == "stopped":  # by the panel's button: as if the cell had been interrupted
             raise errors.interrupt(self._stopped_text())
         if self._blocking and self.error is not None:
+            if self._ranks_were_interrupted():
+                self._wait_for_interrupt()
+            if self._plan.post_mortem:
+                frontend.skip_debugger_of_this_cell()
             raise self.error
 
-    def _start_and_watch(self, show: bool | None, remember: bool) -> None:
+    def _start_and_watch(self, show: bool | str | None, remember: bool) -> None:
         global _last
         _live.add(self)
         self._supervisor.start()
@@ -250,12 +280,22 @@ class Run(Generic[R]):
         if show is None and self._blocking and self._plan.stays:
             self._views.open_unless_short()
         elif show is not False:
-            self._views.open(wanted=bool(show))
+            self._views.open(show=show)
         if self._blocking:
             self._views.follow()
             self._metrics_out.wait()
         else:
             self._state.data_copied.wait()
+
+    def _ranks_were_interrupted(self) -> bool:
+        return isinstance(getattr(self.error, "cause", None), KeyboardInterrupt)
+
+    def _wait_for_interrupt(self) -> None:
+        """VS Code's button interrupts all processes below the kernel, and then the kernel."""
+        try:
+            time.sleep(_INTERRUPT_S)
+        except KeyboardInterrupt:
+            raise errors.interrupt(self._stopped_text()) from None
 
     def _stop_and_wait(self) -> None:
         """End the run after an interrupt; after a second interrupt, without grace and without waiting forever."""

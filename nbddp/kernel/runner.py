@@ -7,14 +7,16 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nbddp import doors, payload
+from nbddp import doors, folders, payload
 from nbddp.kernel.options import RunOptions, takes_options
 from nbddp.kernel.plan import Call, Plan, checked_call, make_plan
 from nbddp.kernel.run import R, Run
 from nbddp.kernel.site import LocalSite
 from nbddp.launch.interface import Site
+from nbddp.panel import choose
 from nbddp.payload import unpicklable
 from nbddp.sinks.choose import choose_sinks
+from nbddp.worker import script
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,7 +56,8 @@ def run(
         stop_on_nan: True: end the run as soon as a rank logs NaN (an infinity does not end it). A restart would only
             repeat it, so there is none.
         wait: False: return at once, the run goes on in the background.
-        show: False: show nothing while it runs.
+        show: False: show nothing while it runs. ``"widget"``, ``"picture"`` or ``"text"``: this view, instead of the
+            one that fits the front end. The environment variable ``NBDDP_PANEL`` does the same for all runs.
         name: the run's name. Default: the function's.
         start_method: ``"forkserver"`` (default where there is one) or ``"spawn"``.
         hosts: names that ``ssh`` accepts, in the order of the ranks (``"localhost"``: this machine); ``"slurm"``: the
@@ -68,6 +71,10 @@ def run(
             ``wandb.init()`` or ``mlflow.start_run()``, an object with ``log_metrics(metrics, step)``, a function
             ``f(step, metrics)``, ``"csv:PATH"``, ``"jsonl:PATH"`` or ``"tensorboard:FOLDER"``; or a list of these. The
             notebook kernel writes them, so they get one run however many ranks there are. Default: nowhere.
+        listen: True: what rank 0 logs with TensorBoard's ``SummaryWriter``, W&B and other libraries is in ``history``,
+            too, as if :func:`nbddp.log` had logged it.
+        pdb: True: after an exception, the debugger opens in the failing rank's frames, before the cell raises the
+            error. Default: as ``%pdb`` says.
 
     Returns:
         The run, finished unless ``wait=False``; its ``value`` is what rank 0 returned.
@@ -106,6 +113,7 @@ def launch(plan: Plan, site: Site, call: Call, options: RunOptions, *, remember:
     """
     with contextlib.ExitStack() as unless_begun:
         unless_begun.callback(site.close)
+        choose.check(options["show"])
         sinks = choose_sinks(options["to"])
         pickled = _pickle_call(plan, call)
         if len(pickled.packed.inherited) > _MAX_FORK_SERVER_FDS:
@@ -119,7 +127,13 @@ def launch(plan: Plan, site: Site, call: Call, options: RunOptions, *, remember:
 def _pickle_call(plan: Plan, call: Call) -> payload.Pickled:
     """Pickle the call, without those of the optional arguments that cannot be pickled."""
     try:
-        return payload.prepare((call.fn, call.args, call.kwargs), sent=plan.sent, inheriting=plan.inherits)
+        return payload.prepare(
+            (call.fn, call.args, call.kwargs),
+            sent=plan.sent,
+            inheriting=plan.inherits,
+            folders=folders.without_installed(folders.users(plan.sys_path)) if plan.shares else (),
+            texts=script.texts(call.args),
+        )
     except Exception as error:  # whatever a user's __reduce__ raises
         left_out = {name for name in plan.optional if not _can_be_pickled(call.kwargs[name], plan)}
         if left_out:

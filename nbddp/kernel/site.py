@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from nbddp import payload, versions, wire
 from nbddp.forkserver import server as forkserver
@@ -43,6 +43,13 @@ class LocalSite:
     def new_crew(self, start_method: str) -> NotebookCrew:
         """Return a crew for one attempt."""
         return NotebookCrew(self._plan, start_method, self._block)
+
+    def remember_snapshots(self, saved: Mapping[str, int]) -> None:
+        """Do nothing: files on this machine cannot be lost with a host."""
+
+    def transfers(self) -> str:
+        """Return "": the ranks map the data."""
+        return ""
 
     def can_restart(self) -> bool:
         """Return True: this machine cannot be lost."""
@@ -129,6 +136,9 @@ class NotebookCrew(LocalCrew):
                 restart_count=restart_count,
                 copy=versions.package_folder(),
                 stays=plan.stays,
+                attended=plan.attended,
+                post_mortem=plan.post_mortem,
+                listen=plan.listen,
             )
             for rank in range(plan.nprocs)
         ]

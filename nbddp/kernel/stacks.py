@@ -51,8 +51,8 @@ class Location:
     """Where one rank is.
 
     Attributes:
-        state: "called" (in the function), "setup", "unpack", "finished", "failed", "left" (by sys.exit), "ended" or
-            "silent" (it did not answer).
+        state: "called" (in the function), "awaited" (not started yet), "setup", "unpack", "finished", "failed", "left"
+            (by sys.exit), "ended", "silent" (it did not answer) or "outside" (the call is for other ranks).
         frames: outermost first, without nbddp's; empty unless the state is "called" or "failed".
         step: the highest step that the rank has logged, -1 before the first.
         error: the error of a failed rank, on one line.
@@ -155,9 +155,11 @@ def _activity(location: Location, count: int) -> str:
         "failed": f"{has} failed ({location.error})",
         "left": f"{has} left by sys.exit",
         "ended": f"{has} ended",
+        "awaited": f"{has} not been started yet",
         "setup": f"{is_} setting {'itself' if count == 1 else 'themselves'} up",
         "unpack": f"{'unpacks' if count == 1 else 'unpack'} the function and its data",
         "silent": f"{'gives' if count == 1 else 'give'} no answer",
+        "outside": f"{'takes' if count == 1 else 'take'} no part in this call",
     }[location.state]
 
 
@@ -171,9 +173,15 @@ def _details(location: Location) -> str:
 def _likely_reason(locations: Sequence[Location]) -> str:
     """Return why some ranks wait for others that will not join them; "" if that is not known."""
     finished = [each for each in locations if each.state == "finished"]
+    outside = [each for each in locations if each.state == "outside"]
     waiting = [each for each in locations if each.waiting_in]
-    if not waiting or len(finished) + len(waiting) < len(locations):
+    if not waiting or len(finished) + len(outside) + len(waiting) < len(locations):
         return ""  # a rank is late or has ended, which the summary shows
+    if outside:
+        return (
+            f". A collective of all ranks waits for {_ranks(outside, 0)}, too: call it on all ranks, or give it a "
+            f"group: group = dist.new_group({[each.rank for each in waiting]}), on all ranks, in an earlier call"
+        )
     steps = {each.step for each in locations if each.step >= 0}
     if finished and (len(steps) > 1 or any(each.exchange for each in waiting)):
         return (

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbddp import wire
+from nbddp.kernel.dialog import Dialog
 from nbddp.latch import Latch
 from nbddp.launch.interface import Crew, Rank
 from nbddp.launch.output import RankOutput
@@ -28,10 +29,12 @@ class RunState:
         done: opened when every process has ended and every fd is closed (that of a large block just after).
         restarts, restart_reason: how often all ranks have been restarted, and the failure before the last restart.
         hang: where the ranks are after ``stall_after`` seconds without progress; otherwise "".
+        held: of a session's call that has finished, the largest names on rank 0, each with a description.
         remark: a line about a finished run that is not an error; otherwise "".
         stop_summary: where the ranks were when the run was stopped, in one line; "" if that is not known.
         stop_grace_s: seconds between KeyboardInterrupt and SIGKILL; None until a stop is requested.
         crew: the ranks of the current attempt; None between attempts.
+        dialog: the talk between the debugger of the ranks and the cell.
         stacks_lock: held by a thread that asks the ranks for their stacks, which takes a while.
     """
 
@@ -42,9 +45,11 @@ class RunState:
         self.outputs: list[RankOutput] = []
         self.data_copied = Latch()
         self.done = Latch()
+        self.dialog = Dialog(self.done.nudge)
         self.restarts = 0
         self.restart_reason = ""
         self.hang = ""
+        self.held: tuple[tuple[str, str], ...] = ()
         self.remark = ""
         self.stop_summary = ""
         self.stop_grace_s: float | None = None
@@ -76,6 +81,12 @@ class RunState:
             if self.crew is not None:
                 self._rank_states = [_rank_state(worker) for worker in self.crew.workers]
             return self._rank_states
+
+    def wake(self) -> None:
+        """Have the run's own thread look at what has changed."""
+        with self._lock:
+            if self.crew is not None:
+                self.crew.wake()
 
     def request_stop(self, grace_s: float) -> None:
         """Request the end of the run; a second request can only shorten the grace."""

@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 from torch.distributed import DistError
 
@@ -64,9 +65,13 @@ class Supervisor:
         self.state.conclude("failed", LaunchError(f"{self._plan.name} could not be started: {error}"))
         self._end()
 
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the run is over and its thread has ended. Returns False if the timeout is over first."""
-        if not self.state.done.wait(timeout_s):
+    def join(self, timeout_s: float | None = None, or_when: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the run is over and its thread has ended. Returns False if the timeout is over first.
+
+        Args:
+            or_when: ends the wait, as for a latch.
+        """
+        if not self.state.done.wait(timeout_s, or_when):
             return False
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -159,6 +164,7 @@ class Supervisor:
         except (RankError, RankDied, HostLost, LaunchError) as error:  # any other error would be raised again
             if self.state.stop_grace_s is not None or self.state.restarts == self._plan.max_restarts:
                 raise
+            self._site.remember_snapshots(self._history.take_snapshots())
             if not self._site.can_restart():
                 raise
             _clear_frames(error)

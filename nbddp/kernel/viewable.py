@@ -35,7 +35,9 @@ class ViewableRun:
             return self._plan.summary
         processes = f"{self._plan.nprocs} process{'es' * (self._plan.nprocs != 1)}"
         hosts = f" · {len(self._plan.shares)} hosts" if len(self._plan.shares) > 1 else ""
-        return f"{processes} · {self._plan.backend or self._plan.device}{hosts}"
+        on_their_way = self._site.transfers() if self._state.phase in ("starting", "running") else ""
+        parts = [f"{processes} · {self._plan.backend or self._plan.device}{hosts}", *filter(None, [on_their_way])]
+        return " · ".join(parts)
 
     def status(self) -> Status:
         """Return the run's status at this moment."""
@@ -52,6 +54,8 @@ class ViewableRun:
             seconds=self._state.seconds,
             error=first_line(str(error)) if error is not None else "",
             failed_rank=failed_rank,
+            failing_names=tuple(getattr(error, "locals", {}).items()),
+            held=self._state.held,
             blocking=self._blocking,
             ranks=tuple(self._rank_status(rank, states, failed_rank) for rank in range(self._plan.nprocs)),
             restarts=self._state.restarts,
@@ -73,4 +77,6 @@ class ViewableRun:
         used, total = gauges.gpus.get(rank, (None, None))
         host, local_rank = layout[rank] if rank < len(layout) else ("", rank)
         device = self._plan.device if self._plan.device == "cpu" else f"{self._plan.device}:{local_rank}"
-        return RankStatus(rank, device, state, gauges.processes.get(rank), used, total, host)
+        stop = self._state.dialog.stops().get(rank)
+        place = stop.place if stop is not None else ""
+        return RankStatus(rank, device, state, gauges.processes.get(rank), used, total, host, place)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from nbddp.kernel.prompt import Prompt
 from nbddp.kernel.supervisor import Supervisor
 from nbddp.kernel.viewable import ViewableRun
 from nbddp.latch import start_thread
+from nbddp.panel.choose import view_for
 from nbddp.panel.frontend import cell_number
-from nbddp.panel.live import view_for
 from nbddp.panel.picture import Picture
 from nbddp.panel.text import OutputWriter
 from nbddp.panel.view import View
@@ -26,12 +27,13 @@ class RunViews:
         self._blocking = blocking
         self._views: list[View] = []
         self._followed = False  # by a thread of its own
+        self._prompt = Prompt(supervisor, viewable.stop)
         self._cell: int | None = None  # the last one that a view was opened in
 
-    def open(self, *, wanted: bool, again: bool = False) -> None:
+    def open(self, *, show: bool | str | None = None, again: bool = False) -> None:
         """Open a view in the calling cell; :meth:`follow` updates it."""
         self._cell = cell_number()
-        view = view_for(self._viewable, requested=wanted, reopened=again, with_output=self._blocking and not again)
+        view = view_for(self._viewable, show=show, reopened=again, with_output=self._blocking and not again)
         view.update(self._viewable.status())
         self._views.append(view)
         if again and self._state.done.is_open:
@@ -49,12 +51,12 @@ class RunViews:
         So a session's ``x = 1`` looks like any other cell.
         """
         try:
-            over = self._supervisor.join(_SHORT_S)
+            over = self._supervisor.join(_SHORT_S, self._state.dialog.has_stops)
         except KeyboardInterrupt:
-            self.open(wanted=False)  # it shows how the run is stopped
+            self.open()  # it shows how the run is stopped
             raise
         if not over or self._state.phase != "finished" or self._viewable.history.names:
-            return self.open(wanted=False)
+            return self.open()
         writer = OutputWriter()
         if notice := self._viewable.status().notice:
             writer.line(f"[{notice}]")
@@ -64,9 +66,18 @@ class RunViews:
 
     def follow(self) -> None:
         """Update the views until the end. For a blocking run this is the cell's thread: every front end shows that."""
-        while not self._supervisor.join(_REDRAW_S if self._views else None):
-            self.update()
+        if self._blocking:
+            while not self._supervisor.join(_REDRAW_S if self._views else None, self._state.dialog.has_news):
+                self.update()
+                self._prompt.serve(self.update)
+        else:  # the cell of %ddp debug, if any, serves the prompt
+            while not self._supervisor.join(_REDRAW_S if self._views else None):
+                self.update()
         self.update()
+
+    def debug(self, rank: int) -> None:
+        """Open the debugger on this rank of a background run, under the calling cell."""
+        self._prompt.look(rank)
 
     def update(self) -> None:
         """Update all views, and write the new output of rank 0 beside those of a blocking run."""
@@ -85,8 +96,9 @@ class RunViews:
         return Picture(self._viewable.history, self._viewable.status(), self._viewable).bundle()["text/html"]
 
     def show_the_end(self) -> None:
-        """Update the views of a background run that no thread updates: lines of text, or the picture."""
+        """Update the views of a background run: no thread updates lines of text, and a thread may come too late.
+
+        A program that executes the notebook takes in a display's update only while a cell runs.
+        """
         if not self._blocking:
-            for view in list(self._views):
-                if not view.live:
-                    view.update(self._viewable.status())
+            self.update()

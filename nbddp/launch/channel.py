@@ -13,7 +13,15 @@ _LENGTH = struct.Struct("!i")  # before each message, as multiprocessing's Conne
 _MAX_NBYTES = 1 << 20  # of one message; large data travel in a block
 _INCOMPLETE_S = 5.0  # messages are written at once: data that are incomplete for this long are not a message
 _READ_BYTES = 64 << 10
-_MESSAGES = (wire.Ready, wire.Called, wire.Raised, wire.Regrouped, *wire.REPORTS)  # of a worker
+_MESSAGES = (  # of a worker
+    wire.Ready,
+    wire.Called,
+    wire.Raised,
+    wire.Regrouped,
+    wire.Asks,
+    wire.GoesOn,
+    *wire.REPORTS,
+)
 
 
 class Garbled(Exception):

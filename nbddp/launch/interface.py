@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Union
@@ -56,6 +57,12 @@ class Site(Protocol):
     def new_crew(self, start_method: str) -> Crew:
         """Return a crew for one attempt."""
 
+    def remember_snapshots(self, saved: Mapping[str, int]) -> None:
+        """Remember what rank 0 of the last attempt has saved: the last step, by path."""
+
+    def transfers(self) -> str:
+        """Return which data take long on their way to or from a host, in words; "" for none."""
+
     def can_restart(self) -> bool:
         """Return whether enough hosts are left for another attempt."""
 
@@ -78,6 +85,8 @@ class Rank(Protocol):
         orphaned: the rank's fork server, which would have reported the exit code, has ended.
         out_of_memory: the OOM killer ended the rank.
         lost: why the connection to the rank's host was lost; "" otherwise.
+        said: by the rank's debugger, oldest first; the reader takes it away.
+        cwd, python: on another host, the directory where the rank starts and its interpreter; "" on this machine.
     """
 
     rank: int
@@ -91,6 +100,9 @@ class Rank(Protocol):
     orphaned: bool
     out_of_memory: bool
     lost: str
+    cwd: str
+    python: str
+    said: collections.deque[wire.Asks | wire.GoesOn]
 
     @property
     def pid(self) -> int: ...
@@ -103,6 +115,12 @@ class Rank(Protocol):
 
     def unpack_result(self, nbytes: int, known: Sequence[Any]) -> Unpacked:
         """Unpack the object in its result block."""
+
+    def answer(self, line: str | None) -> None:
+        """Answer the debugger of the rank, which has asked; None: nobody can."""
+
+    def tell_debugger(self, message: wire.Look | wire.HoldTimeouts) -> None:
+        """Send a message to the rank while it is in its function."""
 
 
 class RankBase:
@@ -120,6 +138,8 @@ class RankBase:
         self.orphaned = False
         self.out_of_memory = False
         self.lost = ""
+        self.cwd = self.python = ""
+        self.said: collections.deque[wire.Asks | wire.GoesOn] = collections.deque()
         self._logged = 0  # bytes of metrics
 
     @property

@@ -20,7 +20,7 @@ from nbddp.launch.channel import Channel, Garbled
 from nbddp.launch.interface import RankBase
 from nbddp.launch.output import RankOutput
 from nbddp.payload import huge_pages
-from nbddp.worker import staying
+from nbddp.worker import debugger, staying
 from nbddp.worker.output import STACKS_SIGNAL
 
 _KILL_TIMEOUT_S = 2.0  # a process in an uninterruptible disk wait may take longer
@@ -179,6 +179,8 @@ class LocalRank(RankBase):
             self._raised, self._pickle_deadline = message, time.monotonic() + _PICKLE_TIMEOUT_S
         elif isinstance(message, wire.Regrouped):
             self.regrouped = message
+        elif isinstance(message, (wire.Asks, wire.GoesOn)):
+            self.said.append(message)
         elif isinstance(message, wire.REPORTS):
             self.report = self.report or message
 
@@ -195,6 +197,16 @@ class LocalRank(RankBase):
         if nbytes >= huge_pages.FROM_NBYTES:
             huge_pages.begin()  # for the next run: the size of this block was not known when it was opened
         return payload.unpack(self._fds["result"], nbytes, known=known)
+
+    def answer(self, line: str | None) -> None:
+        """Answer the debugger of the rank, which has asked; None: nobody can."""
+        self.send(wire.Answer(line))
+
+    def tell_debugger(self, message: wire.Look | wire.HoldTimeouts) -> None:
+        """Send a message to the rank while it is in its function."""
+        if self.called and self.report is None:
+            self.send(message)
+            self._signal(debugger.SIGNAL)
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the rank's main thread; children such as DataLoader workers get no signal."""

@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import glob
 import os
 import shlex
-from collections.abc import Callable
+import sys
 from typing import TYPE_CHECKING, Any, cast
 
 # IPython itself imports this module, for %load_ext.
-from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher  # noqa: TID253
+from IPython.core import magic as ipythons  # noqa: TID253
 from IPython.core.error import UsageError  # noqa: TID253
-from IPython.core.magic import (  # noqa: TID253
-    Magics,
-    cell_magic,
-    line_magic,
-    magics_class,
-    output_can_be_silenced,
-)
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class  # noqa: TID253
 from IPython.core.magic_arguments import magic_arguments  # noqa: TID253
 
 from nbddp.errors import LaunchError, RankError
@@ -35,10 +28,11 @@ from nbddp.kernel.plan import Call
 from nbddp.kernel.script import run_script
 from nbddp.launch import gauges
 from nbddp.launch.devices import CPU_NPROCS, accelerator
-from nbddp.magic import analysis
-from nbddp.magic.notebook import CellSource, ResultReceiver, keep_run_as
+from nbddp.magic import analysis, completion
+from nbddp.magic.notebook import CellSource, ResultReceiver, ends_with_semicolon, keep_run_as, print_values
 from nbddp.magic.options import (
     CELL_OPTIONS,
+    COMMANDS,
     DEFAULTS_PARSER,
     OPEN_PARSER,
     OUTPUT_OPTIONS,
@@ -56,13 +50,40 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
+# A ; at the cell's end hides its value. IPython before 8.8 (Colab, Kaggle) does not know this of magics.
+_IPYTHON_HIDES = hasattr(ipythons, "output_can_be_silenced")
+_can_be_silenced = ipythons.output_can_be_silenced if _IPYTHON_HIDES else lambda function: function
+
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register the magics, and start the fork server so that the first run starts as fast as later runs."""
-    shell.register_magics(DdpMagics)
-    if _complete not in shell.Completer.custom_matchers:
-        shell.Completer.custom_matchers.append(_complete)
+    magics = DdpMagics(shell)
+    shell.register_magics(magics)
+    completion.register(shell, DdpMagics.cell.parser, magics.completions)
+    _explain_debug(shell)
     forkserver.warm()
+
+
+def _explain_debug(shell: InteractiveShell) -> None:
+    """Have ``%debug`` say, after an error of a rank, what to do: the frames have ended with the rank."""
+    usual = shell.find_line_magic("debug")
+    if getattr(usual, "of_nbddp", False):
+        return
+
+    def debug(line: str) -> Any:
+        error = getattr(sys, "last_value", None)
+        if not isinstance(error, RankError) or line.strip():
+            return usual(line)
+        return print(
+            f"Rank {error.rank}'s variables are gone with the failed call, but for those of the failing line: "
+            "error.locals. Run the cell with %%ddp --pdb (run(..., pdb=True), or %pdb on): then the debugger opens "
+            "where it fails, before the rank ends."
+        )
+
+    debug.of_nbddp = True  # type: ignore[attr-defined]
+    debug.__doc__ = usual.__doc__
+    register: Any = shell.register_magic_function
+    register(debug, magic_kind="line", magic_name="debug")
 
 
 @magics_class
@@ -74,10 +95,11 @@ class DdpMagics(Magics):
         self._shell = shell
         self._defaults: dict[str, Any] = {}
         self._session: Session | None = None
+        self._told_classes: set[str] = set()  # of which it has been said that old objects keep the old one
 
     # ------------------------------------------------------------------ %%ddp
 
-    @output_can_be_silenced
+    @_can_be_silenced
     @cell_magic("ddp")
     @magic_arguments("%ddp")  # the help puts one more % before it
     @with_options([*CELL_OPTIONS, *OUTPUT_OPTIONS, *RUN_OPTIONS])
@@ -97,7 +119,8 @@ class DdpMagics(Magics):
         is ready, and nbddp, torch, dist, rank, world_size and device are available without imports.
 
         In a session (%ddp open) the variables stay for the next cell. The notebook's are sent if the ranks do not have
-        them, or if the notebook has bound the name to another object since.
+        them, or if the notebook has bound the name to another object since. Where the last line's value differs between
+        ranks, all are printed.
         """
         # IPython's parse_argstring would keep the quotes; both magics parse a line as a shell does.
         options = _given(DdpMagics.cell.parser.parse_args(_words(line)))
@@ -109,10 +132,14 @@ class DdpMagics(Magics):
             if name not in names.bound | names.needed and not names.binds_unknown:
                 raise LaunchError(f"-o {name}: the cell never sets {name}{did_you_mean(name, names.bound)}")
         values = self._values_of(names, tree)
-        receiver = ResultReceiver(self._shell, out)
         if not options.pop("fresh", False) and self._session is not None:
-            return self._launch_in_session(self._session, source, names, values, receiver, options)
-        return self._launch(source, values, names.optional & values.keys(), receiver, options)
+            value = self._launch_in_session(self._session, source, names, values, out, options)
+        elif "ranks" in options:
+            raise UsageError("--ranks needs a session: %ddp open starts one. For fewer fresh ranks, use -n")
+        else:
+            receiver = ResultReceiver(self._shell, out)
+            value = self._launch(source, values, names.optional & values.keys(), receiver, options)
+        return value if _IPYTHON_HIDES or not ends_with_semicolon(cell) else None
 
     def _values_of(self, names: analysis.Names, tree: ast.Module) -> dict[str, Any]:
         """Return the notebook's variables that the cell may read."""
@@ -123,9 +150,10 @@ class DdpMagics(Magics):
             value = user_ns.get(name)
             return value is not None and value is hidden.get(name) and callable(value)
 
-        ipythons = set(filter(is_ipythons, names.needed))
-        analysis.refuse_notebook_names(tree, (ipythons | ({"display"} & names.needed - set(user_ns))) - names.optional)
-        return {name: user_ns[name] for name in names.needed - ipythons if name in user_ns}
+        hidden_names = set(filter(is_ipythons, names.needed))
+        missing_display = {"display"} & names.needed - set(user_ns)
+        analysis.refuse_notebook_names(tree, (hidden_names | missing_display) - names.optional)
+        return {name: user_ns[name] for name in names.needed - hidden_names if name in user_ns}
 
     def _launch(
         self,
@@ -136,9 +164,9 @@ class DdpMagics(Magics):
         options: dict[str, Any],
     ) -> Any:
         keep, background = options.pop("keep", []), options.pop("background", False)
-        body = script.Cell(source.text, source.filename, tuple(receiver.names))
         whole = complete(self._with_defaults({**options, "wait": not background}))
         plan, site = runner.plan_run(source.name, whole)
+        body = script.Cell(source.text, source.filename, tuple(receiver.names), range(plan.nprocs))
         plan = dataclasses.replace(plan, receive=receiver.receive, optional=optional)
         call = Call(source.name, script.run_cell, (body,), values)
         with keep_run_as(self._shell, keep):
@@ -151,33 +179,51 @@ class DdpMagics(Magics):
         source: CellSource,
         names: analysis.Names,
         values: dict[str, Any],
-        receiver: ResultReceiver,
+        out: list[str],
         options: dict[str, Any],
     ) -> Any:
         keep, background = options.pop("keep", []), options.pop("background", False)
+        ranks = session.checked(only := options.pop("ranks", None))
+        receiver = ResultReceiver(self._shell, out, ranks)
         new = {name: value for name, value in values.items() if not session.sent.has(name, value)}
-        again = sorted(name for name in new if session.sent.knows(name))
-        body = script.Cell(source.text, source.filename, tuple(receiver.names))
+        body = script.Cell(source.text, source.filename, tuple(out), ranks)
         whole = complete(cast(RunOptions, {**self._with_variables(options), "wait": not background}))
         call = Call(source.name, script.run_cell, (body,), new)
         planned = {
             "receive": receiver.receive,
             "optional": names.optional & new.keys(),
-            "notice": f"sent again: {', '.join(again)}" if again else "",
+            "notice": self._sent_again(session, new),
+            "ranks": only,
         }
         began = False
         try:
             with keep_run_as(self._shell, keep):
                 run = session.launch(call, whole, **planned)
             began = True
-            return run if background else run.value
+            if background:
+                return run
+            if not source.text.rstrip().endswith(";"):
+                print_values({rank: run.values[rank] for rank in ranks})
+            return run.value
         except (RankError, KeyboardInterrupt):
             began = True
             raise
         finally:
             if began:  # what the cell has bound is the ranks' own from now on, until the notebook binds it anew
-                bound = {*names.bound, *receiver.names, *new} & self._shell.user_ns.keys()
+                bound = {*names.bound, *out, *new} & self._shell.user_ns.keys()
                 session.sent.add({name: self._shell.user_ns[name] for name in bound})
+
+    def completions(self, text: str) -> list[str]:
+        """Return the names on the ranks of the session, if one is open, that begin like this."""
+        return self._session.completions(text) if self._session is not None else []
+
+    def _sent_again(self, session: Session, new: dict[str, Any]) -> str:
+        """Return the line that says what the ranks had, and get again; "" for nothing."""
+        again = sorted(name for name in new if session.sent.knows(name))
+        classes = {name for name in again if isinstance(new[name], type)} - self._told_classes
+        self._told_classes |= classes
+        advice = f" (objects made before keep the old {' and '.join(sorted(classes))})" if classes else ""
+        return f"sent again: {', '.join(again)}{advice}" if again else ""
 
     def _with_defaults(self, options: dict[str, Any]) -> RunOptions:
         """Return options and defaults, where names in ``--hosts`` and ``--to`` have become the variables' values."""
@@ -206,6 +252,7 @@ class DdpMagics(Magics):
           %ddp logs [RANK]         what the newest run printed
           %ddp stacks              the stack of each rank now
           %ddp show                show the newest run here
+          %ddp debug [RANK]        stop that rank of a run in the background, and look
           %ddp devices             the devices that runs can use
           %ddp open -n 4           ranks that stay: every %%ddp runs on them from now on
           %ddp close               end them
@@ -222,10 +269,10 @@ class DdpMagics(Magics):
         if command.startswith("-"):
             self._defaults.update(_given(DEFAULTS_PARSER.parse_args(words)))
             return self._print_defaults()
-        if command not in _COMMANDS:
-            suggestion = did_you_mean(command, _COMMANDS)
-            raise UsageError(f"%ddp {command}: unknown command; the commands are {', '.join(_COMMANDS)}{suggestion}")
-        if len(words) > 1 and command not in ("run", "logs", "open"):
+        if command not in COMMANDS:
+            suggestion = did_you_mean(command, COMMANDS)
+            raise UsageError(f"%ddp {command}: unknown command; the commands are {', '.join(COMMANDS)}{suggestion}")
+        if len(words) > 1 and command not in ("run", "logs", "open", "debug"):
             raise UsageError(f"%ddp {command} takes no arguments")
         return getattr(self, f"_{command}")(words[1:])
 
@@ -257,16 +304,17 @@ class DdpMagics(Magics):
             print("nothing is running")
 
     def _logs(self, words: list[str]) -> None:
-        if len(words) > 1 or not all(word.isdigit() for word in words):
-            raise UsageError("%ddp logs takes one rank, or nothing for all ranks")
-        rank = int(words[0]) if words else None
         run = _newest()
-        if rank is not None and rank >= run.nprocs:
-            raise UsageError(f"there is no rank {rank}: {run.name} has ranks 0 to {run.nprocs - 1}")
-        print(run.logs(rank), end="")
+        print(run.logs(_rank_in(words, "logs", run)), end="")
 
     def _stacks(self, _: list[str]) -> None:
         print(_newest().stacks())
+
+    def _debug(self, words: list[str]) -> None:
+        going = runs.going()
+        if not going:
+            raise UsageError("nothing is running that %ddp debug could stop; breakpoint() in the code stops there")
+        going[-1].debug(_rank_in(words, "debug", going[-1]) or 0)
 
     def _show(self, _: list[str]) -> None:
         _newest().show()
@@ -298,9 +346,6 @@ class DdpMagics(Magics):
             return run_script(path, argv, **self._with_defaults({**options, "wait": not background}))
 
 
-_COMMANDS = ("status", "stop", "logs", "stacks", "show", "devices", "open", "close", "run")
-
-
 def _words(line: str) -> list[str]:
     try:
         return shlex.split(line)
@@ -310,6 +355,16 @@ def _words(line: str) -> list[str]:
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if value is not None}
+
+
+def _rank_in(words: list[str], command: str, run: runs.Run[Any]) -> int | None:
+    """Return the rank that a command names; None for no word."""
+    if len(words) > 1 or not all(word.isdigit() for word in words):
+        raise UsageError(f"%ddp {command} takes one rank, or nothing")
+    rank = int(words[0]) if words else None
+    if rank is not None and rank >= run.nprocs:
+        raise UsageError(f"there is no rank {rank}: {run.name} has ranks 0 to {run.nprocs - 1}")
+    return rank
 
 
 def _newest() -> runs.Run[Any]:
@@ -331,42 +386,3 @@ def _devices_text() -> str:
         memory = gauges.gpu_memory(str(index)) or ()
         lines.append(", ".join([str(index), name, *(f"{nbytes >> 20} MiB" for nbytes in memory)]))
     return "\n".join(lines) or f"{count} × {kind}"
-
-
-# ---------------------------------------------------------------------------- Tab
-
-_VALUES: dict[str, Callable[[], list[str]]] = {
-    "--device": lambda: ["cpu", *([found[0]] if (found := accelerator()) else [])],
-    "--backend": lambda: ["gloo", "nccl"],
-    "logs": lambda: [str(rank) for rank in range(_newest().nprocs)] if runs.last_run() else [],
-}
-
-
-@context_matcher(identifier="nbddp", priority=200)
-def _complete(context: CompletionContext) -> dict[str, Any]:
-    """IPython's hook for Tab; on lines of %ddp and %%ddp, only our completions are shown."""
-    command, space, rest = context.text_until_cursor.lstrip().partition(" ")
-    if not space or command not in ("%ddp", "%%ddp"):
-        return {"completions": [], "suppress": False, "ordered": True}
-    words = rest.split()
-    word = words.pop() if words and not rest[-1:].isspace() else ""
-    before = words[-1] if words else ""
-    fitting: list[str] = []
-    if before in _VALUES:
-        fitting = _VALUES[before]()
-    elif word.startswith("-"):
-        fitting = _options_of(command, words)
-    elif command == "%ddp" and words[:1] == ["run"]:
-        folders = [path + "/" for path in glob.glob(word + "*") if os.path.isdir(path)]
-        fitting = sorted(glob.glob(word + "*.py") + folders)
-    elif command == "%ddp" and not words:
-        fitting = list(_COMMANDS)
-    found = [text for text in fitting if text.startswith(word)]
-    return {"completions": [SimpleCompletion(text) for text in found], "suppress": bool(found), "ordered": True}
-
-
-def _options_of(command: str, words: list[str]) -> list[str]:
-    parsers = {"%%ddp": DdpMagics.cell.parser, "run": SCRIPT_PARSER, "open": OPEN_PARSER}
-    parser = parsers.get(command) or parsers.get("".join(words[:1]), DEFAULTS_PARSER)
-    extra = ["--reset"] if parser is DEFAULTS_PARSER else []
-    return [option for action in parser._actions for option in action.option_strings] + extra

@@ -1,23 +1,35 @@
 """The notebook's side of a ``%%ddp`` cell: its source and number, and the variables that it returns."""
 
+# IPython's printer is untyped.
+# mypy: disable-error-code="no-untyped-call"
+
 from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterator
+import io
+import re
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 # Only the magics import this module, so IPython is installed.
 from IPython.core.error import UsageError  # noqa: TID253
+from IPython.lib.pretty import pretty  # noqa: TID253
 
 from nbddp.errors import LaunchError, NbddpError, PayloadError
 from nbddp.kernel.run import last_run
 from nbddp.magic import analysis
 from nbddp.payload.partial import Remains
+from nbddp.text import bounded, ranks_text
 from nbddp.worker import script
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_VALUE_CHARS = 1000
 
 
 class CellSyntaxError(LaunchError):
@@ -59,24 +71,53 @@ def _before(raw: str, body: str) -> str:
     return raw[: -len(body)] if body and raw.endswith(body) else ""
 
 
+def ends_with_semicolon(body: str) -> bool:
+    """Return whether the last word of a cell is a ``;``, which hides its value."""
+    tokens = tokenize.generate_tokens(io.StringIO(body).readline)
+    empty = (tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.DEDENT)
+    return [token.string for token in tokens if token.type not in empty][-1:] == [";"]
+
+
 class ResultReceiver:
     """Receives a cell's results: assigns the variables of ``-o`` in the notebook, and passes the values to the Run."""
 
-    def __init__(self, shell: InteractiveShell, names: list[str]) -> None:
+    def __init__(self, shell: InteractiveShell, names: list[str], ranks: Sequence[int] = (0,)) -> None:
+        """
+        Args:
+            ranks: that run the cell, in order.
+        """
         self.names = names
         self._shell = shell
+        self._first = ranks[0]
 
     def receive(self, results: list[script.CellResult | Remains | None]) -> list[Any]:
         """Called on the run's thread when every rank has finished; None: the rank called ``sys.exit(0)``."""
-        outputs = results[0].outputs if isinstance(results[0], script.CellResult) else {}
+        first = results[self._first]
+        outputs = first.outputs if isinstance(first, script.CellResult) else {}
         arrived = {name: value for name, value in outputs.items() if not isinstance(value, Remains)}
         self._shell.user_ns.update(arrived)
         for name in self.names:
             if name not in outputs:
-                raise NbddpError(f"-o {name}: rank 0 has no {name} at the end of the cell")
+                raise NbddpError(f"-o {name}: rank {self._first} has no {name} at the end of the cell")
             if name not in arrived:
                 raise PayloadError(f"-o {name}: {name} cannot return to the notebook: {outputs[name].why}", (name,))
         return [result.value if isinstance(result, script.CellResult) else result for result in results]
+
+
+def print_values(values: Mapping[int, Any]) -> None:
+    """Print the value of each rank, by rank, unless all are alike; equal ones together.
+
+    ::
+
+      ranks 0 to 2: True
+      rank 3: False
+    """
+    by_text: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        by_text.setdefault(_ADDRESS.sub(" at 0x…", bounded(pretty(value), _VALUE_CHARS)), []).append(rank)
+    if len(by_text) > 1:
+        for text, ranks in by_text.items():
+            print(f"{ranks_text(ranks)}:{chr(10) if chr(10) in text else ' '}{text}")
 
 
 @contextlib.contextmanager

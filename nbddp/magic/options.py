@@ -12,12 +12,14 @@ from typing import Any
 # Only the magics import this module, so IPython is installed.
 from IPython.core.magic_arguments import MagicArgumentParser, argument  # noqa: TID253
 
+COMMANDS = ("status", "stop", "logs", "stacks", "debug", "show", "devices", "open", "close", "run")
+
 
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of GPU numbers such as 0,1") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,1") from None
 
 
 def _names(text: str) -> list[str]:
@@ -50,6 +52,8 @@ RUN_OPTIONS = [
     argument("--keep-children", action="store_const", const=True, help="Processes that a rank detaches outlive it."),
     argument("--min-hosts", type=int, help="A restart needs at least this many hosts. Default: all."),
     argument("--to", type=_places, help="Metrics go there: variables, csv:PATH, jsonl:PATH, tensorboard:FOLDER."),
+    argument("--no-listen", dest="listen", action="store_const", const=False, help="No curves from other loggers."),
+    argument("--pdb", action="store_const", const=True, help="After an exception, open the debugger where it was."),
     argument("--oversubscribe", action="store_const", const=True, help="Allow more than 16 ranks per CPU core."),
 ]
 OUTPUT_OPTIONS = [
@@ -57,6 +61,7 @@ OUTPUT_OPTIONS = [
     argument("--as", dest="keep", metavar="NAME", type=_names, help="Assign the Run to this variable."),
 ]
 CELL_OPTIONS = [
+    argument("--ranks", type=_numbers, help="In a session: on these ranks alone, e.g. 0,2."),
     argument("--fresh", action="store_const", const=True, help="On fresh ranks, although a session is open."),
     argument("-o", "--out", metavar="NAMES", type=_names, help="Return these variables of rank 0, e.g. model,acc."),
 ]

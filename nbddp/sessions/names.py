@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from nbddp.worker.namespace import Name
+from nbddp.worker.namespace import Name, size_text
 
 _HEADS = ("name", "type", "shape", "dtype", "device", "size", "ranks")
 
@@ -33,7 +33,7 @@ class Names(list[Name]):
                 " × ".join(map(str, each.shape)),
                 each.dtype,
                 each.device,
-                _size(each.nbytes),
+                size_text(each.nbytes),
                 "differ" if each.name in self.differing else "",
             )
             for each in self
@@ -55,13 +55,3 @@ class Names(list[Name]):
 def _differs(name: str, by_rank: Sequence[Sequence[Name]]) -> bool:
     digests = [next((each.digest for each in names if each.name == name), "missing") for names in by_rank]
     return len(set(digests)) > 1
-
-
-def _size(nbytes: int | None) -> str:
-    if nbytes is None:
-        return ""
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes = nbytes / 1000  # type: ignore[assignment]
-    return f"{nbytes:.3g} GB"

@@ -18,6 +18,7 @@ from nbddp.launch.output import RankOutput
 from nbddp.launch.rank import LocalRank
 from nbddp.payload import Packed, Pickled
 from nbddp.payload.known import Known
+from nbddp.text import ranks_text
 
 _RELEASED_WITHIN_S = 1.0  # a sender of gloo's may wait on although its connection is closed; see group_sockets.py
 _RELEASE_AGAIN_S = 0.1
@@ -92,7 +93,7 @@ class Ranks:
                 self.crew.replace_rank(dataclasses.replace(jobs[rank], group=self._group), outputs[rank], block)
             self.lost.clear()
             self.sent = Known()
-        call = wire.NextCall(plan.name, packed.nbytes, self._numbers_of_call)
+        call = wire.NextCall(plan.name, packed.nbytes, self._numbers_of_call, plan.attended, plan.post_mortem)
         for worker in survivors:
             _begin(worker, call, outputs[worker.rank], block)
         return None
@@ -184,9 +185,9 @@ class Ranks:
         for name in dict.fromkeys(name for answer in answers.values() for name in answer.models):
             by_rank = {rank: answer.models.get(name) for rank, answer in answers.items()}
             if len(set(by_rank.values())) > 1:
-                other = [str(rank) for rank, found in by_rank.items() if found != by_rank[min(by_rank)]]
-                ranks = f"rank{'s' * (len(other) > 1)} {', '.join(other)}"
-                yield f"{name} on {ranks} differs from rank {min(by_rank)}'s; .sync({name!r}) makes them equal"
+                other = sorted(rank for rank, found in by_rank.items() if found != by_rank[min(by_rank)])
+                where = f"{name} on {ranks_text(other)}"
+                yield f"{where} differs from rank {min(by_rank)}'s; .sync({name!r}) makes them equal"
 
     # ------------------------------------------------------------------ the end
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from nbddp.errors import LaunchError
 from nbddp.kernel.options import RunOptions, complete, takes_options
-from nbddp.kernel.plan import Call, Plan, check_numbers, checked_call
+from nbddp.kernel.plan import Call, Plan, check_numbers, checked_call, has_post_mortem, is_attended
 from nbddp.kernel.run import R, Run
 from nbddp.kernel.runner import launch
 from nbddp.latch import uninterrupted
 from nbddp.payload.known import Known
 from nbddp.sessions.names import Names
 from nbddp.sessions.ranks import Ranks, SessionSite
+from nbddp.text import ranks_text, short
 from nbddp.worker import namespace
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-OF_A_CALL = {"timeout", "stall_after", "stop_on_nan", "wait", "show", "name", "to"}  # the others are the session's
+# The others are the session's.
+OF_A_CALL = {"timeout", "stall_after", "stop_on_nan", "wait", "show", "name", "to", "pdb"}
 _LEAVE_S = 5.0
 
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -42,7 +44,7 @@ class Session:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = dataclasses.replace(plan, stays=True, max_restarts=0)
+        self._plan = dataclasses.replace(plan, stays=True, max_restarts=0, attended=False)
         self._ranks = Ranks(self._plan)
         self._cells = 0
         self._closed = False
@@ -58,28 +60,47 @@ class Session:
         fn: Callable[..., R],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
         **options: Unpack[RunOptions],
     ) -> Run[R]:
         """Call ``fn(*args, **kwargs)`` on every rank, as :func:`nbddp.run` does, but on the ranks of the session.
 
         The notebook's variables that the function reads go along if the ranks do not have them yet, or if the notebook
         has bound the name to another object since. The options ``timeout``, ``stall_after``, ``stop_on_nan``, ``wait``,
-        ``show``, ``name`` and ``to`` are those of :func:`nbddp.run`; all others are the session's.
+        ``show``, ``name``, ``to`` and ``pdb`` are those of :func:`nbddp.run`; all others are the session's.
 
         Args:
-            fn: called on every rank with the same arguments.
+            fn: called with the same arguments on every rank.
+            ranks: call it on these ranks alone. The others get the variables that it reads, but wait for the next call,
+                so a collective of all ranks cannot work in it. ``value`` is then the first one's.
 
         Returns:
             The run, finished unless ``wait=False``.
 
         Raises:
-            LaunchError: an option is the session's, another call goes on, a rank has been lost, or the session is
-                closed. Otherwise as :func:`nbddp.run`.
+            LaunchError: an option is the session's, there is no such rank, another call goes on, a rank has been lost,
+                or the session is closed. Otherwise as :func:`nbddp.run`.
         """
         call = checked_call(fn, args, kwargs, options["name"])
-        return self.launch(call, options)
+        if ranks is not None:
+            call = dataclasses.replace(call, fn=namespace.OnRanks(self.checked(ranks), call.fn))
+        return self.launch(call, options, ranks=ranks)
 
-    def launch(self, call: Call, options: RunOptions, **planned: Any) -> Run[Any]:
+    def checked(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        """Return these ranks in order; None: all. Raises LaunchError if the session does not have one of them."""
+        if ranks is None:
+            return tuple(range(self.nprocs))
+        if not isinstance(ranks, (list, tuple, range)) or not all(type(rank) is int for rank in ranks) or not ranks:
+            raise LaunchError(f"ranks is a list of rank numbers, e.g. ranks=[0], not {short(ranks)}")
+        for rank in ranks:
+            if not 0 <= rank < self.nprocs:
+                raise LaunchError(f"there is no rank {rank}: the session has ranks 0 to {self.nprocs - 1}")
+        return tuple(sorted(set(ranks)))
+
+    def launch(
+        self, call: Call, options: RunOptions, *, ranks: Sequence[int] | None = None, **planned: Any
+    ) -> Run[Any]:
         """Start a checked call; ``planned`` are fields of its ``Plan``. Raises the errors of :meth:`run`."""
         _refuse_options_of_the_session(options)
         check_numbers(timeout=options["timeout"], stall_after=options["stall_after"])
@@ -91,7 +112,10 @@ class Session:
             timeout_s=options["timeout"],
             stall_after_s=options["stall_after"],
             stop_on_nan=bool(options["stop_on_nan"]),
-            summary=f"session · {self.summary} · call {self._cells}",
+            summary=f"session · {self._summary_of(ranks)} · call {self._cells}",
+            ranks=None if ranks is None else self.checked(ranks),
+            attended=is_attended(options),
+            post_mortem=has_post_mortem(options),
         )
         self._latest = launch(plan, self._site(plan), call, options)
         return self._latest
@@ -143,6 +167,11 @@ class Session:
         """``4 ranks · gloo``."""
         return f"{self.nprocs} ranks · {self._plan.backend or self._plan.device}"
 
+    def _summary_of(self, ranks: Sequence[int] | None) -> str:
+        if ranks is None:
+            return self.summary
+        return f"{ranks_text(self.checked(ranks))} of {self.summary}"
+
     @property
     def sent(self) -> Known:
         """The notebook's variables that the ranks have."""
@@ -176,6 +205,13 @@ class Session:
         """Return what the ranks' names are: type, shape, device, size, and whether the ranks' values differ."""
         self._check_that_it_can_run()
         return Names(self._ask(namespace.names))
+
+    def completions(self, text: str) -> list[str]:
+        """Return the names on the ranks that begin like this, or after a dot the attributes; [] during a call."""
+        if self._closed or self._ranks.in_call or not self._left() or self._ranks.crew is None:
+            return []
+        [found] = self._ask(namespace.complete, text, only=self._left()[:1])
+        return list(found)
 
     def check(self, name: str) -> list[int]:
         """Return the ranks whose value of this name differs from rank 0's, by its bits; [] if all are equal.

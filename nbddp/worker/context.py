@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import builtins
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,7 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """One rank's identity in its run."""
+    """One rank's identity in its run.
+
+    Attributes:
+        lost_snapshots: before a restart, rank 0 saved these on a host that is lost: its name and last step, by path.
+    """
 
     rank: int
     local_rank: int
@@ -21,6 +26,7 @@ class Context:
     device_type: str
     seed: int | None
     restart_count: int
+    lost_snapshots: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
 
 _current: Context | None = None
@@ -70,6 +76,11 @@ def device() -> torch.device:
 def restart_count() -> int:
     """Return how often this run has been restarted after a failure (``max_restarts``)."""
     return _current.restart_count if _current else 0
+
+
+def lost_snapshots() -> Mapping[str, tuple[str, int]]:
+    """Return the snapshots that rank 0 saved on a host that was lost since: the host and the last step, by path."""
+    return _current.lost_snapshots if _current else {}
 
 
 def seed() -> int:

@@ -6,6 +6,7 @@ import atexit
 import builtins
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import multiprocessing.context
 import os
@@ -34,14 +35,17 @@ from nbddp.text import bounded
 from nbddp.tracebacks import drop_our_frames, make_picklable
 from nbddp.worker import (
     blas,
+    breakpoints,
     context,
     dead_man_switch,
+    debugger,
     failing_line,
     group_sockets,
     inherited,
     leftovers,
     main_module,
     metrics,
+    namespace,
     output,
     process_group,
     regroup,
@@ -129,18 +133,24 @@ def _live(
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             notebook = set_up(job, ends)
+            debugger.enter(channel)
             channel.send_bytes(wire.encode(wire.Ready(versions.package_folder())))
         phase = "unpack"
         call, known = unpack(job, ends.payload, notebook, handed)
         phase = "call"
+        debugger.begin_call(job)
         channel.send_bytes(wire.encode(wire.Called()))
-        value = call()
+        value = debugger.call(call)
+        debugger.end_call()
         phase = "pack"
         return _finished(value, ends.result, known, job)
     except _UnfitServer as error:
         return wire.Unfit(time.monotonic(), error.preloaded, error.outdated)
     except BaseException as error:
         at = time.monotonic()  # before anything slow: the run reports its earliest failure
+        debugger.end_call()
+        if phase == "call":
+            debugger.post_mortem(error)
         # An interrupt, or torch's handler that raises when a DataLoader worker dies, must not replace the error.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -197,20 +207,25 @@ def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     sys.argv = list(job.argv)
     _forget_missing_folders(job.sys_path)
     notebook = main_module.install()
-    context.enter(context.Context(job.rank, job.local_rank, job.world_size, job.device, job.seed, job.restart_count))
+    context.enter(
+        context.Context(
+            job.rank,
+            job.local_rank,
+            job.world_size,
+            job.device,
+            job.seed,
+            job.restart_count,
+            {path: (host, step) for path, host, step in job.lost_snapshots},
+        )
+    )
     metrics.enter(ends.metrics)
+    if job.listen and job.rank == 0:
+        metrics.listen()
     output.dump_stacks_on_signal(ends.stacks)
-    sys.breakpointhook = _refuse_breakpoint
     builtins.input = _refuse_input
     output.replace_inline_backend()
     _set_up_torch(job, ends.store)
     return notebook
-
-
-def _refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "breakpoint() needs a terminal, which a rank does not have; call the function in the notebook (rank 0 of 1)"
-    )
 
 
 def _refuse_input(prompt: object = "", /) -> str:
@@ -286,14 +301,23 @@ def seed_everything(seed: int) -> None:
 
 def unpack(job: wire.Job, fd: int, notebook: ModuleType, handed: Sequence[Any] = ()) -> tuple[Callable[[], Any], Known]:
     """Unpack the function with its arguments from the block ``fd``, and the objects known from the notebook."""
+    imported = len(sys.modules)
     unpacked = payload.unpack(fd, job.payload_nbytes, inherited=handed, device=context.device())
     known = main_module.publish(notebook, unpacked, job.by_value if job.stays else None)
     process_group.adopt_group()
     os.close(fd)
     function, args, kwargs = unpacked.value
+    modules = _newest_modules(len(sys.modules) - imported) if job.attended else []
+    code = [*unpacked.by_value, *modules]
+    debugger.expect_stops(job.attended and (job.post_mortem or breakpoints.are_in(args, code)))
     if job.pass_rank:
         args = (job.rank, *args)
     return functools.partial(function, *args, **kwargs), known
+
+
+def _newest_modules(count: int) -> list[ModuleType]:
+    """Return the modules imported last. To touch all of them would copy thousands of pages of the fork server's."""
+    return [sys.modules[name] for name in itertools.islice(reversed(sys.modules), max(0, count))]
 
 
 # ---------------------------------------------------------------------------- reporting
@@ -302,7 +326,9 @@ def unpack(job: wire.Job, fd: int, notebook: ModuleType, handed: Sequence[Any] =
 def _finished(value: Any, fd: int, known: Known, job: wire.Job) -> wire.Message:
     try:
         nbytes = payload.pack(value, fd, known=known, back=True).nbytes
-        return wire.Finished(nbytes, time.monotonic(), process_group.has_met(), in_group=dist.is_initialized())
+        held = namespace.held() if job.stays and context.is_primary() else ()
+        in_group = dist.is_initialized()
+        return wire.Finished(nbytes, time.monotonic(), process_group.has_met(), in_group=in_group, held=held)
     except Exception as error:  # whatever a user's __reduce__ raises
         what = f"the value that {job.run_name} returned on rank {job.rank} cannot be sent to the notebook"
         explained = unpicklable.explain({"the result": value}, error, what=what, back=True)
@@ -370,7 +396,8 @@ def _leave(channel: Connection) -> None:
     output.flush()
     metrics.flush()
     try:
-        channel.recv_bytes()  # Leave: a rank that left early would break its peers' connections
+        while not isinstance(debugger.receive(channel), wire.Leave):
+            pass  # for the debugger, and too late
     except (EOFError, OSError):
         return
     _end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import io
 import keyword
@@ -17,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbddp.tracebacks import library_of
+from nbddp.tracebacks import users_innermost
 
 _MAX_CHARS = 4000  # of all descriptions
 _MAX_LINES = 20  # of one statement
 _MAX_VARIABLES = 12
-_SECRET = re.compile(r"token|passw|secret|credential|api_?key|(^|_)key$|auth", re.IGNORECASE)
+_SECRET = re.compile(r"(?i:token|pass(w|phrase)|(\b|_)pwd|secret|credential|api_?key|(\b|_)key$|auth)|[a-z]Key$")
 _LONG = 50  # characters of a text, bits of an integer
 _MISSING = object()
 _WITH_SHAPE = ("pandas", "polars", "scipy", "jax", "cupy")
@@ -43,11 +44,9 @@ def names(error: BaseException) -> tuple[tuple[str, str], ...]:
 
 def _names(error: BaseException) -> Iterator[tuple[str, str]]:
     entries = list(traceback.walk_tb(error.__traceback__))
-    libraries = library_of([frame.f_code.co_filename for frame, _ in entries]) if entries else []
-    own = [entry for entry, library in zip(entries, libraries) if not library]
-    if not own:
+    if not entries:
         return
-    frame, line = own[-1]
+    frame, line = entries[users_innermost([frame.f_code.co_filename for frame, _ in entries])]
     found = list(_described(_names_in(_statement(frame.f_code, line)), frame))
     if not found and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function's
         found = list(_described(list(frame.f_locals)[:_MAX_VARIABLES], frame))
@@ -63,7 +62,14 @@ def _described(wanted: Iterable[str], frame: types.FrameType) -> Iterator[tuple[
     for name in dict.fromkeys(wanted):
         value = _value_of(name, frame)
         if value is not _MISSING and not isinstance(value, (types.ModuleType, type)) and not _is_function(value):
-            yield name, describe(name, value)
+            yield name, _describe_or_type(name, value)
+
+
+def _describe_or_type(name: str, value: Any) -> str:
+    try:
+        return describe(name, value)
+    except Exception:  # a nested tensor has no shape, for one; the other names are shown all the same
+        return type(value).__name__
 
 
 def _statement(code: types.CodeType, line: int) -> str:
@@ -86,11 +92,21 @@ def _names_in(source: str) -> Iterator[str]:
                 chain = [*chain, token.string] if dotted else [token.string]
                 yield ".".join(chain)
                 dotted = False
+            elif token.type == tokenize.STRING and "f" in token.string.lower().partition(token.string[-1])[0]:
+                yield from _names_in_f_string(token.string)
+                chain, dotted = [], False
             else:
                 dotted = token.string == "." and bool(chain)
                 chain = chain if dotted else []
     except (tokenize.TokenError, SyntaxError):  # the line is a part of a statement
         return
+
+
+def _names_in_f_string(source: str) -> Iterator[str]:
+    """Yield the names in an f-string, which is one token before Python 3.12."""
+    for node in ast.walk(ast.parse(source, mode="eval")):
+        if isinstance(node, ast.FormattedValue):
+            yield from _names_in(ast.unparse(node.value))
 
 
 def _value_of(name: str, frame: types.FrameType) -> Any:

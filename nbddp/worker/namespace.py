@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import io
 import sys
 import types
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from nbddp.worker import collectives, context, main_module, regroup
 
+_LARGEST = 12
 _PREDEFINED = ("nbddp", "torch", "dist", "rank", "world_size", "device")  # of every cell
 
 
@@ -40,6 +42,36 @@ class Name:
     device: str = ""
     nbytes: int | None = None
     digest: int | None = None
+
+    @property
+    def text(self) -> str:
+        """``Tensor 3 × 2 float32, 24 B, cuda:1``."""
+        shape = " × ".join(map(str, self.shape))
+        kind = " ".join(filter(None, [self.kind, shape, self.dtype]))
+        return ", ".join(filter(None, [kind, size_text(self.nbytes), self.device]))
+
+
+def size_text(nbytes: int | None) -> str:
+    """``1.2 MB``; "" for None."""
+    if nbytes is None:
+        return ""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+@dataclass(frozen=True)
+class OnRanks:
+    """Calls a function on some ranks of a session, and does nothing on the others."""
+
+    ranks: Sequence[int]
+    fn: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs) if context.rank() in self.ranks else None
 
 
 def nothing() -> None:
@@ -77,8 +109,32 @@ def reset() -> None:
 
 
 def names() -> list[Name]:
-    """Describe the names that cells and functions have bound on this rank."""
-    return [_described(name, value) for name, value in sorted(_main().items()) if _is_of_the_user(name, value)]
+    """Describe the names that cells and functions have bound on this rank, with digests."""
+    users = [(name, value) for name, value in sorted(_main().items()) if _is_of_the_user(name, value)]
+    return [replace(_described(name, value), digest=_digest(value)) for name, value in users]
+
+
+def held() -> tuple[tuple[str, str], ...]:
+    """Return the names with the largest tensors, each with a description: ``Linear, 1.2 MB, cuda:0``."""
+    described = [_described(name, value) for name, value in list(_main().items()) if _is_of_the_user(name, value)]
+    large = sorted((each for each in described if each.nbytes is not None), key=lambda each: -(each.nbytes or 0))
+    return tuple((each.name, each.text) for each in large[:_LARGEST])
+
+
+def complete(text: str) -> list[str]:
+    """Return the names, or attributes after the last dot, that begin as this text does: ``mod``, ``model.we``."""
+    path, dot, begin = text.rpartition(".")
+    if not dot:
+        found = [name for name, value in _main().items() if _is_of_the_user(name, value)]
+    else:
+        first, *rest = path.split(".")
+        try:
+            found = dir(functools.reduce(getattr, rest, _main()[first]))
+        except (KeyError, AttributeError):
+            return []
+    hidden = not begin.startswith("_")
+    fitting = [name for name in found if name.startswith(begin) and not (hidden and name.startswith("_"))]
+    return sorted(f"{path}{dot}{name}" for name in fitting)
 
 
 def digest(name: str) -> int | None:
@@ -119,13 +175,13 @@ def _described(name: str, value: Any) -> Name:
         tensors = [*value.parameters(), *value.buffers()]
         nbytes = sum(tensor.nbytes for tensor in tensors)
         dtype, device = (str(tensors[0].dtype), str(tensors[0].device)) if tensors else ("", "")
-        return Name(name, kind, (), dtype.removeprefix("torch."), device, nbytes, _digest(value))
+        return Name(name, kind, (), dtype.removeprefix("torch."), device, nbytes)
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        return Name(name, kind, tuple(value.shape), dtype, str(value.device), value.nbytes, _digest(value))
+        return Name(name, kind, tuple(value.shape), dtype, str(value.device), value.nbytes)
     if isinstance(value, np.ndarray):
-        return Name(name, kind, value.shape, str(value.dtype), "cpu", value.nbytes, _digest(value))
-    return Name(name, kind, digest=_digest(value))
+        return Name(name, kind, value.shape, str(value.dtype), "cpu", value.nbytes)
+    return Name(name, kind)
 
 
 def _digest(value: Any) -> int | None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from nbddp import wire
-from nbddp.worker import group_sockets, user_stores
+from nbddp.worker import agreement, group_sockets, user_stores
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _GLOO_THREADS = 3  # one for its connections, two for the work
@@ -167,6 +167,7 @@ def wrap_init_process_group() -> None:
         _require_threads()
         original(backend, init_method, *args, **kwargs)
         _kept_alive.append(dist.group.WORLD)
+        agreement.group_is_open()
 
     distributed_c10d.init_process_group = init_process_group
     dist.init_process_group = init_process_group

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nbddp import wire
-from nbddp.worker import group_sockets, regroup
+from nbddp.worker import debugger, group_sockets, regroup
 
 ENDS = b"E"  # on the socket of a rank that stays: the file descriptors of the next call
 FREE = b"F"  # release this rank from a collective whose other ranks will not come
@@ -50,7 +50,7 @@ def serve(channel: Connection, job: wire.Job, ends: Ends, call: Callable[[wire.J
     """Take calls until the notebook kernel ends the session."""
     while True:
         try:
-            message = wire.decode(channel.recv_bytes())
+            message = debugger.receive(channel)
         except (EOFError, OSError):
             return
         if isinstance(message, wire.NextCall):
@@ -58,7 +58,7 @@ def serve(channel: Connection, job: wire.Job, ends: Ends, call: Callable[[wire.J
             channel.send_bytes(wire.encode(call(next_job, ends.of_the_next_call())))
         elif isinstance(message, wire.Regroup):
             channel.send_bytes(wire.encode(regroup.join_group(job, message.number)))
-        else:
+        elif isinstance(message, wire.Leave):
             return
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import data, ends, gpu, log, memory, start, timeline, training
+from tests.benchmarks import data, ends, gpu, kept, log, memory, start, timeline, training
 from tests.benchmarks.kernel import ROOT
 from tests.benchmarks.measure import LeftOut, Table
 from tests.benchmarks.peers import CANDIDATES, DEBUG_LAUNCHER, NBDDP, NBDDP_SILENT, installed, missing
@@ -57,6 +57,12 @@ def test_warm_runs_are_timed_by_number_of_ranks() -> None:
     filled([first, whole, work], names)
     assert set(growth.values) == names  # a difference may be negative
     assert list(growth.columns) == ["1 to 2"]
+
+
+@pytest.mark.slow
+def test_cells_on_ranks_that_stay_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "KEEPERS", kept.KEEPERS[:1])
+    filled(kept.measure(SHORT), {"nbddp, %ddp open"})
 
 
 @pytest.mark.slow

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 START_S = 60.0
 GONE_S = 5.0
 TOKEN = "nbddp-tests"
 KERNEL = "nbddp-tests"  # the name python3 would always mean the server's own ipykernel
+PROMPT = ":not(.jp-OutputArea-stdin-hiding) > .jp-Stdin .jp-Stdin-input"  # an answered one stays for a moment, hidden
 CHROMIUM_FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -48,6 +49,14 @@ def browser() -> Iterator[Browser]:
             yield started
         finally:
             started.close()
+
+
+def type_at_prompt(within: Page | Locator, line: str) -> None:
+    """Answer the prompt of a cell's ``input()`` or debugger."""
+    prompt = within.locator(PROMPT)
+    prompt.wait_for(timeout=20_000)
+    prompt.fill(line)
+    prompt.press("Enter")
 
 
 class Lab:

@@ -1,17 +1,17 @@
-"""Take the README's picture of the panel: a real run on real data, in JupyterLab.
+"""Take the pictures of the README and the docs: real runs in JupyterLab.
 
-python tests/browser/screenshot.py [PATH]
+python tests/browser/screenshot.py
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
-from lab import Lab, browser
+from lab import PROMPT, Lab, browser, type_at_prompt
+from playwright.sync_api import Page
 
-DEFAULT = Path(__file__).parents[2] / "notebooks" / "nbddp-panel.png"
+ROOT = Path(__file__).parents[2]
 
 TRAIN = """
 import nbddp, torch, torch.nn.functional as F
@@ -43,22 +43,53 @@ def train(epochs=12):
 """
 
 
-def main(path: Path) -> None:
+BREAK = """%%ddp -n 4
+x = torch.full((), 10.0 * rank)
+breakpoint()
+dist.all_reduce(x)"""
+
+
+def take_panel(page: Page, lab: Lab, path: Path) -> None:
+    """A run in the middle of its training."""
+    lab.write("digits.ipynb", [TRAIN, "run = nbddp.run(train, nprocs=4)"])
+    lab.open(page, "digits.ipynb")
+    lab.run_to_end(page, 0)
+    lab.run(page, 1)
+    panel = page.locator(".nbddp")
+    panel.wait_for()
+    bar = panel.locator(".nbddp-progress")
+    while int(bar.get_attribute("aria-valuenow") or 0) < 70:
+        time.sleep(0.05)
+    page.mouse.move(0, 0)  # the legend shows the last values, as the tiles do
+    panel.screenshot(path=path)
+
+
+def take_debugger(page: Page, lab: Lab, path: Path) -> None:
+    """A cell whose ranks have stopped at a breakpoint, after two commands."""
+    lab.write("debugger.ipynb", ["%load_ext nbddp\nimport torch, torch.distributed as dist", BREAK])
+    lab.open(page, "debugger.ipynb")
+    lab.run_to_end(page, 0)
+    lab.run(page, 1)
+    for command in ("p x", "n"):
+        type_at_prompt(page, command)
+    page.locator(PROMPT).wait_for()
+    page.wait_for_timeout(600)
+    page.locator(".jp-Notebook .jp-CodeCell").nth(1).screenshot(path=path)
+    type_at_prompt(page, "q")
+
+
+PICTURES = {
+    ROOT / "notebooks" / "nbddp-panel.png": take_panel,
+    ROOT / "docs" / "guides" / "debugger.png": take_debugger,
+}
+
+
+def main() -> None:
     with Lab() as lab, browser() as started:
-        lab.write("digits.ipynb", [TRAIN, "run = nbddp.run(train, nprocs=4)"])
-        page = started.new_page(viewport={"width": 1120, "height": 900})
-        lab.open(page, "digits.ipynb")
-        lab.run_to_end(page, 0)
-        lab.run(page, 1)
-        panel = page.locator(".nbddp")
-        panel.wait_for()
-        bar = panel.locator(".nbddp-progress")
-        while int(bar.get_attribute("aria-valuenow") or 0) < 70:
-            time.sleep(0.05)
-        page.mouse.move(0, 0)  # the legend shows the last values, as the tiles do
-        panel.screenshot(path=path)
-    print(f"{path}: {path.stat().st_size:,} bytes")
+        for path, take in PICTURES.items():
+            take(started.new_page(viewport={"width": 1120, "height": 900}), lab, path)
+            print(f"{path}: {path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT)
+    main()

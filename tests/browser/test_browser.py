@@ -24,7 +24,7 @@ in_ci = os.environ.get("CI") == "true"
 if not in_ci:
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-from lab import CHROMIUM_FLAGS, Lab, browser, chromium
+from lab import CHROMIUM_FLAGS, PROMPT, Lab, browser, chromium, type_at_prompt
 from playwright.sync_api import Browser, Page, expect
 
 ARTEFACTS = Path(__file__).parents[1] / "artefacts"
@@ -51,7 +51,7 @@ def train(epochs=3, steps=200, pause=0.01, fail_at=None):
             time.sleep(pause)
             if step == fail_at and nbddp.rank() == 1:
                 print("about to fail <b>now</b>", flush=True)
-                raise ValueError("shapes <script>do not</script> fit")
+                raise ValueError(f"shapes <script>do not</script> fit at step {step} of {steps}")
         nbddp.log({"val/loss": 2.4 * math.exp(-step / 160) + 0.25}, step=step)
         print(f"epoch {epoch} on rank {nbddp.rank()}")
     return step
@@ -245,6 +245,91 @@ def test_stop_works_with_other_ipykernel_versions(folder: Path, labs: Callable[.
         next(made, None)
 
 
+DEBUG = """
+def fit():
+    for i in range(40):
+        nbddp.log({"train/loss": 1 / (i + 1)})
+        time.sleep(0.02)
+    loss = 3 * (nbddp.rank() + 2)
+    breakpoint()
+    return loss
+run = nbddp.run(fit, nprocs=2, device="cpu")
+"""
+
+
+def _debugger_works(notebook: Notebook) -> None:
+    notebook.open(DEBUG, "print('value', run.value)", DEBUG)
+    notebook.run(1)
+    output = notebook.output(1)
+    type_at_prompt(output, "p loss")
+    expect(output).to_contain_text("rank 1: 9")
+    expect(notebook.panel).to_contain_text("debugger: fit, line 6")
+    type_at_prompt(output, "n")
+    expect(output).to_contain_text("-> return loss")
+    ARTEFACTS.mkdir(exist_ok=True)
+    output.locator(PROMPT).wait_for()
+    notebook.page.screenshot(path=ARTEFACTS / f"debugger-{notebook.lab.app}.png")
+    type_at_prompt(output, "c")
+    notebook.run_to_end(2)
+    expect(notebook.output(2)).to_have_text("value 6")
+    notebook.run(3)
+    notebook.output(3).locator(PROMPT).wait_for()
+    notebook.panel.nth(1).locator("button", has_text="Stop").click()
+    expect(notebook.output(3)).to_contain_text("KeyboardInterrupt", timeout=3000)
+    assert notebook.ranks() == []
+
+
+def test_the_debuggers_prompt_is_under_the_cell(notebook: Notebook) -> None:
+    _debugger_works(notebook)
+
+
+def test_the_debuggers_prompt_is_under_the_cell_in_notebook_7(labs: Callable[..., Lab], page: Page) -> None:
+    pytest.importorskip("notebook", reason="Notebook 7 is not installed")
+    with contextlib.closing(_notebook(labs("notebook"), page)) as made:
+        _debugger_works(next(made))
+        next(made, None)
+
+
+@pytest.mark.parametrize("folder", OTHER_KERNELS, ids=lambda path: path.name)
+def test_the_debugger_works_with_other_ipykernel_versions(folder: Path, labs: Callable[..., Lab], page: Page) -> None:
+    with contextlib.closing(_notebook(labs("lab", str(folder)), page)) as made:
+        _debugger_works(next(made))
+        next(made, None)
+
+
+def test_a_session_goes_on_after_a_failure_and_shows_what_its_ranks_hold(notebook: Notebook) -> None:
+    notebook.open(
+        "%load_ext nbddp\n%ddp open -n 2 --device cpu",
+        "%%ddp\nimport time\nmodel = torch.nn.Linear(1000, 10)\nfor step in range(30):\n"
+        "    nbddp.log(loss=1 / (step + 1)); time.sleep(0.02)",
+        "%%ddp\nif rank == 1: raise ValueError('on purpose')\ndist.barrier()",
+        "%%ddp\nx = torch.ones(1)\ndist.all_reduce(x)\nx",
+        "%%ddp\nmode",
+        "%ddp close",
+    )
+    for cell in (1, 2, 3, 4):
+        notebook.run_to_end(cell)
+    panel = notebook.output(2).locator(".nbddp")
+    expect(panel).to_contain_text("session · 2 ranks · gloo · call 1")
+    panel.locator("summary", has_text="Names on rank 0").click()
+    expect(panel.locator(".nbddp-held")).to_contain_text("modelLinear float32, 40 kB, cpu")
+    expect(notebook.output(3)).to_contain_text("ValueError: on purpose")
+    expect(notebook.output(4)).to_contain_text("tensor([2.])")
+    ARTEFACTS.mkdir(exist_ok=True)
+    notebook.page.screenshot(path=ARTEFACTS / "session.png")
+    cell = notebook.page.locator(".jp-Notebook .jp-CodeCell").nth(5)
+    cell.locator(".cm-content").click()
+    notebook.page.keyboard.press("Control+End")
+    for _ in range(5):  # JupyterLab gives up on a first answer that takes longer than 1 s, as IPython's first one may
+        notebook.page.keyboard.press("Tab")
+        with contextlib.suppress(AssertionError):
+            expect(cell.locator(".cm-content")).to_contain_text("model", timeout=3000)
+            break
+    expect(cell.locator(".cm-content")).to_contain_text("model")
+    notebook.run_to_end(6)
+    assert notebook.ranks() == []
+
+
 def test_a_background_run_is_drawn_in_its_own_cell(notebook: Notebook) -> None:
     notebook.open(
         "run = nbddp.run(train, (1, 100_000), nprocs=2, device='cpu', wait=False)", "print('free')", "run.show()"
@@ -278,6 +363,10 @@ def test_a_failure_shows_the_rank_and_its_output(notebook: Notebook) -> None:
     panel = notebook.output(2).locator(".nbddp")
     expect(panel.locator(".nbddp-chip")).to_have_text("Failed")
     expect(panel.get_by_role("alert")).to_contain_text("rank 1 of 3 failed: ValueError: shapes <script>")
+    names = panel.get_by_label("Names on the failing line")
+    expect(names.locator("dt")).to_have_text(["step", "steps"])
+    expect(names.locator("dd")).to_have_text(["100", "200"])
+    expect(picture.locator("code")).to_contain_text(["step\u00a0 100", "steps\u00a0 200"])
     expect(panel.locator("tbody tr").nth(1)).to_have_attribute("data-state", "failed")
     expect(panel.locator("tbody tr").nth(0)).to_have_attribute("data-state", "stopped")
     expect(panel.get_by_role("tab", selected=True)).to_have_text("Rank 1")

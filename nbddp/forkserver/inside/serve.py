@@ -59,6 +59,8 @@ def main(
         fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) & ~getattr(os, "O_ASYNC", 0))
     util._close_stdin()  # type: ignore[attr-defined]
     with socket.socket(fileno=requests) as requested:
+        with contextlib.suppress(OSError):  # the notebook kernel has ended
+            requested.send(b"ready")
         _Server(requested, alive).serve()
     # Kill this process and what its modules have started. Not sys.exit(): libraries' messages from the interpreter's
     # shutdown would appear in the notebook (torch 2.15's bindings, nanobind, list 27 leaked objects).
