@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import re
 from typing import Any
 
 import griffe
-
-import nbddp
 
 ROLE = re.compile(r":(?:class|func|meth|attr|exc):`~?([^`]+)`")
 
@@ -24,9 +23,9 @@ class Docstrings(griffe.Extension):
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         """Write out the ``**options`` of ``run``, as its signature does in a notebook."""
-        if "options" not in func.parameters or func.name not in nbddp.__all__:
+        if "options" not in func.parameters or not hasattr(found := pydoc.locate(func.path), "__signature__"):
             return
-        shown = inspect.signature(getattr(nbddp, func.name)).parameters
+        shown = inspect.signature(found).parameters
         func.parameters = griffe.Parameters(
             *(p for p in func.parameters if p.name in shown),
             *(

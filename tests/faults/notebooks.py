@@ -67,6 +67,8 @@ class NotebookKernel:
         self.notebook.ok(programs.CELL)
         for _ in range(2):
             self.notebook.ok("nbddp.run(plain, (1, 0.1), nprocs=2, device='cpu', show=True).values")
+        # A message of over 64 kB, as a picture can be, starts a thread of pyzmq's that stays.
+        self.notebook.ok("display({'text/plain': 'x' * 100_000}, raw=True)")
         self.subshell = self._make_subshell()
         self.notebook.ok("import gc; gc.collect(); _before = Surroundings(); _before.changed()")
 

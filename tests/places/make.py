@@ -17,16 +17,18 @@ _KERNEL = (
     *("backcall", "decorator", "entrypoints", "ipython-genutils", "nest-asyncio", "pickleshare", "pyzmq", "tornado"),
 )
 _ALSO = {"colab": (), "kaggle": ("jupyter_server", "nbconvert", "nbclient>=0.5,<0.6", "mistune<2", "testpath")}
-_MARIMO = ("marimo==0.25.2", "docutils==0.23", "loro==1.17.1", "msgspec==0.22.0", "pymdown-extensions==11.0.2")
 
 
 def make(place: str, folder: Path) -> Path:
     """Make one environment, and return its interpreter."""
     venv.create(folder, with_pip=False, symlinks=True, clear=True)
     python = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
-    pinned = (*_KERNEL, *_ALSO[place], "-c", str(_HERE / f"{place}.txt")) if place in _ALSO else _MARIMO
-    subprocess.run([*pip, *pinned], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
+    if place == "marimo":
+        packages = ("marimo==0.25.2",)
+    else:
+        packages = ("--no-deps", *_KERNEL, *_ALSO[place], "-c", str(_HERE / f"{place}.txt"))
+    subprocess.run([*pip, *packages], check=True)
     own = next(folder.glob("lib/python*/site-packages"))
     others = [str(_HERE.parent.parent), *site.getsitepackages()]
     (own / "others.pth").write_text("\n".join(others) + "\n")  # .pth: behind its own packages on sys.path
