@@ -406,8 +406,9 @@ def test_q_ends_the_run_as_stop_does(cell: Notebook) -> None:
     assert time.monotonic() - began < SOON_S
 
 
-def test_all_q_ends_the_run_too(cell: Notebook) -> None:
-    talk = cell.talk(LOOP, ["all q"])
+@pytest.mark.parametrize("line", ["all q", "p 1;;q"])
+def test_q_ends_the_run_in_a_longer_line_too(cell: Notebook, line: str) -> None:
+    talk = cell.talk(LOOP, [line])
     assert talk.ename == "KeyboardInterrupt"
     assert "was stopped" in talk.evalue
 
@@ -524,6 +525,14 @@ def test_without_stdin_the_run_goes_on() -> None:
     run = nbddp.run(f, nprocs=2, pdb=True)
     assert run.values == [0, 1]
     assert run.logs().count("breakpoint skipped") == 1
+
+
+def test_without_stdin_an_error_is_raised_as_ever() -> None:
+    with pytest.raises(nbddp.RankError, match="ZeroDivisionError"):
+        nbddp.run(lambda: 1 / 0, nprocs=2, pdb=True)
+    run = nbddp.last_run()
+    assert run is not None
+    assert run.logs().count("debugger skipped: nobody can answer here") == 1
 
 
 # ---------------------------------------------------------------------------- after an error

@@ -19,7 +19,7 @@ from nbddp.kernel.stacks import Location
 from nbddp.launch.dumps import Frame
 from nbddp.launch.interface import Rank
 
-SKIPPED = "breakpoint skipped: nobody can answer here"
+_SKIPPED = "{} skipped: nobody can answer here"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Dialog:
             worker.answer(None)
             if not self._told_skipped:
                 self._told_skipped = True
-                note(worker.rank, SKIPPED)
+                note(worker.rank, _SKIPPED.format("debugger" if said.error else "breakpoint"))
         else:
             if not self._timeouts_held:
                 self._timeouts_held = True

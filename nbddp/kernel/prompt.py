@@ -145,8 +145,8 @@ class Prompt:
         if command == "ranks" and len(words) == 1:
             return _print(self._supervisor.stacks().partition("\n\n")[0] + "\n" + _where(stops))
         if command == "all" and len(words) > 1:
-            line, ranks, command = line.partition("all")[2].strip(), sorted(stops), words[1]
-        if command in _QUIT and not stops[ranks[0]].error:
+            line, ranks = line.partition("all")[2].strip(), sorted(stops)
+        if _quits(line) and not stops[ranks[0]].error:
             self._stop()
             self._supervisor.join()
             return None
@@ -165,6 +165,11 @@ class Prompt:
             _print(f"rank {words[0]} has not stopped; 'ranks' says where it is\n")
         else:
             _print("rank N goes to that rank's prompt, rank all back to all; p rank shows the variable\n")
+
+
+def _quits(line: str) -> bool:
+    """Return whether one of the commands in ``line`` ends pdb: ``p loss;;q``."""
+    return any(command.strip() in _QUIT for command in line.split(";;"))
 
 
 def _together(a: Stop, b: Stop) -> bool:
