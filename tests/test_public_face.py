@@ -27,8 +27,8 @@ PROMISED = {
 _OF_A_RUN = (
     "*, nprocs=None, device=None, gpus=None, backend=None, init=True, seed=None, deterministic=False, env=None, "
     "timeout=None, pg_timeout=None, max_restarts=0, stall_after=60.0, stop_on_nan=False, wait=True, show=None, "
-    "name=None, start_method=None, hosts=None, min_hosts=None, keep_children=False, oversubscribe=False, to=None, "
-    "listen=True, pdb=None"
+    "name=None, start_method=None, hosts=None, min_hosts=None, grow=False, keep_children=False, oversubscribe=False, "
+    "to=None, listen=True, pdb=None"
 )
 SIGNATURES = {
     "run": f"(fn, args=(), kwargs=None, {_OF_A_RUN})",

@@ -105,6 +105,7 @@ class History(Mapping[str, Series]):
         self._names_logged: dict[int, int] = {}  # number of names by rank
         self.ranks = [RankProgress() for _ in range(world_size)]
         self._snapshots: dict[str, int] = {}
+        self.snapshots = 0  # how many rank 0 has written
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:
@@ -394,6 +395,7 @@ class History(Mapping[str, Series]):
             progress.add_bar(int(record["weight"]), name, None if total < 0 else total, int(record["value"]), at)
         elif record["kind"] == wire.KIND_SAVED:
             self._snapshots[name] = int(record["step"])
+            self.snapshots += 1
 
     def _metric(self, name: str) -> Metric:
         if name not in self._metrics:

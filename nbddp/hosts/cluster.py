@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from nbddp import folders
@@ -24,6 +24,7 @@ from nbddp.errors import HostLost, LaunchError
 from nbddp.hosts.frames import Header
 from nbddp.hosts.host import HELLO_S, SETTLE_S, Host
 from nbddp.hosts.login import SRUN, SSH, command_for, is_name, slurm_nodes
+from nbddp.hosts.returns import Returns, refuse_twins
 from nbddp.hosts.transfers import in_words
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.run import R, Run
@@ -45,8 +46,10 @@ _open: weakref.WeakSet[Cluster] = weakref.WeakSet()
 class Cluster:
     """Hosts that stay logged in for several runs; made by :func:`cluster`.
 
+    A host that is lost is logged in to again in the background; the next run, or restart, uses it.
+
     Attributes:
-        hosts: their names, in the order of the ranks.
+        hosts: the names of all, in the order of the ranks; :meth:`present` returns those that are there.
     """
 
     def __init__(
@@ -60,19 +63,16 @@ class Cluster:
         _open.add(self)
         self._run_name = ""
         self._rounds = itertools.count(1)
-        self._all: list[Host] = []
+        commands = {name: command_of(name) for name in hosts}
+        self._returns = Returns(commands, heartbeat_s, login_timeout_s)
         self._starting = threading.Lock()  # held while logins start, so that close() finds all of them
         self._closing = False
-        weakref.finalize(self, _log_out_forgotten, self._all, os.getpid()).atexit = False  # _close_all does it then
+        weakref.finalize(self, _log_out_forgotten, self._returns, os.getpid()).atexit = False  # _close_all does it then
         try:
-            commands = {name: command_of(name) for name in hosts}
             uninterrupted(lambda: self._log_in(commands, heartbeat_s), "nbddp-login")
             self._greet_all(login_timeout_s)
-            seen: dict[str, str] = {}
-            for host in self._all:
-                first = seen.setdefault(host.facts["identity"], host.name)
-                if first != host.name:
-                    raise LaunchError(f"{first} and {host.name} are the same machine: name it once, with more ranks")
+            refuse_twins(self._all)
+            self._returns.begin()
         except BaseException:
             self.close()
             raise
@@ -86,6 +86,7 @@ class Cluster:
         self._closing = True
         with self._starting:
             pass
+        self._returns.close()
         if self._run_name:
             for host in self._all:
                 host.give_up(f"the cluster was closed while {self._run_name} went on: wait() for it before that")
@@ -98,23 +99,41 @@ class Cluster:
         self.close()
 
     def __repr__(self) -> str:
-        left = [host.name for host in self._all if not host.lost]
-        return f"<Cluster of {', '.join(left)}>" if left else "<Cluster, closed>"
+        if not self._all:
+            return "<Cluster, closed>"
+        lost = [host.name for host in self._all if host.lost]
+        return f"<Cluster of {', '.join(self.present()) or 'no host'}{'; lost: ' * bool(lost)}{', '.join(lost)}>"
+
+    def present(self) -> list[str]:
+        """Return the names of the hosts that are there, in the order of the ranks."""
+        return [host.name for host in self._all if not host.lost]
 
     def devices(self) -> dict[str, Mapping[str, int]]:
-        """Return the number of devices by type for each host. Raises LaunchError if the cluster was closed."""
+        """Return the number of devices by type for each host that is there.
+
+        Raises:
+            LaunchError: the cluster was closed.
+        """
+        return {name: devices for name, devices in self.known_devices().items() if name in self.present()}
+
+    # ------------------------------------------------------------------ for the run
+
+    @property
+    def _all(self) -> list[Host]:
+        return self._returns.hosts
+
+    def known_devices(self) -> dict[str, Mapping[str, int]]:
+        """Return the number of devices by type for each host; of a lost one, what it had. Raises LaunchError."""
         if not self._all:
             raise LaunchError(_CLOSED)
         return {host.name: host.facts["devices"] for host in self._all}
-
-    # ------------------------------------------------------------------ for the run
 
     def next_round(self) -> int:
         """Return a number for an attempt, unique on these hosts."""
         return next(self._rounds)
 
     def remaining_hosts(self, plan: Plan) -> list[Host]:
-        """Return the hosts that are not lost.
+        """Return the hosts that are not lost, those that are back included.
 
         Raises:
             HostLost: too few hosts are left.
@@ -122,14 +141,26 @@ class Cluster:
         """
         while self.check_heartbeats():
             time.sleep(SETTLE_S)
-        left = [host for host in self._all if not host.lost]
+        left = [host for host in self._all if not host.lost and _has_devices(host, plan)]
         if not self._all:
             raise LaunchError(_CLOSED)
         if len(left) < plan.min_hosts:
-            lost = next(host for host in self._all if host.lost)
-            advice = f"{len(left)} of {len(self._all)} hosts are left: log in again, or allow fewer with min_hosts="
-            raise HostLost(lost.name, f"{lost.lost}; {advice}")
+            missing = next(host for host in self._all if host not in left)
+            why = f"{missing.lost}; {self._returns.words(missing.name)}" if missing.lost else "it has fewer devices now"
+            there = "1 host is" if len(left) == 1 else f"{len(left)} hosts are"
+            raise HostLost(missing.name, f"{why}; {there} there, and the run needs {plan.min_hosts} (min_hosts=)")
         return left
+
+    def back(self, plan: Plan, at_work: Collection[Host]) -> list[str]:
+        """Return the names of the hosts that are there and could take part in a run, but are not at work in it."""
+        return [each.name for each in self._all if not each.lost and each not in at_work and _has_devices(each, plan)]
+
+    def missing(self, at_work: Collection[str]) -> str:
+        """Return which hosts a run does without, in words; "" for none."""
+        absent = [host for host in self._all if host.name not in at_work]
+        back = [host.name for host in absent if not host.lost]
+        lost = [host.name for host in absent if host.lost]
+        return "; ".join([f"{', '.join(lost)} lost"] * bool(lost) + [f"{', '.join(back)} back"] * bool(back))
 
     def check_heartbeats(self) -> bool:
         """Give up hosts that have sent nothing for the heartbeat timeout. Returns whether one is under suspicion."""
@@ -181,6 +212,7 @@ class Cluster:
         """In a process forked from the notebook kernel: close the pipes, so that the hosts notice the kernel's end."""
         for host in self._all:
             host.close_stdin()
+        self._returns.disown()
 
     def _greet_all(self, timeout_s: float) -> None:
         """Greet each host as soon as it has answered. Raises LaunchError, which names all hosts that cannot be used."""
@@ -271,6 +303,12 @@ def _type_text(hosts: object) -> str:
     return "a string" if isinstance(hosts, str) else f"a {type(hosts).__name__}"
 
 
+def _has_devices(host: Host, plan: Plan) -> bool:
+    """Return whether a host that is back still has the devices of its ranks."""
+    share = dict(plan.shares)[host.name]
+    return plan.device == "cpu" or int(host.facts["devices"].get(plan.device, 0)) >= share
+
+
 def _log_out(hosts: list[Host]) -> None:
     for host in hosts:
         host.send({"kind": "bye"})
@@ -280,10 +318,15 @@ def _log_out(hosts: list[Host]) -> None:
     hosts.clear()
 
 
-def _log_out_forgotten(hosts: list[Host], owner: int) -> None:
+def _log_out_forgotten(logins: Returns, owner: int) -> None:
     """Log out, on a thread, when a cluster is garbage-collected: a cell that makes one was run again."""
-    if hosts and os.getpid() == owner:
-        start_thread(lambda: _log_out(hosts), "nbddp-logout", lambda _: _log_out(hosts))
+
+    def log_out() -> None:
+        logins.close()
+        _log_out(logins.hosts)
+
+    if logins.hosts and os.getpid() == owner:
+        start_thread(log_out, "nbddp-logout", lambda _: log_out())
 
 
 def log_in(hosts: Sequence[str] | str | Cluster, until: contextlib.ExitStack) -> Cluster:

@@ -140,6 +140,8 @@ class RemoteCrew(CrewBase):
                 self.workers.append(RemoteRank(rank, host, outputs[rank]))
             self._layout[ranks.start :] = [(host.name, i) for i in range(len(ranks))]
         self._by_rank = {worker.rank: worker for worker in self.workers}
+        if missing := self._cluster.missing(self._ranks_of):
+            outputs[0].note(f"{len(self._hosts)} of {len(self._plan.shares)} hosts take part ({missing})")
         # The first host comes last: the address of its store is sent to the others, where the round must have begun.
         for group_rank, host in reversed(list(enumerate(self._hosts))):
             host.listener = self._receive
@@ -231,6 +233,10 @@ class RemoteCrew(CrewBase):
         self._cluster.check_heartbeats()
         if self._start_error is not None and not self._ending:
             raise self._start_error
+
+    def hosts_back(self) -> list[str]:
+        """Return the names of hosts that are there and do not take part: they were lost, and are back."""
+        return self._cluster.back(self._plan, self._hosts) if self._hosts else []
 
     def wake(self) -> None:
         """End a :meth:`watch` in another thread."""

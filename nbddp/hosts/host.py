@@ -45,6 +45,7 @@ class Host:
         offset_s: add this to its monotonic times to get ours.
         sending, receiving: the payload and the last large result, or None.
         listener: called on this host's thread with each frame about its ranks, and with a frame ``lost``.
+        when_lost: called once, on any thread, when the host is lost.
     """
 
     def __init__(self, name: str, command: Sequence[str], heartbeat_s: float) -> None:
@@ -53,6 +54,7 @@ class Host:
         self.lost = ""
         self.offset_s = float("inf")
         self.listener: Callable[[Host, Header, bytes], None] | None = None
+        self.when_lost: Callable[[], None] = lambda: None
         self._heartbeat_s = heartbeat_s
         self._received_at = time.monotonic()
         self._suspected_at = float("inf")
@@ -246,6 +248,7 @@ class Host:
             self._facts_or_lost.open()
             if self.listener is not None:
                 self.listener(self, {"kind": "lost"}, b"")
+            self.when_lost()
 
     def _end_text(self, noise: bytes) -> str:
         """Return how the login or, after the first frame, the connection ended; ``noise`` came before that frame."""

@@ -50,6 +50,10 @@ class RemoteSite:
         """Return what takes long on its way to or from a host, in words; "" for nothing."""
         return self._cluster.transfers()
 
+    def missing(self) -> str:
+        """Return which hosts the run does without, in words; "" for none."""
+        return self._cluster.missing({host for host, _ in self.layout}) if self.layout else ""
+
     def can_restart(self) -> bool:
         """Return whether enough hosts are left for another attempt."""
         with contextlib.suppress(LaunchError, HostLost):
@@ -72,5 +76,5 @@ def open_remote(
     """
     with contextlib.ExitStack() as login:
         opened = log_in(hosts, login)
-        plan = plan_for(opened.devices())
+        plan = plan_for(opened.known_devices())
         return plan, RemoteSite(plan, opened, login.pop_all())

@@ -35,6 +35,10 @@ _SEE_PARTIAL = ". All else that the ranks returned is in this error's .partial, 
 _T = TypeVar("_T")
 
 
+class HostsAreBack(Exception):
+    """A snapshot was saved after hosts have come back: the ranks are to start again from it, on them as well."""
+
+
 class Attempt:
     """All ranks of one attempt, from their start to their end. Runs on the run's own thread.
 
@@ -52,6 +56,7 @@ class Attempt:
         self._stall = stall
         self._history = history
         self._deadline = state.began + (plan.timeout_s or float("inf"))
+        self._snapshots = history.snapshots  # before a host came back
         self._failures = failure.Failures(plan.name, plan.nprocs, packed.by_value, plan.device, plan.ranks)
         self.locator = Locator(crew, self._failures, history, state, stall)
 
@@ -87,6 +92,7 @@ class Attempt:
             if any(map(failure.has_failed, self._crew.workers)):
                 return self._fail()
             self._check_for_nan()
+            self._check_for_hosts()
             if all(isinstance(worker.report, wire.Finished) for worker in self._crew.workers):
                 return self._succeed()
             if time.monotonic() >= self._deadline:
@@ -182,6 +188,17 @@ class Attempt:
         if nan is not None:
             self._wind_down(lambda: _PEERS_GRACE_S)
             raise NanLogged(nan.name, nan.step, nan.ranks)
+
+    def _check_for_hosts(self) -> None:
+        """With ``grow=True``, end the attempt at the first snapshot after a host has come back."""
+        if not self._plan.grow or any(worker.report is not None for worker in self._crew.workers):
+            return
+        back = self._crew.hosts_back()
+        if not back:
+            self._snapshots = self._history.snapshots
+        elif self._history.snapshots > self._snapshots:
+            self._wind_down(lambda: _PEERS_GRACE_S)
+            raise HostsAreBack(", ".join(back))
 
     def _time_out(self) -> None:
         where = self.locator.report(self._feed) if self._crew.workers else "no rank had been started"

@@ -38,6 +38,7 @@ class RunOptions(TypedDict, total=False):
     start_method: str | None
     hosts: Hosts
     min_hosts: int | None
+    grow: bool
     keep_children: bool
     oversubscribe: bool
     to: Any
@@ -54,6 +55,7 @@ _DEFAULTS_OTHER_THAN_NONE: RunOptions = {
     "stop_on_nan": False,
     "wait": True,
     "keep_children": False,
+    "grow": False,
     "oversubscribe": False,
     "listen": True,
 }

@@ -36,6 +36,7 @@ class Plan:
         env: the environment variables that the user adds.
         shares: the number of ranks on each host, in the order of the ranks; () on this machine alone.
         min_hosts: how many hosts must be left for a restart.
+        grow: all ranks start again at the next snapshot when a lost host is back.
         keep_children: processes that a rank has detached may outlive it.
         optional: keyword arguments that are left out if they cannot be pickled.
         receive: turns the ranks' return values into the run's values; called off the main thread.
@@ -72,6 +73,7 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     shares: tuple[tuple[str, int], ...] = ()
     min_hosts: int = 0
+    grow: bool = False
     keep_children: bool = False
     notice: str = ""
     optional: frozenset[str] = frozenset()
@@ -171,6 +173,7 @@ def make_plan(
         env=dict(env or {}),
         shares=tuple(shares.items()),
         min_hosts=len(shares) if options["min_hosts"] is None else options["min_hosts"],
+        grow=bool(options["grow"]),
         keep_children=bool(options["keep_children"]),
         notice=notice,
         attended=is_attended(options),
@@ -201,6 +204,8 @@ def _check_options(options: RunOptions, contract: bool, *, hosts: int | None) ->
         raise LaunchError(f"env is a dict of strings, not {type(env).__name__}")
     if reserved := [name for name in env or () if contract and name in CONTRACT]:
         raise LaunchError(f"env sets {reserved[0]}, which nbddp sets to each rank's own value. Leave it out")
+    if options["grow"] and hosts is None:
+        raise LaunchError("grow=True needs hosts=[...]")
     if min_hosts is None:
         return
     if hosts is None:

@@ -63,6 +63,8 @@ def run(
         hosts: names that ``ssh`` accepts, in the order of the ranks (``"localhost"``: this machine); ``"slurm"``: the
             nodes of this allocation; or an open :func:`nbddp.cluster`.
         min_hosts: after the loss of a host, a restart needs this many hosts. Default: all.
+        grow: True: when a lost host is back, all ranks start again from the next snapshot, on all hosts that are
+            there. This is not one of the ``max_restarts``. Default: it takes part from the next restart on.
         keep_children: True: a process that a rank starts in a session or process group of its own (a daemon, a
             tracking server) survives the rank; the ranks are then started by ``"spawn"``. Default: every process that
             a rank has started ends with it.

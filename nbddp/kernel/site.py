@@ -51,6 +51,10 @@ class LocalSite:
         """Return "": the ranks map the data."""
         return ""
 
+    def missing(self) -> str:
+        """Return "": this machine is there."""
+        return ""
+
     def can_restart(self) -> bool:
         """Return True: this machine cannot be lost."""
         return True

@@ -27,7 +27,8 @@ class RunState:
         outputs: the output of each rank, by rank.
         data_copied: opened when the notebook's data have been copied, and may be changed again.
         done: opened when every process has ended and every fd is closed (that of a large block just after).
-        restarts, restart_reason: how often all ranks have been restarted, and the failure before the last restart.
+        restarts, restart_reason: how often all ranks have been restarted, and why for the last time.
+        grown: how many of these restarts were no failure, but let hosts take part that were back.
         hang: where the ranks are after ``stall_after`` seconds without progress; otherwise "".
         held: of a session's call that has finished, the largest names on rank 0, each with a description.
         remark: a line about a finished run that is not an error; otherwise "".
@@ -46,7 +47,7 @@ class RunState:
         self.data_copied = Latch()
         self.done = Latch()
         self.dialog = Dialog(self.done.nudge)
-        self.restarts = 0
+        self.restarts = self.grown = 0
         self.restart_reason = ""
         self.hang = ""
         self.held: tuple[tuple[str, str], ...] = ()

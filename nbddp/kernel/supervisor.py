@@ -18,7 +18,7 @@ from nbddp.errors import HostLost, LaunchError, NbddpError, RankDied, RankError
 from nbddp.forkserver import server as forkserver
 from nbddp.forkserver.server import UnfitServer
 from nbddp.history.history import History
-from nbddp.kernel.attempt import Attempt
+from nbddp.kernel.attempt import Attempt, HostsAreBack
 from nbddp.kernel.hang import StallDetector
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.state import RunState
@@ -161,22 +161,35 @@ class Supervisor:
             self._attempt.run()
         except UnfitServer as error:
             self._start_otherwise(error)
+        except HostsAreBack as back:
+            self._site.remember_snapshots(self._history.take_snapshots())
+            self.state.grown += 1
+            self._begin_again(f"the return of {back}")
         except (RankError, RankDied, HostLost, LaunchError) as error:  # any other error would be raised again
-            if self.state.stop_grace_s is not None or self.state.restarts == self._plan.max_restarts:
+            if self.state.stop_grace_s is not None or self._failures == self._plan.max_restarts:
                 raise
             self._site.remember_snapshots(self._history.take_snapshots())
             if not self._site.can_restart():
                 raise
             _clear_frames(error)
             self._first_failure = self._first_failure or error
-            reason = in_a_line(error).partition("; most often")[0]
-            self.state.restart(reason)
-            self._history.restart(reason)
-            for output in self.state.outputs:
-                output.note(f"restarted {self.state.restarts} of {self._plan.max_restarts} after {reason}")
+            self._begin_again(in_a_line(error).partition("; most often")[0])
         finally:
             self._attempt = None
         return None
+
+    @property
+    def _failures(self) -> int:
+        """The number of restarts that count against ``max_restarts``."""
+        return self.state.restarts - self.state.grown
+
+    def _begin_again(self, reason: str) -> None:
+        """Let the next attempt follow, and say why."""
+        self.state.restart(reason)
+        self._history.restart(reason)
+        allowed = self._plan.max_restarts + self.state.grown
+        for output in self.state.outputs:
+            output.note(f"restarted {self.state.restarts} of {allowed} after {reason}")
 
     def _start_otherwise(self, error: UnfitServer) -> None:
         """Choose how the next attempt starts its ranks, which its fork server cannot start, and note why."""

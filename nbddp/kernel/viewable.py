@@ -30,14 +30,22 @@ class ViewableRun:
         self._state.request_stop(state.STOP_GRACE_S)
 
     def summary(self) -> str:
-        """``4 processes · nccl · 2 hosts``."""
+        """``4 processes · nccl · 2 hosts``; ``2 processes · gloo · 1 of 2 hosts · gpu2 lost``."""
         if self._plan.summary:
             return self._plan.summary
-        processes = f"{self._plan.nprocs} process{'es' * (self._plan.nprocs != 1)}"
-        hosts = f" · {len(self._plan.shares)} hosts" if len(self._plan.shares) > 1 else ""
-        on_their_way = self._site.transfers() if self._state.phase in ("starting", "running") else ""
-        parts = [f"{processes} · {self._plan.backend or self._plan.device}{hosts}", *filter(None, [on_their_way])]
-        return " · ".join(parts)
+        ranks = len(self._site.layout) or self._plan.nprocs
+        processes = f"{ranks} process{'es' * (ranks != 1)}"
+        goes_on = self._state.phase in ("starting", "running")
+        now = [self._site.missing(), self._site.transfers()] if goes_on else []
+        return " · ".join(
+            [f"{processes} · {self._plan.backend or self._plan.device}{self._hosts()}", *filter(None, now)]
+        )
+
+    def _hosts(self) -> str:
+        planned, there = len(self._plan.shares), len({host for host, _ in self._site.layout})
+        if planned < 2:
+            return ""
+        return f" · {there} of {planned} hosts" if 0 < there < planned else f" · {planned} hosts"
 
     def status(self) -> Status:
         """Return the run's status at this moment."""
@@ -59,7 +67,7 @@ class ViewableRun:
             blocking=self._blocking,
             ranks=tuple(self._rank_status(rank, states, failed_rank) for rank in range(self._plan.nprocs)),
             restarts=self._state.restarts,
-            max_restarts=self._plan.max_restarts,
+            max_restarts=self._plan.max_restarts + self._state.grown,
             restart_reason=self._state.restart_reason,
             hang=self._state.hang,
             remark=self._state.remark,

@@ -63,6 +63,9 @@ class Site(Protocol):
     def transfers(self) -> str:
         """Return which data take long on their way to or from a host, in words; "" for none."""
 
+    def missing(self) -> str:
+        """Return which hosts the run does without, in words; "" for none."""
+
     def can_restart(self) -> bool:
         """Return whether enough hosts are left for another attempt."""
 
@@ -162,6 +165,10 @@ class CrewBase:
         """Whether any rank is alive."""
         return any(worker.alive for worker in self.workers)
 
+    def hosts_back(self) -> list[str]:
+        """Return the names of hosts that are there and do not take part; none on this machine alone."""
+        return []
+
     @property
     def ready(self) -> bool:
         """Whether all ranks have reported that device and process group are ready."""
@@ -183,6 +190,9 @@ class Crew(Protocol):
 
     @property
     def ready(self) -> bool: ...
+
+    def hosts_back(self) -> list[str]:
+        """Return the names of hosts that are there and do not take part in this attempt."""
 
     def __enter__(self) -> Any: ...
 

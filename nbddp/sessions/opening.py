@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _REFUSED = {
     "hosts": "a session's ranks are on this machine",
     "min_hosts": "a session's ranks are on this machine",
+    "grow": "a session's ranks are on this machine",
     "max_restarts": "restart() starts lost ranks again, when you say so",
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import nbddp
+from nbddp.hosts import returns
 from tests.hosts.rig import GONE_S, NotHere, Rig
 
 HEARTBEAT_S = 3.0
@@ -50,11 +51,12 @@ def _hosts_stay_clean(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def cluster(rig: Rig) -> Iterator[Callable[..., nbddp.Cluster]]:
-    """Logs in to hosts of the rig; logs out at the end."""
+def cluster(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., nbddp.Cluster]]:
+    """Logs in to hosts of the rig; logs out at the end. Hosts that are lost stay lost, unless ``returning``."""
     opened: list[nbddp.Cluster] = []
 
-    def log_in(*hosts: str, **options: Any) -> nbddp.Cluster:
+    def log_in(*hosts: str, returning: bool = False, **options: Any) -> nbddp.Cluster:
+        monkeypatch.setattr(returns, "FIRST_PAUSE_S", 0.2 if returning else 3600.0)
         options = {"launcher": rig.ssh, "heartbeat": HEARTBEAT_S, **options}
         opened.append(nbddp.cluster(list(hosts) or ["gpu1", "gpu2"], **options))
         return opened[-1]

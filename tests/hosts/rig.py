@@ -60,9 +60,9 @@ mount --bind {folder}/{name}.passwd /etc/passwd
 hostname {name}
 ip link set lo up
 echo ready
-read -r cable
-{sshd} -D -e -f {folder}/{name}.sshd 2>{folder}/{name}.log &
-cat >/dev/null
+while read -r go; do
+  {sshd} -D -e -f {folder}/{name}.sshd 2>>{folder}/{name}.log &
+done
 """
 
 _SSHD = """
@@ -164,7 +164,7 @@ class Machine:
         return found
 
     def _is_its_own(self, process: psutil.Process) -> bool:
-        return process.pid == self.pid or (process.ppid() == self.pid and process.name() in ("cat", "sshd"))
+        return process.pid == self.pid or (process.ppid() == self.pid and process.name() == "sshd")
 
     def agent(self) -> psutil.Process:
         """The process between kernel and ranks there."""
@@ -176,6 +176,31 @@ class Machine:
         servers = [process for process in self.processes() if _says(process, "the fork server of nbddp")]
         pids = {process.pid for process in servers}
         return [process for process in servers if process.ppid() in pids]
+
+    def start_sshd(self) -> None:
+        """Start its ssh server."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"go\n")
+        self.process.stdin.flush()
+
+    def power_off(self) -> None:
+        """Kill all of it but the process that makes the host, its ssh server included, and empty its /tmp."""
+        for process in [each for each in psutil.process_iter() if each.pid != self.pid]:
+            with contextlib.suppress(OSError, psutil.Error):
+                if os.readlink(f"/proc/{process.pid}/ns/pid") == self._space:
+                    process.kill()
+        _wait_for(lambda: not self.processes())
+        self.clean_up((), ())
+
+    def power_on(self) -> list[int]:
+        """Start its ssh server if it has none, and wait until it answers; returns the pid, as seen from here."""
+        if not self._sshd():
+            self.start_sshd()
+        _wait_for_port(self.address)
+        return self._sshd()
+
+    def _sshd(self) -> list[int]:
+        return [process.pid for process in psutil.Process(self.pid).children() if is_sshd(process)]
 
     def listening(self) -> set[tuple[str, str]]:
         """Address and program of every TCP port there that somebody listens on."""
@@ -372,7 +397,6 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
         first = _FIRST.format(folder=self.folder, name=name, sshd=sshd, own=self._own_folders(), home=home)
         clock = _clock(_UPTIMES_S[number % len(_UPTIMES_S)])
         process = self._hold([*_UNSHARE, *clock, "bash", "-c", first], stdout=subprocess.PIPE)
-        assert process.stdin is not None
         assert process.stdout is not None
         with process.stdout:
             if process.stdout.readline() != b"ready\n":
@@ -384,8 +408,7 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
         _ip(host.pid, "addr", "add", f"{address}/24", "dev", "eth0")
         _ip(host.pid, "link", "set", "eth0", "up")
         _give_docker0(host.pid)
-        process.stdin.write(b"cable\n")
-        process.stdin.flush()
+        host.start_sshd()
         return host
 
     def _own_folders(self) -> str:
