@@ -22,7 +22,7 @@ from nbddp import tracebacks
 from nbddp.errors import CAUSE_CHARS, MESSAGE_CHARS, HostLost, LaunchError, RankError
 from nbddp.history.history import History
 from nbddp.kernel import failure, stacks
-from nbddp.kernel.advice import advice
+from nbddp.kernel.advice import advice, advice_on_a_host
 from nbddp.kernel.stacks import Frame, Location
 from nbddp.panel import summary
 from nbddp.text import LINE_CHARS, bounded, in_a_line
@@ -172,6 +172,31 @@ def test_a_run_on_gpus_gets_no_advice_about_the_cpu() -> None:
     error = RuntimeError("No CUDA GPUs are available")
     assert advice(error, "cpu")
     assert advice(error, "cuda") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "interface", "expected"),
+    [
+        ("NCCL error in: ProcessGroupNCCL.cpp:77, ncclSystemError: System call failed", "ib0", "NCCL_IB_DISABLE"),
+        ("Gloo connectFullMesh failed with [pair.cc:144] no error", "eth0", "GLOO_SOCKET_IFNAME"),
+        ("NCCL error in: ProcessGroupNCCL.cpp:77, ncclSystemError: System call failed", "", ""),
+        ("shape '[2]' is invalid for input of size 3", "eth0", ""),
+    ],
+)
+def test_an_error_between_hosts_names_the_network_interface(text: str, interface: str, expected: str) -> None:
+    worker: Any = SimpleNamespace(host="gpu2", interface=interface)
+    found = advice_on_a_host(RuntimeError(text), worker)
+    assert expected in found
+    assert ("gpu2 uses its network interface" in found) == bool(expected)
+    assert ("NCCL_DEBUG" in advice(RuntimeError(text), "cuda")) == ("NCCL" in text)
+
+
+def test_the_panel_of_a_failed_run_shows_the_advice(cell: Cells) -> None:
+    with pytest.raises(nbddp.RankError) as caught:
+        run(cell("import torch\ndef train(): torch.ones(1).cuda()").train)
+    found = nbddp.last_run()
+    assert found is not None
+    assert found._viewable.status().remark == caught.value.advice
 
 
 def test_an_error_about_unused_parameters_names_the_option_of_wrap(cell: Cells) -> None:

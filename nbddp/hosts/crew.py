@@ -138,6 +138,8 @@ class RemoteCrew(CrewBase):
             self._ranks_of[host.name] = ranks
             for rank in ranks:
                 self.workers.append(RemoteRank(rank, host, outputs[rank]))
+                if not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & self._plan.env.keys():
+                    self.workers[-1].interface = addresses.interface[host.name] or ""
             self._layout[ranks.start :] = [(host.name, i) for i in range(len(ranks))]
         self._by_rank = {worker.rank: worker for worker in self.workers}
         if missing := self._cluster.missing(self._ranks_of):

@@ -44,6 +44,15 @@ _KNOWN_ERRORS = (
         "Some parameters did not contribute to the loss. If that is intended, use "
         "wrap(model, find_unused_parameters=True)",
     ),
+    _KnownError(
+        re.compile(r"NCCL error|ncclSystemError|ncclRemoteError|ncclInternalError|ncclUnhandledCudaError"),
+        "With env={'NCCL_DEBUG': 'INFO'} NCCL writes its reason into the output of the ranks",
+    ),
+)
+_NO_CONNECTION = re.compile(
+    r"NCCL error|ncclSystemError|ncclRemoteError|connectFullMesh|Connection refused|timed out connecting|"
+    r"Network is unreachable|No route to host|no interface|unable to resolve host",
+    re.IGNORECASE,
 )
 
 
@@ -62,14 +71,28 @@ def advice(cause: BaseException, device: str) -> str:
 
 
 def advice_on_a_host(cause: BaseException, worker: Rank) -> str:
-    """Return what is missing on the rank's host, and where it is here; "" if nothing is, or on this machine alone."""
+    """Return what is missing on the rank's host, or how it is connected; "" if not known, or on this machine alone."""
     if worker.host is None:
         return ""
+    if isinstance(cause, RuntimeError):
+        return _on_interfaces(str(cause)[:CAUSE_CHARS], worker)
     if isinstance(cause, FileNotFoundError):
         return f"On {worker.host} relative paths begin at {worker.cwd}, and files are not sent along"
     if isinstance(cause, ModuleNotFoundError) and cause.name and (here := _origin(cause.name)):
         return f"Here it is {here}, and {worker.host}'s {worker.python} has none: install it there"
     return ""
+
+
+def _on_interfaces(text: str, worker: Rank) -> str:
+    if not worker.interface or not _NO_CONNECTION.search(text):
+        return ""
+    hint = (
+        f"{worker.host} uses its network interface {worker.interface}. For another one: "
+        "env={'GLOO_SOCKET_IFNAME': 'eth1', 'NCCL_SOCKET_IFNAME': 'eth1'}"
+    )
+    if "nccl" not in text.lower():
+        return hint
+    return f"{hint}. Without InfiniBand: env={{'NCCL_IB_DISABLE': '1'}}; EFA needs the plugin aws-ofi-nccl"
 
 
 def _origin(module: str) -> str:

@@ -147,7 +147,9 @@ class Failures:
         assert cause is not None
         error: NbddpError
         if report.phase == "setup":
-            error = LaunchError(f"rank {worker.rank}{_on_host(worker)} could not set itself up: {report.summary}")
+            known = f". {self._advice(cause, worker)}".rstrip(". ")
+            what = f"rank {worker.rank}{_on_host(worker)} could not set itself up: {report.summary}"
+            error = LaunchError(f"{what}{known}")
         elif report.phase == "unpack":
             error = PayloadError(
                 f"rank {worker.rank}{_on_host(worker)} could not unpack {self.name} and its data: {report.summary}. "
@@ -166,11 +168,14 @@ class Failures:
                 where=where,
                 host=worker.host,
                 alike=alike,
-                advice=advice(cause, self.device) or advice_on_a_host(cause, worker),
+                advice=self._advice(cause, worker),
                 locals=dict(report.names),
             )
         error.__cause__ = cause
         return error
+
+    def _advice(self, cause: BaseException, worker: Rank) -> str:
+        return ". ".join(filter(None, [advice(cause, self.device), advice_on_a_host(cause, worker)]))
 
     def location_of(self, worker: Rank, dump: str, step: int) -> stacks.Location:
         """Return where this rank is, from its report and faulthandler's dump ("" for none)."""

@@ -70,7 +70,7 @@ class ViewableRun:
             max_restarts=self._plan.max_restarts + self._state.grown,
             restart_reason=self._state.restart_reason,
             hang=self._state.hang,
-            remark=self._state.remark,
+            remark=self._state.remark or first_line(getattr(error, "advice", "")),
         )
 
     def _rank_status(self, rank: int, states: list[str], failed_rank: int | None) -> RankStatus:

@@ -90,6 +90,7 @@ class Rank(Protocol):
         lost: why the connection to the rank's host was lost; "" otherwise.
         said: by the rank's debugger, oldest first; the reader takes it away.
         cwd, python: on another host, the directory where the rank starts and its interpreter; "" on this machine.
+        interface: on another host, the network interface for gloo and NCCL.
     """
 
     rank: int
@@ -105,6 +106,7 @@ class Rank(Protocol):
     lost: str
     cwd: str
     python: str
+    interface: str
     said: collections.deque[wire.Asks | wire.GoesOn]
 
     @property
@@ -141,7 +143,7 @@ class RankBase:
         self.orphaned = False
         self.out_of_memory = False
         self.lost = ""
-        self.cwd = self.python = ""
+        self.cwd = self.python = self.interface = ""
         self.said: collections.deque[wire.Asks | wire.GoesOn] = collections.deque()
         self._logged = 0  # bytes of metrics
 
