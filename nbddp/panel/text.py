@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import TextIO
 
 from nbddp.history.history import Bar, History
-from nbddp.panel import numbers, ranks, summary
+from nbddp.panel import numbers, ranks, summary, terminal
 from nbddp.panel.summary import counts_epochs, hang_lines, plain, restart_count, restart_text, slowest
 from nbddp.panel.view import Status, Viewable
 from nbddp.text import duration, fold
 
 _LINE_INTERVAL_S = 2.0
+_REWRITE_INTERVAL_S = 0.4  # of the line that a terminal rewrites
 _MAX_METRICS = 8  # in one line
 _NAME_CHARS = 60
 _FEW_EPOCHS = 50  # get a line each, however fast they are
@@ -23,13 +24,23 @@ _MAX_OUTPUT_CHARS = 512 << 10  # of rank 0's output in one cell; run.logs(0) has
 
 
 class OutputWriter:
-    """Writes rank 0's output and nbddp's own lines to one stream; each of nbddp's lines starts on a new line."""
+    """Writes rank 0's output and nbddp's own lines to one stream; each of nbddp's lines starts on a new line.
+
+    In a terminal, one more line can be below all that: :meth:`bottom_line` rewrites it in place.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
         self._written = 0
         self._at_line_start = True
         self._rewritable = ""  # a last line with carriage returns, which may change again
+        self._bottom = ""  # the line below the output
+        self._bottom_is_drawn = False
+
+    @property
+    def width(self) -> int | None:
+        """The terminal's width in character cells; None if the stream is not a terminal."""
+        return terminal.width(self._stream or sys.stdout)
 
     def write(self, text: str) -> None:
         """Write rank 0's output, folded, up to a limit."""
@@ -51,17 +62,28 @@ class OutputWriter:
         """Write a line of nbddp's own."""
         self._put(("" if self._at_line_start else "\n") + plain(line) + "\n")
 
+    def bottom_line(self, line: str) -> None:
+        """Show this line below the output, in place of the one before; "" removes it. Needs a terminal."""
+        line = plain(line)
+        if line != self._bottom:
+            self._bottom = line
+            self._put("")
+
     def _put(self, text: str) -> None:
+        """Write, with the bottom line out of the way; it comes back below, unless the output's line goes on."""
         stream = self._stream or sys.stdout
-        stream.write(text)
+        self._at_line_start = text.endswith("\n") if text else self._at_line_start
+        erased = terminal.ERASE_LINE if self._bottom_is_drawn else ""
+        self._bottom_is_drawn = bool(self._bottom) and self._at_line_start
+        stream.write(erased + text + (self._bottom if self._bottom_is_drawn else ""))
         stream.flush()
-        self._at_line_start = text.endswith("\n")
 
 
 class TextView:
     """Writes a line when the state changes, on a restart, when the ranks hang, and on progress.
 
-    Progress is one line per finished epoch, otherwise at most one line every 2 s.
+    Progress is one line per finished epoch, otherwise at most one line every 2 s. In a terminal it is one line that is
+    rewritten in place, cut to the terminal's width, with a small curve of the first metric.
     """
 
     live = False  # without a cell that waits, lines would end up in the output of another cell
@@ -92,6 +114,8 @@ class TextView:
         if status.state != self._state:
             self._state = status.state
             self._write_state(status)
+        elif status.state == "running" and self._writer.width is not None:
+            self._rewrite_progress(status, self._writer.width)
         elif status.state == "running":
             self._write_progress()
 
@@ -109,11 +133,23 @@ class TextView:
             self._write_end(status)
 
     def _write_end(self, status: Status) -> None:
+        self._writer.bottom_line("")
         for text in summary.notices(self._run.history):
             self._writer.line(f"{status.name}: {text}")
-        self._writer.line(end_text(status, self._run.history))
+        columns = self._writer.width
+        end = end_parts(status, self._run.history, curve=columns is not None)
+        self._writer.line(" · ".join(end) if columns is None else terminal.fitted(end, columns))
         if status.remark:
             self._writer.line(f"{status.name}: {status.remark}")
+
+    def _rewrite_progress(self, status: Status, columns: int) -> None:
+        if any(rank.debugger for rank in status.ranks):
+            self._writer.bottom_line("")  # the debugger's prompt is there
+        elif self._clock() - self._last_line_at >= _REWRITE_INTERVAL_S:
+            self._last_line_at = self._clock()
+            history = self._run.history
+            parts = [duration(status.seconds), *progress_text(history), *metrics_text(history, curve=True)]
+            self._writer.bottom_line(terminal.fitted([f"{status.name}: {parts[0]}", *parts[1:]], columns))
 
     def _write_progress(self) -> None:
         history = self._run.history
@@ -145,16 +181,23 @@ def _count_text(label: str, done: int, total: int | None) -> str:
 
 def end_text(status: Status, history: History) -> str:
     """``train: finished after 0:38 · 4 processes · nccl · 1 restart · loss 0.412``."""
+    return plain(" · ".join(end_parts(status, history)))
+
+
+def end_parts(status: Status, history: History, *, curve: bool = False) -> list[str]:
+    """The parts of :func:`end_text`. ``curve``: with a small curve of the first metric."""
     where = ranks.on_host(status, status.failed_rank)
     state = f"{status.name}: {status.state}{f' ({where})' if where else ''} after {duration(status.seconds)}"
     parts = [state, status.summary, restart_count(status)]
-    return plain(" · ".join([*filter(None, parts), *metrics_text(history)]))
+    return [*filter(None, parts), *metrics_text(history, curve=curve)]
 
 
-def metrics_text(history: History) -> list[str]:
-    """``["loss 0.412", "val/acc 0.97"]``, at most 8 metrics."""
+def metrics_text(history: History, *, curve: bool = False) -> list[str]:
+    """``["loss 0.412", "val/acc 0.97"]``, at most 8 metrics; with ``curve`` the first is ``"loss 0.412 ▇▅▃▂▁"``."""
     latest = history.latest()
     parts = [f"{name[:_NAME_CHARS]} {numbers.metric(latest[name])}" for name in list(latest)[:_MAX_METRICS]]
+    if curve and parts:
+        parts[0] = f"{parts[0]} {terminal.sparkline(history[next(iter(latest))].values)}".rstrip()
     return [*parts, f"… and {len(latest) - _MAX_METRICS:,} more"] if len(latest) > _MAX_METRICS else parts
 
 
