@@ -43,8 +43,12 @@ if __name__ == "__main__":
     from nbddp.forkserver import server as forkserver
 
     forkserver.warm()  # before torch is imported here, so that both processes import it at the same time
+    from nbddp.agent.dns import DnsCheck
+
+    dns = DnsCheck()
     from nbddp.agent.control import serve
 
+    dns.finish()
     serve(*pipe_ends)
     sys.stderr.flush()
     os._exit(0)  # the remaining threads hold nothing that matters

@@ -78,19 +78,16 @@ def listen(address: str, world_size: int) -> socket.socket:
 
 def host_store(listener: socket.socket, world_size: int) -> TCPStore:
     """Return a ``TCPStore`` on that socket; the store closes the socket, also if it fails. Raises DistError."""
-    with listener:
-        address, port = listener.getsockname()
-        store = TCPStore(
-            address,
-            port,
-            world_size,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.fileno(),
-            timeout=_OPEN_TIMEOUT,
-        )
-        listener.detach()
-    return store
+    address, port = listener.getsockname()
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=_OPEN_TIMEOUT,
+    )
 
 
 class _BackgroundStore:

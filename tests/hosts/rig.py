@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -318,6 +318,19 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
         """Let these hosts reach this process and not each other, as a firewall between machines does; or ``"off"``."""
         for name in names:
             _ip(self._switch, "link", "set", name, "type", "bridge_slave", "isolated", state)
+
+    @contextlib.contextmanager
+    def dead_dns(self) -> Iterator[None]:
+        """Give all hosts a DNS server that never answers."""
+        files = {"resolv.conf": f"nameserver {self._net}.100\n", "nsswitch.conf": "hosts: files dns\n"}
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent, contextlib.ExitStack() as stack:
+            silent.bind((f"{self._net}.100", 53))
+            for name, text in files.items():
+                (self.folder / name).write_text(text)
+                for host in self.hosts.values():
+                    host.run("mount", "--bind", str(self.folder / name), f"/etc/{name}")
+                    stack.callback(host.run, "umount", f"/etc/{name}")
+            yield
 
     def passed(self, name: str) -> tuple[int, int]:
         """Bytes that have gone through a host's cable so far: to it, and from it."""

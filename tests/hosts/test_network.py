@@ -15,7 +15,7 @@ import pytest
 import nbddp
 from tests.hosts.rig import Rig
 from tests.hosts.test_bad_input import preloading
-from tests.hosts.test_lost import begin
+from tests.hosts.test_lost import Login, begin
 from tests.support import Cells, listening_ports, run
 
 pytestmark = pytest.mark.slow
@@ -262,3 +262,10 @@ def test_the_agent_unpickles_nothing_but_the_words_of_its_own_ranks(
     first, *more = (tmp_path / "unpickled").read_text().splitlines()
     assert first == "posix getpid", "the watch itself"
     assert {line.split()[0] for line in more} == {"nbddp.wire"}, "the words of its own ranks"
+
+
+def test_a_dns_server_that_does_not_answer_keeps_no_run_from_starting(cell: Cells, cluster: Login, rig: Rig) -> None:
+    names = cell("import nbddp, os\ndef train(): return nbddp.world_size(), os.environ.get('RES_OPTIONS')")
+    with rig.dead_dns():
+        assert run(names.train, hosts=cluster()).values == [(4, "timeout:1 attempts:1")] * 4
+    assert run(names.train, hosts=cluster()).values == [(4, None)] * 4
