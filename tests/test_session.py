@@ -237,7 +237,7 @@ def test_options_of_the_session_are_refused_by_a_call(session: nbddp.Session, op
         quiet(session, total, **option)
 
 
-@pytest.mark.parametrize("option", [{"hosts": ["a"]}, {"max_restarts": 1}, {"timeout": 3}])
+@pytest.mark.parametrize("option", [{"min_hosts": 1}, {"max_restarts": 1}, {"timeout": 3}])
 def test_options_of_a_call_or_of_hosts_are_refused_by_the_session(option: dict[str, Any]) -> None:
     with pytest.raises(nbddp.LaunchError, match=f"session\\({next(iter(option))}=...\\)"):
         nbddp.session(nprocs=1, device="cpu", **option)

@@ -7,12 +7,14 @@ come from the same fork server, by the same ``worker.entry``, as on one machine.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import queue
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed.elastic.agent.server.api as elastic
@@ -26,6 +28,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from nbddp import folders, wire
+from nbddp.agent.calls import KINDS, Calls
 from nbddp.agent.pipe import ControlPipe
 from nbddp.agent.rendezvous import KernelRendezvous, RoundEnded
 from nbddp.agent.reporter import Reporter
@@ -77,6 +80,7 @@ class Agent(SimpleElasticAgent):
         self._open: contextlib.ExitStack | None = None
         self._crew: LocalCrew | None = None
         self._reporter: Reporter | None = None
+        self._calls: Calls | None = None
         self._more_to_report = False
 
     @functools.cached_property
@@ -124,9 +128,12 @@ class Agent(SimpleElasticAgent):
         except (LaunchError, OSError) as error:
             self._pipe.send({"kind": "cannot start", "why": str(error)})
             return {}
+        self._report_start(workers)
+        return {local_rank: worker.pid for local_rank, worker in enumerate(workers)}
+
+    def _report_start(self, workers: Sequence[LocalRank]) -> None:
         pids = {worker.rank: worker.pid for worker in workers}
         self._pipe.send({"kind": "started", "pids": pids, "cwd": self._places[0], "python": sys.executable})
-        return {local_rank: worker.pid for local_rank, worker in enumerate(workers)}
 
     def _start_crew(self, worker_group: WorkerGroup, stack: contextlib.ExitStack) -> list[LocalRank]:
         outputs = []
@@ -140,6 +147,8 @@ class Agent(SimpleElasticAgent):
         jobs = [self._job(worker, temp_dir) for worker in worker_group.workers]
         crew = self._crew = LocalCrew(method, self._rendezvous_handler.round["keep_children"])
         reporter = self._reporter = Reporter(crew, self._pipe, LocalGauges(self._order["device"], jobs[0].environ))
+        self._calls = Calls(crew, reporter, lambda *which: self._job_again(worker_group, temp_dir, *which))
+        stack.callback(self._calls.close)
         stack.callback(crew.close)
         stack.callback(reporter.report_all)
         stack.enter_context(crew)
@@ -182,6 +191,13 @@ class Agent(SimpleElasticAgent):
 
     # ------------------------------------------------------------------ the ranks' jobs
 
+    def _job_again(
+        self, group: WorkerGroup, temp_dir: str, local_rank: int, number: int, payload_nbytes: int
+    ) -> wire.Job:
+        """Return the job of a rank of a session that is started again, in the process group of this number."""
+        job = self._job(group.workers[local_rank], temp_dir)
+        return dataclasses.replace(job, group=number, payload_nbytes=payload_nbytes)
+
     def _job(self, worker: elastic.Worker, temp_dir: str) -> wire.Job:
         order, this_round = self._order, self._rendezvous_handler.round
         group_rank, group_size = this_round["group_rank"], this_round["group_size"]
@@ -218,13 +234,14 @@ class Agent(SimpleElasticAgent):
             cwd=self._places[0],
             temp_dir=temp_dir,
             argv=order["argv"],
-            payload_nbytes=order["payload_nbytes"],
+            payload_nbytes=this_round["payload_nbytes"],
             pass_rank=False,
             restart_count=count,
             attended=order["attended"],
             post_mortem=order["post_mortem"],
             lost_snapshots=tuple((path, host, step) for path, host, step in this_round["lost_snapshots"]),
             listen=order["listen"],
+            stays=order["stays"],
         )
 
     # ------------------------------------------------------------------ orders
@@ -244,11 +261,23 @@ class Agent(SimpleElasticAgent):
                     crew.interrupt()
                 elif order["kind"] == "leave":
                     crew.dismiss_reported()
+                elif order["kind"] in KINDS:
+                    self._carry_out_call(crew, order)
                 elif order["kind"] in _DEBUGGER:
                     _tell_debugger(crew, order)
                 elif order["kind"] == "stacks":
                     dumps = crew.stacks(order["within_s"])
                     self._pipe.send_first({"kind": "stacks", "ask": order["ask"], "dumps": dumps})
+
+    def _carry_out_call(self, crew: LocalCrew, order: Header) -> None:
+        """Carry out an order of a session."""
+        assert self._calls is not None
+        try:
+            self._calls.carry_out(order, self._pipe.block, self._pipe.send_first)
+        except (LaunchError, OSError) as error:
+            self._pipe.send({"kind": "cannot start", "why": str(error)})
+        if order.get("again"):
+            self._report_start(crew.workers)
 
 
 _DEBUGGER: dict[str, Any] = {"look": wire.Look(), "hold timeouts": wire.HoldTimeouts(), "answer": None}

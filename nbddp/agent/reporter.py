@@ -17,6 +17,7 @@ _POLL_S = 0.05
 _MAX_BACKLOG = 16 << 20  # bytes that the notebook kernel has not read; beyond this, metrics wait in the ranks' pipes
 _READ_BYTES = 256 << 10
 _LAST_BYTES = 64 << 10  # of each rank's output, when the round is over
+_PIPES_OF_METRICS = 8  # reads after which a pipe of 1 MB is empty, unless a thread goes on to log
 _LEFT_OUT = b"\n[output was left out here: it was not sent before the run ended]\n"
 _INFINITE_BYTES = float("inf")
 _SAID = {wire.Asks: "asks", wire.GoesOn: "goes on"}  # by the debugger of a rank
@@ -42,6 +43,18 @@ class Reporter:
         """Report everything that the ranks wrote before they ended."""
         while self.report():
             pass
+
+    def begin_call(self, rank: int) -> None:
+        """Report the next call of a session's rank from its beginning."""
+        self._reported[rank] = _Reported()
+        self._send_results = True
+
+    def report_call(self) -> None:
+        """Report what the ranks have written in a call that is over; a thread of theirs may go on to print for ever."""
+        sizes = {worker.rank: os.fstat(worker.output.fileno()).st_size for worker in self._crew.workers}
+        left = _PIPES_OF_METRICS
+        while self.report() and left:
+            left -= all(self._reported[rank].output_nbytes >= size for rank, size in sizes.items())
 
     def drop_results(self) -> None:
         """Send no more results: the notebook kernel does not read them, and other reports would wait behind them."""
@@ -88,6 +101,9 @@ class Reporter:
         while worker.said:
             said = worker.said.popleft()
             self._pipe.send_first({"kind": _SAID[type(said)], "rank": rank, **vars(said)})
+        if worker.regrouped is not None:
+            self._pipe.send_first({"kind": "regrouped", "rank": rank, **vars(worker.regrouped)})
+            worker.regrouped = None
         metrics = worker.read_metrics()
         if metrics:
             self._pipe.send_first({"kind": "metrics", "rank": rank}, metrics)

@@ -30,7 +30,6 @@ from nbddp.kernel.plan import Plan
 from nbddp.kernel.run import R, Run
 from nbddp.kernel.runner import run
 from nbddp.latch import start_thread, uninterrupted
-from nbddp.payload import Packed
 
 HEARTBEAT_S = 15.0
 SLURM = "slurm"
@@ -167,7 +166,7 @@ class Cluster:
         suspected = [host.check_heartbeat() for host in self._all]  # a list, so that all are checked
         return any(suspected)
 
-    def run_order(self, plan: Plan, packed: Packed, host: Host) -> Header:
+    def run_order(self, plan: Plan, host: Host) -> Header:
         """Return the order that begins a run on a host; it is the same for all rounds."""
         return {
             "kind": "run",
@@ -187,7 +186,7 @@ class Cluster:
             "cwd": (plan.cwd, folders.identity(plan.cwd)),
             "argv": plan.argv,
             "max_restarts": plan.max_restarts,
-            "payload_nbytes": packed.nbytes,
+            "stays": plan.stays,
         }
 
     def reserve(self, name: str) -> None:

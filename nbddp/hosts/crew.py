@@ -96,13 +96,17 @@ class RemoteCrew(CrewBase):
         asked_at = time.monotonic()
         while waiting := self._not_ended():
             self.watch(_END_POLL_S)
-            for host in waiting:
-                if host.silent_s(asked_at) > max(_END_SILENCE_S, 2 * host.beat_s):
-                    host.give_up(f"it sent nothing for {host.silent_s(asked_at):.0f} s when it was to end its ranks")
-                elif time.monotonic() - asked_at > _END_TIMEOUT_S:
-                    host.give_up(f"it did not end its ranks within {_END_TIMEOUT_S:.0f} s")
+            self.give_up_silent(waiting, asked_at, "when it was to end its ranks")
         for host in self._hosts:
             host.listener = None
+
+    def give_up_silent(self, waiting: Sequence[Host], asked_at: float, when: str) -> None:
+        """Give up the hosts that do not answer what they were asked at this monotonic time, and send nothing else."""
+        for host in waiting:
+            if host.silent_s(asked_at) > max(_END_SILENCE_S, 2 * host.beat_s):
+                host.give_up(f"it sent nothing for {host.silent_s(asked_at):.0f} s {when}")
+            elif time.monotonic() - asked_at > _END_TIMEOUT_S:
+                host.give_up(f"it did not answer within {_END_TIMEOUT_S:.0f} s {when}")
 
     def _cancel_payload(self) -> None:
         """Stop sending the payload; the round never begins on a host that has not received all of it."""
@@ -149,14 +153,16 @@ class RemoteCrew(CrewBase):
             host.listener = self._receive
             if host.lost:  # before it had a listener
                 self._receive(host, {"kind": "lost"}, b"")
-            begin = self._round_order(group_rank, host, addresses, restart_count)
+            begin = self._round_order(group_rank, host, addresses, restart_count, packed)
             if host.has(packed):
                 host.send(begin)
             else:
-                host.send_payload(self._block, packed, [self._cluster.run_order(self._plan, packed, host), begin])
+                host.send_payload(self._block, packed, [self._cluster.run_order(self._plan, host), begin])
             self._begun.add(host.name)
 
-    def _round_order(self, group_rank: int, host: Host, addresses: Addresses, restart_count: int) -> Header:
+    def _round_order(
+        self, group_rank: int, host: Host, addresses: Addresses, restart_count: int, packed: Packed
+    ) -> Header:
         return {
             "kind": "round",
             "number": self._round,
@@ -170,6 +176,7 @@ class RemoteCrew(CrewBase):
             "restart_count": restart_count,
             "start_method": self._start_method,
             "keep_children": self._plan.keep_children,
+            "payload_nbytes": packed.nbytes,
             "lost_snapshots": [
                 (path, saved_on, step)
                 for path, (saved_on, step) in self._saved.items()

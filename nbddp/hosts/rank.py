@@ -30,9 +30,11 @@ class RemoteRank(RankBase):
         super().__init__(rank, output, host.name)
         self.pid = 0  # on its host
         self._host = host
+        self.regrouped: wire.Regrouped | None = None  # of a session's rank
         self._lock = threading.Lock()
         self._metrics = bytearray()
         self._result = payload.open_block(f"result-{rank}")
+        self._in_call = True  # False between the calls of a session
 
     def read_metrics(self) -> bytes:
         """Return the metric records that have arrived since the last call."""
@@ -50,26 +52,33 @@ class RemoteRank(RankBase):
         kind = header["kind"]
         if self.lost:
             return
-        if kind == "metrics":
+        if kind in ("metrics", "output", "result"):
             with self._lock:
-                self._metrics += body
-            self._logged += len(body)
-        elif kind == "output":
-            with contextlib.suppress(OSError):  # the disk is full: lost, as the rank's own writes would be
-                while body:
-                    body = body[os.write(self.output.fileno(), body) :]
-        elif kind == "result":
-            write_piece(self._result, body, header["at"], header["nbytes"])
+                if self._in_call:
+                    self._store(header, body)
         elif kind == "state":
             self.ready, self.called = header["ready"], header["called"]
         elif kind == "report":
             fields = {name: value for name, value in header.items() if name not in (*_ADDRESS, "type")}
             self.report = _REPORTS[header["type"]](**{**fields, "at": fields["at"] + offset_s})
+        elif kind == "regrouped":
+            self.regrouped = wire.Regrouped(tuple(header["void"]), header["models"], header["error"])
         elif kind in _SAID:
             self.said.append(_SAID[kind](**{name: value for name, value in header.items() if name not in _ADDRESS}))
         elif kind == "exit":
             self.orphaned, self.out_of_memory = header["orphaned"], header["out_of_memory"]
             self.exited_at, self.exitcode = header["at"] + offset_s, header["exitcode"]
+
+    def _store(self, header: Header, body: bytes) -> None:
+        if header["kind"] == "metrics":
+            self._metrics += body
+            self._logged += len(body)
+        elif header["kind"] == "result":
+            write_piece(self._result, body, header["at"], header["nbytes"])
+        else:
+            with contextlib.suppress(OSError):  # the disk is full: lost, as the rank's own writes would be
+                while body:
+                    body = body[os.write(self.output.fileno(), body) :]
 
     def answer(self, line: str | None) -> None:
         """Answer the debugger of the rank, which has asked; None: nobody can."""
@@ -86,4 +95,57 @@ class RemoteRank(RankBase):
 
     def close(self) -> None:
         """Close its file descriptors."""
-        os.close(self._result)
+        self.close_call()
+
+    # ------------------------------------------------------------------ of a session
+
+    def begin(self, output: RankOutput, *, is_new: bool) -> None:
+        """Begin the next call of a session; ``is_new``: in a new process, since the last one has ended."""
+        self.close_call()
+        if is_new:
+            super().__init__(self.rank, output, self.host)
+        with self._lock:
+            self._metrics.clear()
+            self._result, self._in_call = payload.open_block(f"result-{self.rank}"), True
+            self.output = output
+            self.called, self.report, self._logged = False, None, 0
+
+    def give_back(self) -> None:
+        """Report a call that never began."""
+        self.report = self.report or wire.Failed(0, time.monotonic(), "call", "KeyboardInterrupt")
+
+    def close_call(self) -> None:
+        """Close what belongs to a call that is over; what the rank prints from here on is lost."""
+        with self._lock:
+            if self._in_call:
+                self._in_call = False
+                os.close(self._result)
+
+    def free(self) -> None:
+        """Release the rank from a collective whose other ranks will not come."""
+        self._order("free")
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in its main thread."""
+        self._order("interrupt")
+
+    def dismiss(self) -> None:
+        """Let the rank exit."""
+        self._order("dismiss")
+
+    def kill(self) -> None:
+        """End the rank and its children at once."""
+        self._order("kill")
+
+    def end(self) -> None:
+        """Kill the rank if it lives."""
+        if self.alive:
+            self.kill()
+
+    def regroup(self, number: int) -> None:
+        """Have the rank join the process group of this number; ``regrouped`` is its answer."""
+        self.regrouped = None
+        self._order("regroup", number)
+
+    def _order(self, what: str, *arguments: int) -> None:
+        self._host.send({"kind": "rank", "rank": self.rank, "do": what, "arguments": arguments})

@@ -11,6 +11,7 @@ from nbddp import payload
 from nbddp.errors import HostLost, LaunchError
 from nbddp.hosts.cluster import Cluster, log_in
 from nbddp.hosts.crew import RemoteCrew, RemoteGauges
+from nbddp.hosts.staying import RemoteStayingCrew
 from nbddp.kernel.plan import Plan
 from nbddp.payload import Pickled
 
@@ -26,6 +27,7 @@ class RemoteSite:
         self._login = login  # closes a cluster that was made for this run
         self._block = -1
         self._saved: dict[str, tuple[str, int]] = {}
+        self._closed = False
         cluster.reserve(plan.name)
 
     def copy_data(self, pickled: Pickled, keep_going: Callable[[], bool]) -> None:
@@ -61,9 +63,39 @@ class RemoteSite:
         return False
 
     def close(self) -> None:
-        """End the run on the hosts, which then wait for the next run or are logged out."""
-        self._cluster.end_run()
-        self._login.close()
+        """End the run on the hosts, which then wait for the next run or are logged out; a second call has no effect."""
+        if not self._closed:
+            self._closed = True
+            self._cluster.end_run()
+            self._login.close()
+
+    def for_call(self) -> RemoteCallSite:
+        """Return where the next call of a session finds its data."""
+        return RemoteCallSite(self)
+
+    def staying_crew(self, start_method: str, block: int) -> RemoteStayingCrew:
+        """Return the crew of a session."""
+        return RemoteStayingCrew(self._plan, self._cluster, start_method, block, self.layout, self.gauges, {})
+
+
+class RemoteCallSite:
+    """Where one call of a session on several hosts finds its data, and nothing else of a site."""
+
+    def __init__(self, home: RemoteSite) -> None:
+        self.gauges = home.gauges
+        self.block = -1
+        self.transfers = home.transfers
+
+    def copy_data(self, pickled: Pickled, keep_going: Callable[[], bool]) -> None:
+        """Write the data into a block on this machine, from which it is sent."""
+        self.block = payload.open_block("call", pickled.packed.nbytes)
+        pickled.write(self.block, keep_going)
+
+    def close(self) -> None:
+        """Close the block."""
+        if self.block >= 0:
+            os.close(self.block)
+            self.block = -1
 
 
 def open_remote(

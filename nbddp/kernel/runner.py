@@ -12,7 +12,7 @@ from nbddp.kernel.options import RunOptions, takes_options
 from nbddp.kernel.plan import Call, Plan, checked_call, make_plan
 from nbddp.kernel.run import R, Run
 from nbddp.kernel.site import LocalSite
-from nbddp.launch.interface import Site
+from nbddp.launch.interface import Home, Site
 from nbddp.panel import choose
 from nbddp.payload import unpicklable
 from nbddp.sinks.choose import choose_sinks
@@ -94,16 +94,20 @@ def run(
     return launch(plan, site, call, options)
 
 
-def plan_run(name: str, options: RunOptions) -> tuple[Plan, Site]:
-    """Return a run's plan and the site of its ranks, after a login to its hosts, if any. Raises LaunchError."""
+def plan_run(name: str, options: RunOptions, **planned: Any) -> tuple[Plan, Home]:
+    """Return a run's plan and the site of its ranks, after a login to its hosts, if any; ``planned`` are its fields.
+
+    Raises:
+        LaunchError: the options cannot work, or a host cannot be used.
+    """
 
     def plan_for(devices: Mapping[str, Mapping[str, int]] | None) -> Plan:
-        return make_plan(name, options, devices=devices)
+        return dataclasses.replace(make_plan(name, options, devices=devices), **planned)
 
     if options["hosts"] is None:
         plan = plan_for(None)
         return plan, LocalSite(plan)
-    remote: tuple[Plan, Site] = doors.open_remote(options["hosts"], plan_for)
+    remote: tuple[Plan, Home] = doors.open_remote(options["hosts"], plan_for)
     return remote
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from nbddp import payload, versions, wire
 from nbddp.forkserver import server as forkserver
 from nbddp.kernel.plan import Plan
+from nbddp.launch.calls import begin_call
 from nbddp.launch.crew import LocalCrew
 from nbddp.launch.gauges import LocalGauges
 from nbddp.launch.output import RankOutput
@@ -28,7 +30,7 @@ class LocalSite:
         self.layout: list[tuple[str, int]] = []
         self._plan = plan
         self._open = contextlib.ExitStack()
-        self._block = -1
+        self.block = -1
 
     def copy_data(self, pickled: Pickled, keep_going: Callable[[], bool]) -> None:
         """Copy the data into a block that the ranks map."""
@@ -36,13 +38,13 @@ class LocalSite:
             thread.join()
             with contextlib.suppress(ValueError):  # another run has removed it
                 _closing.remove(thread)
-        self._block = payload.open_block(self._plan.name, pickled.packed.nbytes)
-        self._open.callback(_close_block, self._block)
-        pickled.write(self._block, keep_going)
+        self.block = payload.open_block(self._plan.name, pickled.packed.nbytes)
+        self._open.callback(_close_block, self.block)
+        pickled.write(self.block, keep_going)
 
     def new_crew(self, start_method: str) -> NotebookCrew:
         """Return a crew for one attempt."""
-        return NotebookCrew(self._plan, start_method, self._block)
+        return NotebookCrew(self._plan, start_method, self.block)
 
     def remember_snapshots(self, saved: Mapping[str, int]) -> None:
         """Do nothing: files on this machine cannot be lost with a host."""
@@ -63,6 +65,14 @@ class LocalSite:
         """Close the block that holds the data."""
         self._open.close()
         forkserver.reap()
+
+    def for_call(self) -> LocalSite:
+        """Return where the next call of a session finds its data."""
+        return LocalSite(self._plan)
+
+    def staying_crew(self, start_method: str, block: int) -> StayingCrew:
+        """Return the crew of a session."""
+        return StayingCrew(self._plan, start_method, block)
 
 
 def _close_block(block: int) -> None:
@@ -101,10 +111,6 @@ class NotebookCrew(LocalCrew):
         self._folder = self._resources.enter_context(forkserver.run_folder()) if by_server else ""
         jobs = self.jobs(packed.nbytes, restart_count)
         self.start(jobs, outputs, self._block, self._rendezvous.file, packed.inherited)
-
-    def replace_rank(self, job: wire.Job, output: RankOutput, block: int) -> None:
-        """Start a rank of a session in place of one that has ended. Raises LaunchError."""
-        self.replace(job, output, block, self._rendezvous.file)
 
     def __exit__(self, *exc_info: object) -> None:
         with self._resources:
@@ -146,3 +152,34 @@ class NotebookCrew(LocalCrew):
             )
             for rank in range(plan.nprocs)
         ]
+
+
+class StayingCrew(NotebookCrew):
+    """The ranks of a session on this machine; see ``launch.interface.StayingCrew``."""
+
+    returns_within_s = 1.0  # a sender of gloo's may wait on although its connection is closed; see group_sockets.py
+
+    def begin_call(
+        self,
+        call: wire.NextCall,
+        data: tuple[Packed, int],
+        outputs: Sequence[RankOutput],
+        ranks: Sequence[int],
+        again: Sequence[int],
+        group: int,
+    ) -> None:
+        """Begin a call on these ranks, and start those that have ended again. Raises LaunchError."""
+        packed, block = data
+        jobs = self.jobs(packed.nbytes)
+        for rank in again:
+            job = dataclasses.replace(jobs[rank], group=group)
+            self.replace(job, outputs[rank], block, self._rendezvous.file)
+        for worker in self.workers:
+            if worker.rank in ranks:
+                begin_call(worker, call, outputs[worker.rank], block)
+
+    def cancel_upload(self) -> None:
+        """Do nothing: the ranks map the payload."""
+
+    def end_call(self) -> None:
+        """Do nothing: what a rank has written is here at once."""

@@ -116,8 +116,8 @@ class LocalCrew(CrewBase):
     def replace(self, job: wire.Job, output: RankOutput, payload_fd: int, store_fd: int | None) -> None:
         """Start a rank of a session again, in place of one that has ended. Raises as :meth:`start`."""
         worker = self._start_rank(job, output, (payload_fd, store_fd), ())
-        self.workers[job.rank].close()
-        self.workers[job.rank] = worker
+        self.workers[job.local_rank].close()
+        self.workers[job.local_rank] = worker
         worker.send(dataclasses.replace(job, mark=self._mark))
 
     def _start_rank(

@@ -73,6 +73,38 @@ class Site(Protocol):
         """End the run here: free its data."""
 
 
+class Home(Site, Protocol):
+    """The machines on which the ranks of a session stay."""
+
+    def for_call(self) -> CallSite:
+        """Return where the next call finds its data."""
+
+    def staying_crew(self, start_method: str, block: int) -> StayingCrew:
+        """Return the session's crew; ``block`` is the first call's payload."""
+
+
+class CallSite(Protocol):
+    """Where one call of a session finds its data.
+
+    Attributes:
+        block: file descriptor of the block that holds them; -1 before :meth:`copy_data`.
+    """
+
+    block: int
+
+    @property
+    def gauges(self) -> Gauges: ...
+
+    def copy_data(self, pickled: Pickled, keep_going: Callable[[], bool]) -> None:
+        """Copy the data to where the ranks find them, as :meth:`Site.copy_data`."""
+
+    def transfers(self) -> str:
+        """Return which data take long on their way, as :meth:`Site.transfers`."""
+
+    def close(self) -> None:
+        """Free the data."""
+
+
 class Rank(Protocol):
     """One rank, as the kernel sees it: on this machine or on another host.
 
@@ -157,6 +189,37 @@ class RankBase:
         return printed, self._logged, self.ready, self.called, self.report is None, self.alive
 
 
+class StayingRank(Rank, Protocol):
+    """A rank of a session.
+
+    Attributes:
+        regrouped: its answer to :meth:`regroup`, or None.
+    """
+
+    regrouped: wire.Regrouped | None
+
+    def free(self) -> None:
+        """Release the rank from a collective whose other ranks will not come."""
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in its main thread."""
+
+    def regroup(self, number: int) -> None:
+        """Have the rank join the process group of this number; ``regrouped`` is its answer."""
+
+    def dismiss(self) -> None:
+        """Let the rank exit."""
+
+    def kill(self) -> None:
+        """End the rank and its children at once."""
+
+    def end(self) -> None:
+        """End what is left of the rank and its children."""
+
+    def close_call(self) -> None:
+        """Close what belongs to a call that is over."""
+
+
 class CrewBase:
     """The common part of all crews, on this machine or on several hosts."""
 
@@ -226,3 +289,41 @@ class Crew(Protocol):
 
     def disown(self) -> None:
         """In a process forked from the kernel: hold nothing of the ranks open."""
+
+
+class StayingCrew(Crew, Protocol):
+    """The ranks of a session, which take one call after the other.
+
+    Attributes:
+        returns_within_s: how long ranks that were asked to leave a call have time.
+    """
+
+    returns_within_s: float
+
+    @property
+    def workers(self) -> Sequence[StayingRank]: ...
+
+    def begin_call(
+        self,
+        call: wire.NextCall,
+        data: tuple[Packed, int],
+        outputs: Sequence[RankOutput],
+        ranks: Sequence[int],
+        again: Sequence[int],
+        group: int,
+    ) -> None:
+        """Begin a call.
+
+        Args:
+            data: the call's payload, and the file descriptor of its block.
+            outputs: of all ranks of the session.
+            ranks: on these, which have reported.
+            again: ranks that have ended, and are started again with this call.
+            group: the number of the process group that these join.
+        """
+
+    def cancel_upload(self) -> None:
+        """Send no more of the payload: where not all of it has arrived, the call does not begin."""
+
+    def end_call(self) -> None:
+        """Wait until all that the ranks have printed and logged in this call has arrived."""

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import os
+import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nbddp import fds, payload, wire
+from nbddp import wire
 from nbddp.kernel import failure
 from nbddp.kernel.plan import Plan
-from nbddp.kernel.site import LocalSite, NotebookCrew
-from nbddp.launch.interface import CrewBase
+from nbddp.launch.interface import CrewBase, Gauges, Home, StayingCrew, StayingRank
 from nbddp.launch.output import RankOutput
-from nbddp.launch.rank import LocalRank
 from nbddp.payload import Packed, Pickled
 from nbddp.payload.known import Known
 from nbddp.text import ranks_text
 
-_RELEASED_WITHIN_S = 1.0  # a sender of gloo's may wait on although its connection is closed; see group_sockets.py
 _RELEASE_AGAIN_S = 0.1
 _REGROUPED_WITHIN_S = 10.0
 _POLL_S = 0.02
 _ALL_WAIT_S = 0.03  # after a failure, until the other ranks wait for the failed one; see worker/group_sockets.py
+_FREE, _INTERRUPT = operator.methodcaller("free"), operator.methodcaller("interrupt")
 
 
 class Ranks:
     """The ranks of one session, which take one call at a time.
 
     Attributes:
+        home: this machine, or the hosts of the session.
         sent: the notebook's variables that the ranks have.
         lost: ranks that have ended, each with the reason.
         in_call: the name of the call that goes on; "" if there is none.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, home: Home) -> None:
         self.plan = plan
+        self.home = home
         self.sent = Known()
         self.lost: dict[int, str] = {}
         self._findings: list[str] = []
-        self.crew: NotebookCrew | None = None
+        self.crew: StayingCrew | None = None
         self.in_call = ""
         self._group = 0
         self._by_value: list[Any] = []  # functions and classes that the ranks have got, by number
@@ -49,7 +47,7 @@ class Ranks:
         self._numbers_of_call: tuple[int, ...] = ()
 
     @property
-    def workers(self) -> list[LocalRank]:
+    def workers(self) -> Sequence[StayingRank]:
         return self.crew.workers if self.crew is not None else []
 
     def number(self, packed: Packed) -> None:
@@ -81,24 +79,22 @@ class Ranks:
             LaunchError: a process could not be started.
         """
         if self.crew is None:
-            self.crew = NotebookCrew(self.plan, start_method, block)
+            self.crew = self.home.staying_crew(start_method, block)
             return self.crew.launch(packed, outputs, 0)
         survivors = [worker for worker in self.workers_of(only) if worker.rank not in self.lost]
+        again: list[int] = []
         if self.lost and only is None:
             self._group += 1
             for worker in survivors:
                 worker.regroup(self._group)
-            jobs = self.crew.jobs(packed.nbytes)
-            for rank in sorted(self.lost):
-                self.crew.replace_rank(dataclasses.replace(jobs[rank], group=self._group), outputs[rank], block)
+            again = sorted(self.lost)
             self.lost.clear()
             self.sent = Known()
         call = wire.NextCall(plan.name, packed.nbytes, self._numbers_of_call, plan.attended, plan.post_mortem)
-        for worker in survivors:
-            _begin(worker, call, outputs[worker.rank], block)
-        return None
+        ranks = [worker.rank for worker in survivors]
+        return self.crew.begin_call(call, (packed, block), outputs, ranks, again, self._group)
 
-    def workers_of(self, only: Sequence[int] | None) -> list[LocalRank]:
+    def workers_of(self, only: Sequence[int] | None) -> list[StayingRank]:
         """Return these ranks; None: all."""
         return [worker for worker in self.workers if only is None or worker.rank in only]
 
@@ -118,10 +114,12 @@ class Ranks:
             if self.plan.backend is not None and not all(report.in_group for report in finished):
                 self._regroup()  # the call has destroyed the group, as the last line of many programs does
             return self._findings
-        self._release_all(workers, time.monotonic() if released_by is None else released_by)
+        assert self.crew is not None
+        within_s = self.crew.returns_within_s
+        self._release_all(workers, (time.monotonic() if released_by is None else released_by) + within_s)
         for worker in workers:
             if worker.alive and worker.report is None:
-                self.lost[worker.rank] = "it did not come back from the call within 1 s, and was ended"
+                self.lost[worker.rank] = f"it did not come back from the call within {within_s:.0f} s, and was ended"
                 worker.kill()
         if not all(worker.ready for worker in self.workers) or len(self.workers) < self.plan.nprocs:
             self.end()
@@ -131,11 +129,11 @@ class Ranks:
             self._regroup()
         return [*(f"rank {rank} is lost: {why}" for rank, why in self.lost.items()), *self._findings]
 
-    def _release_all(self, workers: Sequence[LocalRank], since: float) -> None:
+    def _release_all(self, workers: Sequence[StayingRank], deadline: float) -> None:
         again_at = 0.0
         while pending := [worker for worker in workers if worker.alive and worker.report is None]:
             now = time.monotonic()
-            if now >= since + _RELEASED_WITHIN_S:
+            if now >= deadline:
                 return
             if now >= again_at:
                 again_at = now + _RELEASE_AGAIN_S
@@ -158,7 +156,7 @@ class Ranks:
     def _find_lost(self) -> None:
         for worker in self.workers:
             if self.lost.get(worker.rank) is None and not worker.alive:
-                self.lost[worker.rank] = f"it ended with exit code {worker.exitcode}"
+                self.lost[worker.rank] = worker.lost or f"it ended with exit code {worker.exitcode}"
             if worker.rank in self.lost:
                 worker.end()
 
@@ -198,7 +196,14 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         while any(worker.alive for worker in self.workers) and time.monotonic() < deadline:
             self.watch(_POLL_S)
-        self.end()
+        self.leave()
+
+    def leave(self) -> None:
+        """End all processes, and log out of hosts that the session has logged in to."""
+        try:
+            self.end()
+        finally:
+            self.home.close()
 
     def end(self) -> None:
         """End all processes at once, and everything that belongs to them."""
@@ -216,22 +221,8 @@ class Ranks:
             self.crew.disown()
 
 
-def _begin(worker: LocalRank, call: wire.NextCall, output: RankOutput, block: int) -> None:
-    with contextlib.ExitStack() as workers_ends, contextlib.ExitStack() as unless_begun:
-        metrics_r, metrics_w = os.pipe()
-        unless_begun.callback(os.close, metrics_r)
-        workers_ends.callback(os.close, metrics_w)
-        fds.widen(metrics_w)
-        os.set_blocking(metrics_r, False)
-        result = payload.open_block(f"result-{worker.rank}")
-        unless_begun.callback(os.close, result)
-        fds_here = {"metrics": metrics_r, "result": result}
-        worker.begin(call, output, fds_here, (metrics_w, output.fileno(), block, result))
-        unless_begun.pop_all()
-
-
-class SessionSite(LocalSite):
-    """Where one call of a session finds its ranks; see ``launch.interface.Site``."""
+class SessionSite:
+    """Where one call of a session finds its data and its ranks; see ``launch.interface.Site``."""
 
     def __init__(self, plan: Plan, ranks: Ranks, only: Sequence[int] | None, owner: object) -> None:
         """
@@ -239,24 +230,37 @@ class SessionSite(LocalSite):
             only: the ranks that take the call; None: all.
             owner: lives as long as the call.
         """
-        super().__init__(plan)
+        self._data = ranks.home.for_call()
+        self.layout = ranks.home.layout
+        self._plan = plan
         self._ranks = ranks
         self._only = only
         self._owner = owner
         ranks.in_call = plan.name
 
-    def copy_data(self, pickled: Pickled, keep_going: Any) -> None:
-        """Copy the data into a block that the ranks map."""
-        self._ranks.number(pickled.packed)
-        super().copy_data(pickled, keep_going)
+    @property
+    def gauges(self) -> Gauges:
+        return self._data.gauges
 
-    def new_crew(self, start_method: str) -> CallCrew:  # type: ignore[override]
+    def copy_data(self, pickled: Pickled, keep_going: Callable[[], bool]) -> None:
+        """Copy the data into a block for the ranks."""
+        self._ranks.number(pickled.packed)
+        self._data.copy_data(pickled, keep_going)
+
+    def new_crew(self, start_method: str) -> CallCrew:
         """Return the session's ranks, for this call."""
-        return CallCrew(self._ranks, self._plan, self._block, start_method, self._only)
+        return CallCrew(self._ranks, self._plan, self._data.block, start_method, self._only)
+
+    def remember_snapshots(self, saved: Mapping[str, int]) -> None:
+        """Do nothing: a session starts no rank again by itself."""
+
+    def transfers(self) -> str:
+        """Return which data take long on their way to or from a host, in words; "" for none."""
+        return self._data.transfers()
 
     def close(self) -> None:
         """Free the call's data; the session can take the next call."""
-        super().close()
+        self._data.close()
         self._ranks.in_call = ""
 
     def can_restart(self) -> bool:
@@ -274,13 +278,13 @@ class CallCrew(CrewBase):
         self._block = block
         self._start_method = start_method
         self._asked = False  # the ranks have been asked to leave the call
-        self._steps: list[tuple[float, Callable[[LocalRank], None]]] = []  # to take at these times
+        self._steps: list[tuple[float, Callable[[StayingRank], None]]] = []  # to take at these times
         self._released_by: float | None = None
         self._begun = False
         self._outputs: Sequence[RankOutput] = ()
 
     @property
-    def workers(self) -> Sequence[LocalRank]:  # type: ignore[override]
+    def workers(self) -> Sequence[StayingRank]:  # type: ignore[override]
         return self._ranks.workers_of(self._only)
 
     @property
@@ -293,7 +297,10 @@ class CallCrew(CrewBase):
 
     def __exit__(self, *exc_info: object) -> None:
         if self._begun:
-            for line in self._ranks.settle(self._released_by, self._only):
+            lines = self._ranks.settle(self._released_by, self._only)
+            if self._ranks.crew is not None:
+                self._ranks.crew.end_call()
+            for line in lines:
                 self._outputs[0].note(line)
 
     def launch(self, packed: Packed, outputs: Sequence[RankOutput], restart_count: int) -> None:
@@ -313,7 +320,7 @@ class CallCrew(CrewBase):
         self._ranks.watch(max(0.0, min([timeout_s, *left])))
         if not self._asked and self._has_failed_by_itself():
             # First those that wait for the failed rank; an interrupt could hit the end of a ``with`` in torch's code.
-            self._have_them_leave([(_ALL_WAIT_S, LocalRank.free), (2 * _ALL_WAIT_S, LocalRank.interrupt)])
+            self._have_them_leave([(_ALL_WAIT_S, _FREE), (2 * _ALL_WAIT_S, _INTERRUPT)])
         self._take_due_steps()
 
     def _has_failed_by_itself(self) -> bool:
@@ -324,13 +331,15 @@ class CallCrew(CrewBase):
         """Raise KeyboardInterrupt in every rank that is in the call, also where it waits for other ranks."""
         if not self._asked:
             # Again and again: torch may spend 5 s on a DataLoader's worker while it handles the first interrupt.
-            later = [(seconds, LocalRank.interrupt) for seconds in (1.0, 2.0, 3.0)]
-            self._have_them_leave([(0.0, LocalRank.interrupt), (_ALL_WAIT_S, LocalRank.free), *later])
+            later = [(seconds, _INTERRUPT) for seconds in (1.0, 2.0, 3.0)]
+            self._have_them_leave([(0.0, _INTERRUPT), (_ALL_WAIT_S, _FREE), *later])
             self._take_due_steps()
 
-    def _have_them_leave(self, steps: Sequence[tuple[float, Callable[[LocalRank], None]]]) -> None:
+    def _have_them_leave(self, steps: Sequence[tuple[float, Callable[[StayingRank], None]]]) -> None:
         now = time.monotonic()
         self._asked = True
+        if self._ranks.crew is not None:
+            self._ranks.crew.cancel_upload()
         self._steps = [(now + delay, step) for delay, step in steps]
         self._released_by = now + 2 * _ALL_WAIT_S
 

@@ -15,6 +15,7 @@ from nbddp.kernel.plan import Call, Plan, check_numbers, checked_call, has_post_
 from nbddp.kernel.run import R, Run
 from nbddp.kernel.runner import launch
 from nbddp.latch import uninterrupted
+from nbddp.launch.interface import Home
 from nbddp.payload.known import Known
 from nbddp.sessions.names import Names
 from nbddp.sessions.ranks import Ranks, SessionSite
@@ -43,13 +44,13 @@ class Session:
     ``s["x"] = value`` sets a name on all ranks, ``s["x"]`` is rank 0's value, with tensors on the CPU.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = dataclasses.replace(plan, stays=True, max_restarts=0, attended=False)
-        self._ranks = Ranks(self._plan)
+    def __init__(self, plan: Plan, home: Home) -> None:
+        self._plan = plan
+        self._ranks = Ranks(self._plan, home)
         self._cells = 0
         self._closed = False
         self._latest: Run[Any] | None = None
-        self._end = weakref.finalize(self, self._ranks.end)  # at the kernel's exit, or when no variable holds it
+        self._end = weakref.finalize(self, self._ranks.leave)  # at the kernel's exit, or when no variable holds it
         _open.add(self)
 
     # ------------------------------------------------------------------ calls
@@ -164,8 +165,9 @@ class Session:
 
     @property
     def summary(self) -> str:
-        """``4 ranks · gloo``."""
-        return f"{self.nprocs} ranks · {self._plan.backend or self._plan.device}"
+        """``4 ranks · gloo``, ``4 ranks on 2 hosts · gloo``."""
+        hosts = f" on {len(self._plan.shares)} hosts" if self._plan.shares else ""
+        return f"{self.nprocs} ranks{hosts} · {self._plan.backend or self._plan.device}"
 
     def _summary_of(self, ranks: Sequence[int] | None) -> str:
         if ranks is None:
@@ -262,6 +264,8 @@ class Session:
             raise LaunchError(f"{self._ranks.in_call} is still running in this session; stop() it first")
         self._ranks.find_lost()
         left = self._left()
+        if host := next((worker.lost for worker in self._ranks.workers if worker.lost), ""):
+            raise LaunchError(f"{host}. Its ranks cannot be started again: close() this session, and open another one")
         if not self._ranks.lost or not left:
             self._ranks.end()
         self.open()
@@ -276,6 +280,7 @@ class Session:
                 self._latest.stop(0)
             self._closed = True
             uninterrupted(functools.partial(self._ranks.dismiss, _LEAVE_S), "nbddp-close")
+            self._end.detach()
 
     def __enter__(self) -> Session:
         return self
