@@ -31,15 +31,11 @@ class ViewableRun:
 
     def summary(self) -> str:
         """``4 processes · nccl · 2 hosts``; ``2 processes · gloo · 1 of 2 hosts · gpu2 lost``."""
-        if self._plan.summary:
-            return self._plan.summary
         ranks = len(self._site.layout) or self._plan.nprocs
-        processes = f"{ranks} process{'es' * (ranks != 1)}"
+        processes = f"{ranks} process{'es' * (ranks != 1)} · {self._plan.backend or self._plan.device}{self._hosts()}"
         goes_on = self._state.phase in ("starting", "running")
         now = [self._site.missing(), self._site.transfers()] if goes_on else []
-        return " · ".join(
-            [f"{processes} · {self._plan.backend or self._plan.device}{self._hosts()}", *filter(None, now)]
-        )
+        return " · ".join([self._plan.summary or processes, *filter(None, now)])
 
     def _hosts(self) -> str:
         planned, there = len(self._plan.shares), len({host for host, _ in self._site.layout})

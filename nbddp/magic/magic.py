@@ -227,12 +227,15 @@ class DdpMagics(Magics):
 
     def _with_defaults(self, options: dict[str, Any]) -> RunOptions:
         """Return options and defaults, where names in ``--hosts`` and ``--to`` have become the variables' values."""
-        whole = self._with_variables({**self._defaults, **options})
-        hosts = whole.get("hosts")
-        if isinstance(hosts, str) and hosts != SLURM:
-            known = self._shell.user_ns.get(hosts)
-            whole["hosts"] = known if isinstance(known, Cluster) else [hosts]
-        return cast(RunOptions, whole)
+        return cast(RunOptions, self._with_hosts(self._with_variables({**self._defaults, **options})))
+
+    def _with_hosts(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options, where the name of a variable in ``--hosts`` has become its cluster."""
+        hosts = options.get("hosts")
+        if not isinstance(hosts, str) or hosts == SLURM:
+            return options
+        known = self._shell.user_ns.get(hosts)
+        return {**options, "hosts": known if isinstance(known, Cluster) else [hosts]}
 
     def _with_variables(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options, where the names of variables in ``--to`` have become their values."""
@@ -327,7 +330,8 @@ class DdpMagics(Magics):
             raise UsageError(f"a session is open: {self._session}. %ddp close ends it")
         names = {action.dest for action in OPEN_PARSER._actions}
         defaults = {name: value for name, value in self._defaults.items() if name in names}
-        self._session = opening.session(**{**defaults, **_given(OPEN_PARSER.parse_args(words))})
+        options = self._with_hosts({**defaults, **_given(OPEN_PARSER.parse_args(words))})
+        self._session = opening.session(**cast(RunOptions, options))
         print(f"session · {self._session.summary}")
 
     def _close(self, _: list[str]) -> None:

@@ -84,7 +84,7 @@ def _parser(command: str, options: Iterable[Any]) -> MagicArgumentParser:
 
 
 DEFAULTS_PARSER = _parser("%ddp", RUN_OPTIONS)
-_NOT_OF_A_SESSION = ("--max-restarts", "--stall-after", "--stop-on-nan", "--timeout", "--hosts", "--min-hosts", "--to")
+_NOT_OF_A_SESSION = ("--max-restarts", "--stall-after", "--stop-on-nan", "--timeout", "--min-hosts", "--to")
 SESSION_OPTIONS = [option for option in RUN_OPTIONS if option.args[-1] not in _NOT_OF_A_SESSION]
 OPEN_PARSER = _parser("%ddp open", SESSION_OPTIONS)
 SCRIPT_PARSER = _parser("%ddp run", [*RUN_OPTIONS, *OUTPUT_OPTIONS])

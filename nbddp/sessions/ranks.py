@@ -254,6 +254,10 @@ class SessionSite:
     def remember_snapshots(self, saved: Mapping[str, int]) -> None:
         """Do nothing: a session starts no rank again by itself."""
 
+    def missing(self) -> str:
+        """Return "": a lost host ends the call."""
+        return ""
+
     def transfers(self) -> str:
         """Return which data take long on their way to or from a host, in words; "" for none."""
         return self._data.transfers()
@@ -354,6 +358,10 @@ class CallCrew(CrewBase):
         """End a :meth:`watch` under way in another thread."""
         if self._ranks.crew is not None:
             self._ranks.crew.wake()
+
+    def hosts_back(self) -> list[str]:
+        """Return []: a session does not grow."""
+        return []
 
     def dismiss_reported(self) -> None:
         """Do nothing: the ranks stay."""

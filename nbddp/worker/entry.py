@@ -265,7 +265,7 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
-    process_group.remember_stores(job.store_host, job.store_port, store_file)
+    process_group.remember_stores(job, store_file)
     if job.stays:
         group_sockets.remember_new_groups()
         regroup.remember_models()

@@ -49,11 +49,7 @@ def open_group(
     timeout = datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None
     options: dict[str, Any] = {}
     if prefix:
-        store: Store
-        if file is not None:
-            store = _file_store(file, world_size)
-        else:  # the store exists before any rank, so no rank waits for the others to connect
-            store = TCPStore(*address, world_size, is_master=False, wait_for_workers=False)
+        store = _file_store(file, world_size) if file is not None else _tcp_store(address, world_size)
         if timeout is not None:
             store.set_timeout(timeout)
         options["store"] = PrefixStore(prefix, store)
@@ -122,16 +118,21 @@ def _require_threads() -> None:
         time.sleep(0)
 
 
-def _options_for_file_store(asked: dict[str, Any]) -> dict[str, Any]:
-    """Options that make ``init_process_group`` use the run's file store; empty without a file or a known rank."""
+def _options_for_our_store(asked: dict[str, Any]) -> dict[str, Any]:
+    """Options that make ``init_process_group`` use our store; empty if torch finds it as it finds torchrun's.
+
+    That is so on other hosts, except in a session: what its first call opens and destroys leaves keys to the second.
+    """
     global _groups
     ranks = {name: asked.get(name, -1) for name in ("rank", "world_size")}
     ranks = {name: int(os.environ.get(name.upper(), -1)) if value == -1 else value for name, value in ranks.items()}
-    if _file is None or -1 in ranks.values():
+    if (_file is None and not _stays) or -1 in ranks.values():
         return {}
     _groups += 1
     # With a prefix for each group, so that a second group does not find the first one's keys.
-    store = PrefixStore(f"group {_groups}", _file_store(_file, ranks["world_size"]))
+    size = ranks["world_size"]
+    ours = _file_store(_file, size) if _file is not None else _tcp_store(_our_address, size)
+    store = PrefixStore(f"group {_groups}", ours)
     if asked.get("timeout") is not None:
         store.set_timeout(asked["timeout"])
     return {**ranks, "store": store}
@@ -140,6 +141,12 @@ def _options_for_file_store(asked: dict[str, Any]) -> dict[str, Any]:
 def _file_store(file: int, world_size: int) -> FileStore:
     # Each rank opens the file again, so that the store's lock separates the ranks; no other user can open it.
     return FileStore(f"/proc/self/fd/{file}", world_size)
+
+
+def _tcp_store(address: tuple[str, Any], world_size: int) -> Store:
+    # It exists before any rank, so no rank waits for the others to connect.
+    host, port = address
+    return TCPStore(host, int(port), world_size, is_master=False, wait_for_workers=False)
 
 
 def wrap_init_process_group() -> None:
@@ -159,7 +166,7 @@ def wrap_init_process_group() -> None:
             dist.destroy_process_group()
         _ready_made = None
         if _asks_for_our_store(init_method, kwargs.get("store", args[3] if len(args) > 3 else None)):
-            if not args and (options := _options_for_file_store(kwargs)):
+            if not args and (options := _options_for_our_store(kwargs)):
                 init_method, kwargs = None, kwargs | options
         else:
             # Otherwise torch's handlers wait forever for a store that they expect an agent to host.
@@ -231,7 +238,7 @@ def _wrap_process_start() -> None:
     def start(self: Any) -> None:
         before = {name: os.environ.get(name) for name in (AGENT_STORE, "MASTER_ADDR", "MASTER_PORT")}
         os.environ.pop(AGENT_STORE, None)
-        if _our_address is not None and before["MASTER_PORT"] == _our_address[1]:
+        if _our_address[1] and before["MASTER_PORT"] == _our_address[1]:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
         try:
             original(self)
@@ -254,14 +261,15 @@ def close_group() -> None:
         dist.destroy_process_group()
 
 
-def remember_stores(host: str, port: int, file: int | None) -> None:
-    """Remember the address of the notebook kernel's store, to recognise it, and the file that serves as a store."""
-    global _our_address, _file
-    _our_address, _file = (host, str(port)), file
+def remember_stores(job: wire.Job, file: int | None) -> None:
+    """Remember the address of the run's store, to recognise it, and the file that serves as a store."""
+    global _our_address, _file, _stays
+    _our_address, _file, _stays = (job.store_host, str(job.store_port)), file, job.stays
 
 
-_our_address: tuple[str, str] | None = None
+_our_address: tuple[str, str] = ("", "")
 _file: int | None = None
+_stays = False  # this rank is a session's
 _groups = 0  # opened by the user's function in the file
 
 
