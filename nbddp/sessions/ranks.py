@@ -359,10 +359,6 @@ class CallCrew(CrewBase):
         if self._ranks.crew is not None:
             self._ranks.crew.wake()
 
-    def hosts_back(self) -> list[str]:
-        """Return []: a session does not grow."""
-        return []
-
     def dismiss_reported(self) -> None:
         """Do nothing: the ranks stay."""
 

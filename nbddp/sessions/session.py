@@ -253,24 +253,32 @@ class Session:
         self._ask(namespace.nothing)
 
     def restart(self, names: Sequence[str] = ()) -> None:
-        """Start the lost ranks again, or, if none is lost, all of them: then every name is gone.
+        """Start the lost ranks again; all of them if none is lost, or if their host was: then every other name is gone.
 
         Args:
             names: that the new ranks get from the lowest rank that is left.
+
+        Raises:
+            LaunchError: a host was lost and is not back.
         """
         if self._closed:
             raise LaunchError("this session is closed; nbddp.session() or %ddp open starts another one")
         if self._ranks.in_call:
             raise LaunchError(f"{self._ranks.in_call} is still running in this session; stop() it first")
         self._ranks.find_lost()
-        left = self._left()
-        if host := next((worker.lost for worker in self._ranks.workers if worker.lost), ""):
-            raise LaunchError(f"{host}. Its ranks cannot be started again: close() this session, and open another one")
-        if not self._ranks.lost or not left:
+        left = self._left() if self._ranks.crew is not None else []
+        if names and not left:
+            raise LaunchError(f"no rank is left that has {', '.join(names)}; restart() starts new ones without names")
+        lost_host = next((worker.lost for worker in self._ranks.workers if worker.lost), "")
+        if lost_host and not self._ranks.home.can_restart():
+            raise LaunchError(
+                f"{lost_host}. Until it is back its ranks cannot be started again, and s[name] still works"
+            )
+        kept = {name: self._ask(namespace.fetch, name, only=left[:1])[0] for name in names}
+        if lost_host or not self._ranks.lost or not left:
             self._ranks.end()
         self.open()
-        for name in names:
-            [value] = self._ask(namespace.fetch, name, only=left[:1])
+        for name, value in kept.items():
             self._ask(namespace.assign_where_missing, {name: value})
 
     def close(self) -> None:

@@ -9,9 +9,11 @@ import pytest
 
 import nbddp
 from nbddp.hosts import returns
-from tests.hosts.rig import GONE_S, NotHere, Rig
+from tests import support
+from tests.hosts.rig import GONE_S, Machine, NotHere, Rig
 
 HEARTBEAT_S = 3.0
+BACK_S = 60.0  # a login imports torch, on a machine with other work
 
 
 @pytest.fixture(scope="package")  # the other tests look for processes that are left
@@ -85,3 +87,15 @@ def warm(rig: Rig, _logged_in: list[nbddp.Cluster]) -> nbddp.Cluster:
 
 def _nothing() -> None:
     pass
+
+
+@pytest.fixture
+def gpu2(rig: Rig) -> Iterator[Machine]:
+    """The host that the tests lose; it is there again for the next test."""
+    yield rig.hosts["gpu2"]
+    power_on(rig.hosts["gpu2"])
+
+
+def power_on(host: Machine) -> None:
+    """Start its ssh server, which is not left behind by the test."""
+    support.at_start.update(host.power_on())

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import nbddp
-from tests.hosts.rig import Rig
+from tests.hosts.conftest import BACK_S, power_on
+from tests.hosts.rig import Machine, Rig
 from tests.hosts.test_lost import Login
 from tests.support import wait_until
 from tests.test_session import quiet, total
@@ -35,19 +36,27 @@ def test_a_rank_that_dies_on_a_host_is_named_and_restarted(cluster: Login) -> No
         assert [value.tolist() for value in session.values("x")] == [[1.0] * 3] * 2
 
 
-def test_a_lost_host_is_named_and_the_names_of_the_others_can_be_pulled(cluster: Login, rig: Rig) -> None:
-    with nbddp.session(hosts=cluster(), nprocs=1, device="cpu") as session:
+def test_after_the_loss_of_a_host_names_can_be_pulled_and_when_it_is_back_restart_works(
+    cluster: Login, gpu2: Machine
+) -> None:
+    hosts = cluster(returning=True)
+    with nbddp.session(hosts=hosts, nprocs=1, device="cpu") as session:
         session["x"] = torch.ones(3)
         going = quiet(session, time.sleep, 100, wait=False)
         wait_until(lambda: going.state == "running", 20)
-        rig.hosts["gpu2"].agent().kill()
+        gpu2.power_off()
         with pytest.raises(nbddp.HostLost, match="gpu2"):
             going.wait(30)
         assert session["x"].tolist() == [1.0] * 3
         with pytest.raises(nbddp.LaunchError, match=r"rank 1 is lost: .*connection"):
             quiet(session, total)
-        with pytest.raises(nbddp.LaunchError, match="open another one"):
+        with pytest.raises(nbddp.LaunchError, match="Until it is back"):
             session.restart()
+        power_on(gpu2)
+        wait_until(lambda: hosts.present() == ["gpu1", "gpu2"], BACK_S)
+        session.restart(names=["x"])
+        assert quiet(session, total).values == [2.0] * 2
+        assert [value.tolist() for value in session.values("x")] == [[1.0] * 3] * 2
 
 
 def test_stop_during_a_long_upload_leaves_the_session_usable(cluster: Login, rig: Rig) -> None:

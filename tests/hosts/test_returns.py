@@ -7,14 +7,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import nbddp
 from nbddp.hosts.returns import Returns
-from tests import support
+from tests.hosts.conftest import BACK_S, power_on
 from tests.hosts.rig import Machine, Rig
 from tests.hosts.test_lost import begin
 from tests.support import Cells, run, wait_until
@@ -22,7 +22,6 @@ from tests.support import Cells, run, wait_until
 pytestmark = pytest.mark.slow
 
 Login = Callable[..., nbddp.Cluster]
-BACK_S = 60.0  # a login imports torch, on a machine with other work
 TRAINING = """
     import nbddp, os, shutil, signal, time, torch
     def train(folder, attempts, more=5):
@@ -77,18 +76,6 @@ PLAIN = """
         open("weights", "w").write(model.module.weight.detach().numpy().tobytes().hex())
     torch.distributed.destroy_process_group()
 """
-
-
-@pytest.fixture
-def gpu2(rig: Rig) -> Iterator[Machine]:
-    """The host that the tests lose; it is there again for the next test."""
-    yield rig.hosts["gpu2"]
-    power_on(rig.hosts["gpu2"])
-
-
-def power_on(host: Machine) -> None:
-    """Start its ssh server, which is not left behind by the test."""
-    support.at_start.update(host.power_on())
 
 
 def lose_and_return(gpu2: Machine, hosts: nbddp.Cluster, going: nbddp.Run) -> None:
