@@ -15,6 +15,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
+from nbddp.agent.network import Listener, look
 from nbddp.agent.pipe import ControlPipe
 from nbddp.hosts.frames import Header
 from nbddp.launch.rendezvous import host_store, listen
@@ -50,6 +51,8 @@ class KernelRendezvous(RendezvousHandler):
         self.round, self.ended = self._next("round"), False
         group_rank, size = self.round["group_rank"], self.round["group_size"]
         address = self.round["address"]
+        if self.round["look_token"]:
+            self._look(address, size)
         store: Store
         if group_rank == 0:
             store = self._hosted = host_store(listen(address, self.round["world_size"]), self.round["world_size"])
@@ -62,6 +65,20 @@ class KernelRendezvous(RendezvousHandler):
             store = HashStore()  # the agents exchange nothing: the notebook kernel assigns the ranks
         self.store = (address, port)
         return RendezvousInfo(store, group_rank, size, RendezvousStoreInfo(master_addr=address, master_port=port))
+
+    def _look(self, address: str, size: int) -> None:
+        """Let the other hosts reach this one, try to reach them, and report; the notebook kernel judges.
+
+        Raises:
+            RoundEnded: a host cannot reach another one, or the round ends for another reason.
+        """
+        token = self.round["look_token"]
+        with Listener(address, token, size) as listener:
+            self._pipe.send({"kind": "listens", "port": listener.port})
+            peers = [(name, host, port, rate) for name, host, port, rate in self._next("peers")["peers"]]
+            links, failed = look(peers, token)
+            self._pipe.send({"kind": "looked", "links": links, "failed": failed})
+            self._next("begin")
 
     def give_up(self, error: Exception) -> None:
         """Report to the notebook kernel that this round cannot begin here, and wait until it has ended the round."""

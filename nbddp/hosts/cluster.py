@@ -21,9 +21,11 @@ from typing import Any
 
 from nbddp import folders
 from nbddp.errors import HostLost, LaunchError
+from nbddp.hosts.addresses import Addresses
 from nbddp.hosts.frames import Header
 from nbddp.hosts.host import HELLO_S, SETTLE_S, Host
 from nbddp.hosts.login import SRUN, SSH, command_for, is_name, slurm_nodes
+from nbddp.hosts.network import Link, Links, Look, slow_links
 from nbddp.hosts.returns import Returns, refuse_twins
 from nbddp.hosts.transfers import in_words
 from nbddp.kernel.plan import Plan
@@ -64,6 +66,8 @@ class Cluster:
         self._rounds = itertools.count(1)
         commands = {name: command_of(name) for name in hosts}
         self._returns = Returns(commands, heartbeat_s, login_timeout_s)
+        self._links: Links = {}
+        self._seen: list[Host] = []  # these have reached each other
         self._starting = threading.Lock()  # held while logins start, so that close() finds all of them
         self._closing = False
         weakref.finalize(self, _log_out_forgotten, self._returns, os.getpid()).atexit = False  # _close_all does it then
@@ -115,6 +119,14 @@ class Cluster:
         """
         return {name: devices for name, devices in self.known_devices().items() if name in self.present()}
 
+    def network(self) -> dict[tuple[str, str], Link]:
+        """Return the connections between the hosts: latency and rate, by ``(from, to)``.
+
+        They are measured before the ranks of the first run start, and again when a host is back. Beyond 8 hosts each
+        host tries the next one, and the first.
+        """
+        return dict(self._links)
+
     # ------------------------------------------------------------------ for the run
 
     @property
@@ -153,6 +165,20 @@ class Cluster:
     def back(self, plan: Plan, at_work: Collection[Host]) -> list[str]:
         """Return the names of the hosts that are there and could take part in a run, but are not at work in it."""
         return [each.name for each in self._all if not each.lost and each not in at_work and _has_devices(each, plan)]
+
+    def look_for(self, hosts: Sequence[Host], addresses: Addresses) -> Look | None:
+        """Return a look at the network, unless these hosts have reached each other before, or it is one host."""
+        is_new = len(hosts) > 1 and any(host not in self._seen for host in hosts)
+        return Look(hosts, addresses.address) if is_new else None
+
+    def note_links(self, hosts: Sequence[Host], links: Links) -> None:
+        """Note that these hosts have reached each other."""
+        self._seen = list(hosts)
+        self._links.update(links)
+
+    def slow_links(self) -> str:
+        """Return which connections are far slower than the others, in words; "" for none."""
+        return slow_links(self._links)
 
     def missing(self, at_work: Collection[str]) -> str:
         """Return which hosts a run does without, in words; "" for none."""

@@ -13,6 +13,7 @@ from nbddp.hosts.addresses import Addresses, choose_addresses
 from nbddp.hosts.cluster import Cluster
 from nbddp.hosts.frames import Header
 from nbddp.hosts.host import Host
+from nbddp.hosts.network import Look
 from nbddp.hosts.rank import RemoteRank
 from nbddp.kernel.plan import Plan
 from nbddp.launch.interface import CrewBase
@@ -81,6 +82,7 @@ class RemoteCrew(CrewBase):
         self._answered: set[str] = set()  # hosts that have sent their dumps
         self._asked = 0  # how often dumps were asked for
         self._round = cluster.next_round()
+        self._look: Look | None = None  # at the network, before the ranks start
 
     # ------------------------------------------------------------------ begin and end
 
@@ -146,6 +148,7 @@ class RemoteCrew(CrewBase):
                     self.workers[-1].interface = addresses.interface[host.name] or ""
             self._layout[ranks.start :] = [(host.name, i) for i in range(len(ranks))]
         self._by_rank = {worker.rank: worker for worker in self.workers}
+        self._look = self._cluster.look_for(self._hosts, addresses)
         if missing := self._cluster.missing(self._ranks_of):
             outputs[0].note(f"{len(self._hosts)} of {len(self._plan.shares)} hosts take part ({missing})")
         # The first host comes last: the address of its store is sent to the others, where the round must have begun.
@@ -174,6 +177,7 @@ class RemoteCrew(CrewBase):
             "address": addresses.address[host.name],
             "interface": addresses.interface[host.name],
             "restart_count": restart_count,
+            "look_token": self._look.token if self._look is not None else "",
             "start_method": self._start_method,
             "keep_children": self._plan.keep_children,
             "payload_nbytes": packed.nbytes,
@@ -203,6 +207,8 @@ class RemoteCrew(CrewBase):
             for number, pid in header["pids"].items():
                 started = self._by_rank[int(number)]
                 started.pid, started.cwd, started.python = pid, header["cwd"], header["python"]
+        elif kind in ("listens", "looked"):
+            self._receive_look(host, header)
         elif kind == "cannot start":
             error = LaunchError(f"{host.name} could not start its ranks: {header['why']}")
             self._start_error = self._start_error or error
@@ -219,6 +225,17 @@ class RemoteCrew(CrewBase):
             for rank in self._ranks_of[host.name]:
                 self._by_rank[rank].mark_lost(host.lost + self._restart_hint())
         self.wake()
+
+    def _receive_look(self, host: Host, header: Header) -> None:
+        assert self._look is not None
+        if header["kind"] == "listens":
+            self._look.listens(host, header["port"])
+            return
+        try:
+            if self._look.has_looked(host, header):
+                self._cluster.note_links(self._hosts, self._look.links)
+        except LaunchError as error:
+            self._start_error = self._start_error or error
 
     def _restart_hint(self) -> str:
         """Return the options with which the run would have outlived a lost host; "" if it has them, or one host."""

@@ -56,6 +56,10 @@ class RemoteSite:
         """Return which hosts the run does without, in words; "" for none."""
         return self._cluster.missing({host for host, _ in self.layout}) if self.layout else ""
 
+    def slow_links(self) -> str:
+        """Return which connections are far slower than the others, in words; "" for none."""
+        return self._cluster.slow_links()
+
     def can_restart(self) -> bool:
         """Return whether enough hosts are left for another attempt."""
         with contextlib.suppress(LaunchError, HostLost):

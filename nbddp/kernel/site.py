@@ -57,6 +57,10 @@ class LocalSite:
         """Return "": this machine is there."""
         return ""
 
+    def slow_links(self) -> str:
+        """Return "": nothing goes over a network."""
+        return ""
+
     def can_restart(self) -> bool:
         """Return True: this machine cannot be lost."""
         return True

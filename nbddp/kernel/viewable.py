@@ -54,7 +54,7 @@ class ViewableRun:
             name=self._plan.name,
             state=phase,
             summary=self.summary(),
-            notice=self._plan.notice,
+            notice="; ".join(filter(None, [self._plan.notice, self._site.slow_links()])),
             seconds=self._state.seconds,
             error=first_line(str(error)) if error is not None else "",
             failed_rank=failed_rank,

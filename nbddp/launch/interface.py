@@ -66,6 +66,9 @@ class Site(Protocol):
     def missing(self) -> str:
         """Return which hosts the run does without, in words; "" for none."""
 
+    def slow_links(self) -> str:
+        """Return which connections between hosts are far slower than the others, in words; "" for none."""
+
     def can_restart(self) -> bool:
         """Return whether enough hosts are left for another attempt."""
 

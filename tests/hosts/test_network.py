@@ -189,7 +189,7 @@ def test_hosts_that_cannot_reach_each_other_fail_within_60_s(
         with pytest.raises(nbddp.LaunchError, match="gpu2") as raised:
             run(names.train, hosts=hosts)
         assert time.monotonic() - began < 60  # torch's own patience is one of minutes
-        assert rig.hosts["gpu1"].address in str(raised.value)  # what it could not reach
+        assert any(rig.hosts[name].address in str(raised.value) for name in hosts.hosts)  # what could not be reached
         assert "firewall" in str(raised.value)
         going = run(names.train, hosts=hosts, wait=False)
         time.sleep(1)
