@@ -267,6 +267,10 @@ class SessionSite:
         self._data.close()
         self._ranks.in_call = ""
 
+    def slow_links(self) -> str:
+        """Return "": nothing goes over a network."""
+        return ""
+
     def can_restart(self) -> bool:
         """Return False: the session goes on with the ranks as they are."""
         return False
