@@ -27,8 +27,9 @@ from nbddp.hosts.host import HELLO_S, SETTLE_S, Host
 from nbddp.hosts.login import SRUN, SSH, command_for, is_name, slurm_nodes
 from nbddp.hosts.network import Link, Links, Look, slow_links
 from nbddp.hosts.returns import Returns, refuse_twins
+from nbddp.hosts.suppliers import Allocated, Named, Supplier
 from nbddp.hosts.transfers import in_words
-from nbddp.kernel.plan import Plan
+from nbddp.kernel.plan import Plan, check_numbers
 from nbddp.kernel.run import R, Run
 from nbddp.kernel.runner import run
 from nbddp.latch import start_thread, uninterrupted
@@ -59,7 +60,12 @@ class Cluster:
         command_of: Callable[[str], Sequence[str]],
         heartbeat_s: float,
         login_timeout_s: float = HELLO_S,
+        supplier: Supplier | None = None,
     ) -> None:
+        """
+        Args:
+            supplier: gets the hosts back when the cluster is closed.
+        """
         self.hosts = list(hosts)
         _open.add(self)
         self._run_name = ""
@@ -70,7 +76,9 @@ class Cluster:
         self._seen: list[Host] = []  # these have reached each other
         self._starting = threading.Lock()  # held while logins start, so that close() finds all of them
         self._closing = False
-        weakref.finalize(self, _log_out_forgotten, self._returns, os.getpid()).atexit = False  # _close_all does it then
+        self._supplier = supplier or Named(hosts, SSH)
+        forgotten = weakref.finalize(self, _log_out_forgotten, self._returns, self._supplier, os.getpid())
+        forgotten.atexit = False  # _close_all does it then
         try:
             uninterrupted(lambda: self._log_in(commands, heartbeat_s), "nbddp-login")
             self._greet_all(login_timeout_s)
@@ -94,6 +102,7 @@ class Cluster:
             for host in self._all:
                 host.give_up(f"the cluster was closed while {self._run_name} went on: wait() for it before that")
         _log_out(self._all)
+        self._supplier.close()
 
     def __enter__(self) -> Cluster:
         return self
@@ -238,6 +247,7 @@ class Cluster:
         for host in self._all:
             host.close_stdin()
         self._returns.disown()
+        self._supplier.disown()
 
     def _greet_all(self, timeout_s: float) -> None:
         """Greet each host as soon as it has answered. Raises LaunchError, which names all hosts that cannot be used."""
@@ -267,6 +277,10 @@ class Cluster:
 def cluster(
     hosts: Sequence[str] | str,
     *,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    time: str | None = None,
+    salloc: Sequence[str] = (),
     launcher: Sequence[str] | None = None,
     python: str | Mapping[str, str] | None = None,
     setup: str = "",
@@ -277,7 +291,12 @@ def cluster(
 
     Args:
         hosts: names that ``ssh`` accepts; ``"localhost"`` is this machine, without a login. ``"slurm"``: the
-            nodes of the allocation that this notebook runs in.
+            nodes of the allocation that this notebook runs in, or with ``nodes=`` of a new one.
+        nodes: ask Slurm for so many nodes, by ``salloc``. It gets them back when the cluster is closed, and however the
+            notebook ends. A long wait is printed.
+        gpus_per_node: of these nodes.
+        time: the limit of the allocation, as for ``salloc``: ``"2:00:00"``.
+        salloc: more words for ``salloc``: ``["--partition=gpu", "--account=vision"]``.
         launcher: a command that runs another on a host, instead of ssh, with ``{host}`` in it:
             ``["kubectl", "exec", "-i", "{host}", "--"]``. The words of the other command are appended, joined into
             one line for a shell if one of the launcher's words is ``ssh``.
@@ -290,11 +309,47 @@ def cluster(
         login_timeout: seconds until a host must have answered; it imports torch before that.
 
     Raises:
-        LaunchError: a host cannot be used; names the host and the remedy.
+        LaunchError: a host cannot be used, or Slurm grants no nodes; names the host and the remedy.
     """
-    names = slurm_nodes() if hosts == SLURM else hosts
+    _check_numbers(heartbeat, login_timeout)
+    supplier = _supplier(hosts, launcher, (nodes, gpus_per_node, time, salloc))
+    try:
+        names = supplier.open()
+        _check_names(names, python)
+        template = supplier.template()
+
+        def command_of(host: str) -> list[str]:
+            return command_for(host, template, python.get(host) if isinstance(python, Mapping) else python, setup)
+
+        return Cluster(names, command_of, float(heartbeat), float(login_timeout), supplier)
+    except BaseException:
+        supplier.close()
+        raise
+
+
+def _supplier(hosts: Any, launcher: Sequence[str] | None, request: tuple[Any, ...]) -> Supplier:
+    """Return what gives the hosts. Raises LaunchError for arguments that cannot work."""
+    nodes, gpus_per_node, time_limit, salloc = request
+    if isinstance(launcher, str):
+        raise LaunchError("launcher is a list of words, e.g. ['kubectl', 'exec', '-i', '{host}', '--'], not one string")
+    if launcher is not None and not any("{host}" in word for word in launcher):
+        raise LaunchError("launcher does not say where the host's name goes: put '{host}' in one of its words")
+    if nodes is None:
+        if any(each is not None for each in (gpus_per_node, time_limit)) or salloc:
+            raise LaunchError("gpus_per_node, time and salloc need nodes=, the number of nodes to ask Slurm for")
+        template = launcher if launcher is not None else (SRUN if hosts == SLURM else SSH)
+        return Named(slurm_nodes() if hosts == SLURM else hosts, template)
+    if hosts != SLURM or launcher is not None:
+        raise LaunchError("nodes= asks Slurm for nodes: nbddp.cluster('slurm', nodes=2), without a launcher")
+    check_numbers(nprocs=nodes)
+    if isinstance(salloc, str):
+        raise LaunchError("salloc is a list of words, e.g. ['--partition=gpu'], not one string")
+    return Allocated(nodes, gpus_per_node, time_limit, salloc)
+
+
+def _check_names(names: Any, python: Any) -> None:
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(n, str) and n for n in names):
-        raise LaunchError(f"hosts is a list of names, e.g. hosts=['gpu1', 'gpu2'], or 'slurm', not {_type_text(hosts)}")
+        raise LaunchError(f"hosts is a list of names, e.g. hosts=['gpu1', 'gpu2'], or 'slurm', not {_type_text(names)}")
     if invalid := [index for index, name in enumerate(names) if not is_name(name)]:
         raise LaunchError(
             f"hosts[{invalid[0]}] is not the name of a host such as 'gpu1', 'user@gpu1.example.org' or an IP address, "
@@ -303,22 +358,15 @@ def cluster(
     twice = [name for name in names if list(names).count(name) > 1]
     if twice:
         raise LaunchError(f"{twice[0]} is named twice: name it once, with more ranks")
+    if isinstance(python, Mapping) and (strange := [name for name in python if name not in names]):
+        raise LaunchError(f"python names {strange[0]!r}, which is not in hosts")
+
+
+def _check_numbers(heartbeat: Any, login_timeout: Any) -> None:
     if not isinstance(heartbeat, (int, float)) or not heartbeat >= _LEAST_HEARTBEAT_S:
         raise LaunchError(f"heartbeat is a number of seconds, {_LEAST_HEARTBEAT_S:.0f} or more, not {heartbeat!r}")
     if not isinstance(login_timeout, (int, float)) or not login_timeout > 0:
         raise LaunchError(f"login_timeout is a number of seconds, not {login_timeout!r}")
-    if isinstance(python, Mapping) and (strange := [name for name in python if name not in names]):
-        raise LaunchError(f"python names {strange[0]!r}, which is not in hosts")
-    template = tuple(launcher) if launcher is not None else (SRUN if hosts == SLURM else SSH)
-    if isinstance(launcher, str):
-        raise LaunchError("launcher is a list of words, e.g. ['kubectl', 'exec', '-i', '{host}', '--'], not one string")
-    if launcher is not None and not any("{host}" in word for word in template):
-        raise LaunchError("launcher does not say where the host's name goes: put '{host}' in one of its words")
-
-    def command_of(host: str) -> list[str]:
-        return command_for(host, template, python.get(host) if isinstance(python, Mapping) else python, setup)
-
-    return Cluster(names, command_of, float(heartbeat), float(login_timeout))
 
 
 def _type_text(hosts: object) -> str:
@@ -343,12 +391,13 @@ def _log_out(hosts: list[Host]) -> None:
     hosts.clear()
 
 
-def _log_out_forgotten(logins: Returns, owner: int) -> None:
+def _log_out_forgotten(logins: Returns, supplier: Supplier, owner: int) -> None:
     """Log out, on a thread, when a cluster is garbage-collected: a cell that makes one was run again."""
 
     def log_out() -> None:
         logins.close()
         _log_out(logins.hosts)
+        supplier.close()
 
     if logins.hosts and os.getpid() == owner:
         start_thread(log_out, "nbddp-logout", lambda _: log_out())

@@ -82,11 +82,14 @@ def _quoted(path: str) -> str:
     return '"$HOME"/' + shlex.quote(path[2:]) if path.startswith("~/") else shlex.quote(path)
 
 
-def slurm_nodes() -> list[str]:
-    """Return the names of this allocation's nodes. Raises LaunchError outside of an allocation."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST", "")
+def slurm_nodes(nodes: str = "") -> list[str]:
+    """Return the names of these nodes, by default this allocation's. Raises LaunchError outside of an allocation."""
+    nodes = nodes or os.environ.get("SLURM_JOB_NODELIST", "")
     if not nodes:
-        raise LaunchError("hosts='slurm' needs a Slurm allocation: start the notebook with salloc, srun or sbatch")
+        raise LaunchError(
+            "hosts='slurm' needs a Slurm allocation: start the notebook with salloc, srun or sbatch, or on a login "
+            "node ask for nodes: nbddp.cluster('slurm', nodes=2, gpus_per_node=8, time='2:00:00')"
+        )
     try:
         listed = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=30

@@ -98,6 +98,27 @@ Host *
 """
 
 
+_SALLOC = """
+trap 'echo cancelled >> {folder}/asked; exit 1' TERM
+echo "$*" >> {folder}/asked
+echo "salloc: Pending job allocation 4711" >&2
+until [ -e {folder}/granted ]; do sleep 0.05; done
+if [ -s {folder}/granted ]; then cat {folder}/granted >&2; exit 1; fi
+echo "salloc: Granted job allocation 4711" >&2
+while [ "${{1#--}}" != "$1" ]; do shift; done
+SLURM_JOB_ID=4711 SLURM_JOB_NODELIST="gpu[1-3]" "$@"
+echo released >> {folder}/asked
+"""
+_KUBECTL = """
+[ "$1 $2 $4" = "exec -i --" ] || {{ echo "error: unknown command" >&2; exit 1; }}
+pod="$3"
+shift 4
+case "$pod" in
+{enter}
+  *) echo "Error from server (NotFound): pods \"$pod\" not found" >&2; exit 1;;
+esac
+exec "$@"
+"""
 _SRUN = """
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -361,11 +382,16 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
         return str(folder)
 
     def slurm(self) -> str:
-        """A folder for the front of PATH, with ``srun`` and ``scontrol`` of an allocation of these hosts."""
+        """A folder for the front of PATH, with the ``srun`` of an allocation of these hosts, and with ``kubectl``.
+
+        ``salloc`` grants it when there is an empty file ``granted``, and refuses it with the text that stands there.
+        """
         folder = self.folder / "slurm"
         if not folder.exists():
             enter = "\n".join(f'  {h.name}) set -- {shlex.join(h.enter())} "$@";;' for h in self.hosts.values())
             _write_program(folder / "srun", _SRUN.format(enter=enter))
+            _write_program(folder / "kubectl", _KUBECTL.format(enter=enter))
+            _write_program(folder / "salloc", _SALLOC.format(folder=folder))
             names = "\\n".join(self.hosts)
             _write_program(folder / "scontrol", f'[ "$*" = "show hostnames gpu[1-3]" ] && printf "{names}\\n"')
         return str(folder)
