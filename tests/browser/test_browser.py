@@ -176,6 +176,51 @@ def test_the_curve_grows_while_the_cell_is_busy(notebook: Notebook) -> None:
     assert notebook.page.locator(".jp-CodeCell").nth(1).locator(".jp-InputPrompt").inner_text() == "[*]:"
 
 
+WATCH_SHIFTS = """
+window.shifts = [];
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntries())
+    for (const { node, previousRect, currentRect } of entry.sources) {
+      const element = node?.nodeType === 1 ? node : node?.parentElement;
+      const rects = [previousRect, currentRect].map(({ x, y, width, height }) => [x, y, width, height].map(Math.round));
+      if (element?.closest(".nbddp")) window.shifts.push([entry.startTime, element.className || element.tagName, ...rects]);
+    }
+}).observe({ type: "layout-shift" });
+"""
+
+
+@pytest.mark.parametrize("width", [1100, 1700])  # two charts beside each other: no space is reserved for a second row
+def test_nothing_in_the_panel_moves_after_the_first_second(notebook: Notebook, width: int) -> None:
+    late = "def late():\n    time.sleep(1.5)\n    return train(2, 150)\nnbddp.run(late, nprocs=2, device='cpu');"
+    notebook.open(late)
+    notebook.page.set_viewport_size({"width": width, "height": 1000})
+    notebook.page.wait_for_timeout(500)
+    notebook.page.evaluate(WATCH_SHIFTS)
+    notebook.run(1)
+    notebook.panel.wait_for(timeout=30_000)
+    began = notebook.page.evaluate("performance.now()")
+    expect(notebook.panel.locator(".nbddp-waiting")).to_be_visible(timeout=30_000)  # there is no metric yet
+    expect(notebook.panel.locator(".nbddp-chart")).to_have_count(2, timeout=30_000)
+    expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Finished", timeout=60_000)
+    expect(notebook.panel.locator(".nbddp-remark")).to_be_visible()  # "no rank took part in a collective"
+    notebook.page.wait_for_timeout(500)
+    moved = [what for at, *what in notebook.page.evaluate("shifts") if at > began + 1000]
+    assert not moved
+
+
+def test_a_short_cell_opens_as_one_line(notebook: Notebook) -> None:
+    call = "nbddp.run(nbddp.barrier, nprocs=2, device='cpu');"
+    notebook.open(call, call)
+    notebook.run_to_end(1)
+    notebook.run_to_end(2)
+    panel = notebook.panel.nth(1)  # the fork server was there already
+    expect(panel.locator(".nbddp-chip")).to_have_text("Finished")
+    assert panel.bounding_box()["height"] < 70
+    panel.get_by_role("button", name="Details").click()
+    expect(panel.locator("tbody tr")).to_have_count(2)
+    assert panel.bounding_box()["height"] > 100
+
+
 def test_the_page_requests_nothing_from_another_host(notebook: Notebook) -> None:
     asked: list[str] = []
     notebook.page.on("request", lambda request: asked.append(request.url))
@@ -1010,6 +1055,11 @@ def test_the_panel_fits_every_width_and_keyboard_zoom_and_search_work(notebook: 
         page.wait_for_timeout(400)
         overflow = panel.evaluate("e => e.scrollWidth - e.clientWidth")
         assert overflow <= 0, f"at {width} px something sticks out by {overflow} px"
+        table = panel.locator(".nbddp-scroll").evaluate("e => e.scrollWidth - e.clientWidth")
+        assert table <= 0, f"at {width} px columns are hidden"
+        tiles = panel.locator(".nbddp-tiles > div:not([data-free=true]) > div")
+        cut = tiles.evaluate_all("all => all.filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.textContent)")
+        assert not cut, f"at {width} px tiles are cut off"
         panel.screenshot(path=ARTEFACTS / f"width-{width}.png")
     plot = panel.locator(".nbddp-plot").first
     plot.focus()

@@ -7,6 +7,7 @@ import { count, extent, join, logSplits, logTicks, lowerBound, metric, padded, t
 import { colorIndices, faint } from "./theme.js";
 
 const HEIGHT_PX = 180;
+const GUTTER_PX = 61; // for the labels of the values: seven characters have space without a jump
 const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
 const PER_LINE = 4; // columns for each line in uPlot's table: raw, line, high, low
 const MAX_LINES = 8; // the number of colours; a button shows the other lines
@@ -22,8 +23,8 @@ export class Chart {
     this.legend = h("span", { class: "nbddp-legend" });
     this.plot = h("div", { class: "nbddp-plot", tabindex: 0, role: "img" });
     this._empty = h("p", { class: "nbddp-nothing", hidden: true }, "every value is NaN or infinite");
-    const caption = h("figcaption", {}, this.title, this.legend);
-    this.el = h("figure", { class: "nbddp-chart" }, caption, this.plot, this._empty);
+    this._caption = h("figcaption", {}, this.title, this.legend);
+    this.el = h("figure", { class: "nbddp-chart" }, this._caption, this.plot, this._empty);
     this.plot.addEventListener("keydown", (event) => this._key(event));
     this.family = family;
     this.cursorX = null;
@@ -31,6 +32,7 @@ export class Chart {
     this._marks = new Marks();
     this._all = false;
     this._undrawn = 0; // number of series that are not drawn
+    this._gutter = GUTTER_PX; // only grows
     this._button = h("button", { type: "button", class: "nbddp-rest" });
     this._button.addEventListener("click", () => this._toggle());
   }
@@ -144,7 +146,7 @@ export class Chart {
         x: { time: false, range: () => this.bounds },
         y: { distr: this._log ? 3 : 1, range: (u) => this._yRange(u) },
       },
-      axes: [axis(colors, { size: 26, space: 60, incrs: WHOLE }), axis(colors, { size: widest, space: 34, ...this._logAxis() })],
+      axes: [axis(colors, { size: 26, space: 60, incrs: WHOLE }), axis(colors, { size: (u, values) => this._widest(values), space: 34, ...this._logAxis() })],
       series: [{}, ...this.series.flatMap((_, i) => this._lines(i))],
       bands: this.series.map((_, i) => ({
         series: [i * PER_LINE + 3, i * PER_LINE + 4],
@@ -166,6 +168,12 @@ export class Chart {
       return found.length > 1 ? found : [low, high];
     };
     return { splits, filter: (u, values) => values, values: (u, values) => logTicks(values) };
+  }
+
+  _widest(values) {
+    const chars = Math.max(1, ...(values ?? []).map((text) => text.length));
+    this._gutter = Math.max(this._gutter, 14 + 6.6 * chars);
+    return this._gutter;
   }
 
   _lines(i) {
@@ -216,7 +224,11 @@ export class Chart {
   }
 
   _moved(u) {
+    const before = this.cursorX;
     this.cursorX = u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null;
+    // The legend of a point is longer: it may cover a little of the plot, which must not move under the cursor.
+    if (before === null && this.cursorX !== null) this._caption.style.height = `${this._caption.offsetHeight}px`;
+    if (this.cursorX === null) this._caption.style.height = "";
     this._updateValues();
     this.panel.onCursor(this.cursorX === null ? null : this._stepAt(this.cursorX));
   }
@@ -336,8 +348,4 @@ function axis(colors, options) {
     values: (u, values) => ticks(values),
     ...options,
   };
-}
-
-function widest(u, values) {
-  return 14 + 6.6 * Math.max(1, ...(values ?? []).map((text) => text.length));
 }

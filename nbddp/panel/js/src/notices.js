@@ -13,15 +13,15 @@ export class Notices {
     this._hang = h("div", { class: "nbddp-notice nbddp-hang", role: "status", hidden: true });
     this._hang.append(this._first, this._close, this._details);
     this._dismissed = false; // until the run makes progress again
-    this._remark = h("p", { class: "nbddp-remark", role: "status", hidden: true });
-    this.els = [this._restarted, this._hang, this._remark];
+    this.remark = h("p", { class: "nbddp-remark", role: "status", hidden: true });
+    this.els = [this._restarted, this._hang];
   }
 
   update(restarted, hang, remark) {
     setText(this._restarted, restarted);
     show(this._restarted, Boolean(restarted));
-    setText(this._remark, remark);
-    show(this._remark, Boolean(remark));
+    setText(this.remark, remark);
+    show(this.remark, Boolean(remark));
     if (!hang.length) this._dismissed = false;
     const [first = "", ...rest] = hang;
     setText(this._first, first);

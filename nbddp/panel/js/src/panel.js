@@ -14,7 +14,11 @@ import { RankTable } from "./table.js";
 import { isDark, palette, watchTheme } from "./theme.js";
 
 const MAX_CHARTS = 6; // a button shows the charts of the other families
-const [MIN_METRICS, MAX_METRICS, TILE_PX] = [2, 5, 108]; // the row of tiles: number by its width
+const [TILE_PX, MIN_TILES, MAX_TILES] = [114, 6, 8]; // tiles keep their places: their number depends on the width alone
+const [PADDING_PX, TWO_COLUMNS_PX] = [28, 390]; // in a panel that is narrower, tiles are in two columns
+const WIDE_TILE = 1.3; // the first one, and the last but one: those with a unit
+const THROUGHPUT_CHARS = 6; // have a place from the start: 12,430
+const BRIEF_MS = 900; // a run without metrics is a line for so long, and for ever if it ends before
 const CLOCK_MS = 1000;
 const [SMOOTHING, MAX_SMOOTHING] = [0.02, 0.2]; // the share of the points in view over which a mean reaches
 const LOST_S = 15; // after this time without a message the kernel counts as lost
@@ -30,6 +34,8 @@ class Panel {
     this._cutAt = 0; // when the front end closed the connection to the kernel
     this._charts = new Map();
     this._all = false;
+    this._made = performance.now();
+    this._brief = true;
     this._stop = new Stop(store, () => this.update());
     this._logs = new Logs(store);
     this._table = new RankTable();
@@ -88,12 +94,14 @@ class Panel {
     this._fill = h("i");
     this._bar = h("div", { class: "nbddp-progress", role: "progressbar", "aria-label": "Progress" }, this._fill);
     this._tiles = h("div", { class: "nbddp-tiles", role: "list" });
-    this._grid = h("div", { class: "nbddp-charts" });
+    this._waiting = h("p", { class: "nbddp-waiting" }, "Curves of what log() gets appear here");
+    this._grid = h("div", { class: "nbddp-charts" }, this._waiting);
     this._more = h("button", { type: "button", class: "nbddp-button", hidden: true });
     this._more.addEventListener("click", () => this._showAll());
     const ranks = h("div", { class: "nbddp-scroll" }, this._table.el);
     this.el.append(this._header(), this._bar, this._error, this._names, ...this._notices.els);
-    this.el.append(this._tiles, this._grid, this._more, this._tools(), ranks, this._held, this._logs.el);
+    this.el.append(this._tiles, this._grid, this._more, this._tools(), ranks);
+    this.el.append(this._logs.el, this._held, this._notices.remark); // what comes at the end pushes nothing down
   }
 
   _header() {
@@ -106,7 +114,9 @@ class Panel {
     this._stopButton = h("button", { type: "button", class: "nbddp-stop" }, h("i", { "aria-hidden": "true" }));
     this._stopButton.append(this._stopText);
     this._stopButton.addEventListener("click", () => this._stop.press());
-    return h("header", {}, this._chip, this._name, this._summary, this._hint, this._stopButton);
+    this._details = h("button", { type: "button", class: "nbddp-button nbddp-details", hidden: true }, "Details");
+    this._details.addEventListener("click", () => this._open());
+    return h("header", {}, this._chip, this._name, this._summary, this._hint, this._details, this._stopButton);
   }
 
   _tools() {
@@ -138,6 +148,7 @@ class Panel {
   _watch() {
     const resized = new ResizeObserver(() => {
       this._updateTheme(); // the first time, the element has just entered the page
+      if (this._store.head) this._drawTiles();
       this._drawCharts();
     });
     resized.observe(this._grid);
@@ -146,6 +157,7 @@ class Panel {
       this._updateTheme(); // a theme's style sheet may come later than any event tells
       this._drawHeader();
     }, CLOCK_MS);
+    const opening = setTimeout(() => this.update(), BRIEF_MS);
     const model = this._store.model;
     const changed = () => this.update();
     model.on("change:stopping", changed);
@@ -158,6 +170,7 @@ class Panel {
       passCommandKeys(this.el),
       () => resized.disconnect(),
       () => clearInterval(clock),
+      () => clearTimeout(opening),
       () => cancelAnimationFrame(this._frame),
       () => model.off("change:stopping", changed),
       () => model.off("change:heard", changed),
@@ -181,6 +194,8 @@ class Panel {
 
   _draw() {
     if (!this._store.head) return;
+    this._brief &&= this._isShort;
+    this.el.dataset.brief = this._brief;
     this._drawHeader();
     this._drawTiles();
     this._drawCharts();
@@ -192,6 +207,19 @@ class Panel {
       this._logs.mark(failed);
       this._logs.open(failed);
     }
+  }
+
+  /** Whether nothing but the first line is of interest: there are no metrics, and the run has just begun or was short. */
+  get _isShort() {
+    const { head, over, seconds, series } = this._store;
+    if (head.error || series.some(({ column }) => column.n) || seconds * 1000 > BRIEF_MS) return false;
+    return over || performance.now() - this._made < BRIEF_MS;
+  }
+
+  _open() {
+    this._brief = false;
+    this._draw();
+    this._logs.el.querySelector("summary").focus(); // the button that had the focus is gone
   }
 
   _drawHeader() {
@@ -211,6 +239,7 @@ class Panel {
     show(this._held, Boolean(head.held?.length));
     this._notices.update(head.restarted ?? "", this._store.hang, head.remark ?? "");
     this._drawStop(state);
+    show(this._details, this._brief && this._store.over);
     const { fraction } = head;
     this._bar.dataset.known = fraction !== null;
     this._fill.style.width = fraction === null ? "" : `${fraction * 100}%`;
@@ -253,14 +282,28 @@ class Panel {
     const { head, over } = this._store;
     const before = [];
     const after = [];
-    if (head.step !== null) before.push([head.step_label, count(head.step), head.steps && `of ${count(head.steps)}`]);
-    if (head.outer !== null) before.push([head.outer_label, count(head.outer), head.outers && `of ${count(head.outers)}`]);
-    if (head.throughput) after.push(["Throughput", count(head.throughput), "samples/s"]);
     const going = !over && !this._lost;
-    if (head.left !== null) after.push(["Time left", going ? duration(head.left) : "–", ""]);
-    const space = Math.floor(this.el.clientWidth / TILE_PX) - before.length - after.length;
-    const metrics = tileOrder(this._store.series).slice(0, Math.min(MAX_METRICS, Math.max(MIN_METRICS, space)));
-    this._setTiles([...before, ...metrics.map(({ tile, column }) => [tile, metric(column.last), ""]), ...after]);
+    if (head.step !== null || going) before.push(counted(head.step_label, head.step, head.steps));
+    if (head.outer !== null) before.push(counted(head.outer_label, head.outer, head.outers));
+    if (head.throughput) after.push(["Throughput", count(head.throughput), "samples/s", THROUGHPUT_CHARS]);
+    if (head.left !== null || going) after.push(["Time left", going && head.left !== null ? duration(head.left) : "–", "", 0]);
+    const places = this._tilePlaces();
+    const metrics = tileOrder(this._store.series).slice(0, Math.max(0, places - before.length - after.length));
+    const first = [...before, ...metrics.map(({ tile, column }) => [tile, metric(column.last), "", 0])];
+    const free = Array.from({ length: Math.max(0, places - first.length - after.length) }, () => null);
+    this._setTiles([...first, ...free, ...after]);
+    show(this._tiles, free.length < places || !over);
+  }
+
+  /** Arrange the places of the tiles for the present width; their number. */
+  _tilePlaces() {
+    const width = this.el.clientWidth - PADDING_PX;
+    const fitting = Math.min(MAX_TILES, Math.floor(width / TILE_PX));
+    const oneRow = fitting > MIN_TILES - 2;
+    const columns = oneRow ? fitting : width < TWO_COLUMNS_PX ? 2 : 3;
+    const shares = Array.from({ length: columns }, (_, i) => (oneRow && (i === 0 || i === columns - 2) ? WIDE_TILE : 1));
+    this._tiles.style.gridTemplateColumns = shares.map((share) => `minmax(0, ${share}fr)`).join(" ");
+    return oneRow ? columns : MIN_TILES;
   }
 
   _setTiles(tiles) {
@@ -268,14 +311,18 @@ class Panel {
     while (this._tiles.children.length < tiles.length) {
       this._tiles.append(h("div", { role: "listitem" }, h("span"), h("div", {}, h("b"), h("small"))));
     }
-    tiles.forEach(([label, value, unit], i) => {
-      const [name, line] = this._tiles.children[i].children;
+    tiles.forEach((tile, i) => {
+      const [label, value, unit, chars] = tile ?? ["", "", "", 0];
+      const element = this._tiles.children[i];
+      const [name, line] = element.children;
+      element.dataset.free = tile === null;
+      element.ariaHidden = String(tile === null);
       setText(name, label);
       name.title = label;
       setText(line.children[0], value);
+      line.children[0].style.minWidth = unit ? `${chars}ch` : "";
       setText(line.children[1], unit || "");
     });
-    show(this._tiles, tiles.length > 0);
   }
 
   _drawCharts() {
@@ -290,8 +337,11 @@ class Panel {
     const undrawn = families.size - shown.length;
     setText(this._more, `Show ${undrawn} more chart${undrawn === 1 ? "" : "s"}`);
     show(this._more, undrawn > 0);
-    show(this._grid, families.size > 0);
-    show(this._toolbar, families.size > 0);
+    show(this._waiting, families.size === 0);
+    const expected = families.size > 0 || !this._store.over; // space for them is reserved
+    show(this._grid, expected);
+    show(this._toolbar, expected);
+    this._toolbar.dataset.empty = families.size === 0;
   }
 
   _chart(family) {
@@ -313,6 +363,11 @@ class Panel {
 function drawNames(list, names) {
   if (list.childElementCount === 2 * names.length) return;
   list.replaceChildren(...names.flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]));
+}
+
+/** The tile of a loop; the number has space for as many digits as the total. */
+function counted(label, done, total) {
+  return [label, done === null ? "–" : count(done), total ? `of ${count(total)}` : "", total ? count(total).length : 0];
 }
 
 /** The metrics for the tiles, in order: first one of each family, and of later families the validation metric. */
