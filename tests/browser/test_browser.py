@@ -183,7 +183,8 @@ new PerformanceObserver((list) => {
     for (const { node, previousRect, currentRect } of entry.sources) {
       const element = node?.nodeType === 1 ? node : node?.parentElement;
       const rects = [previousRect, currentRect].map(({ x, y, width, height }) => [x, y, width, height].map(Math.round));
-      if (element?.closest(".nbddp")) window.shifts.push([entry.startTime, element.className || element.tagName, ...rects]);
+      const name = element?.className || element?.tagName;
+      if (element?.closest(".nbddp")) window.shifts.push([entry.startTime, name, ...rects]);
     }
 }).observe({ type: "layout-shift" });
 """
@@ -219,6 +220,44 @@ def test_a_short_cell_opens_as_one_line(notebook: Notebook) -> None:
     panel.get_by_role("button", name="Details").click()
     expect(panel.locator("tbody tr")).to_have_count(2)
     assert panel.bounding_box()["height"] > 100
+
+
+def test_the_output_has_its_colours_and_the_first_tab_is_selected(notebook: Notebook) -> None:
+    text = r"\x1b[1;31merror\x1b[0m on rank"
+    say = f"def say():\n    nbddp.log(x=1.0)\n    print('{text}', nbddp.rank())\n"
+    notebook.open(say + "nbddp.run(say, nprocs=2, device='cpu', show=False).show()")
+    notebook.run_to_end(1)
+    panel = notebook.panel
+    panel.locator(".nbddp-logs summary").click()
+    expect(panel.get_by_role("tab", name="Rank 0", selected=True)).to_have_count(1)
+    colored = panel.get_by_role("tabpanel").locator("span")
+    expect(panel.get_by_role("tabpanel")).to_have_text("error on rank 0")
+    expect(colored).to_have_text("error")
+    plain = panel.get_by_role("tabpanel").evaluate("e => getComputedStyle(e).color")
+    assert colored.evaluate("e => [getComputedStyle(e).color, getComputedStyle(e).fontWeight]") == [
+        "rgb(180, 35, 24)",
+        "700",
+    ]
+    assert plain != "rgb(180, 35, 24)"
+    panel.get_by_role("searchbox").fill("error on")
+    expect(panel.locator(".nbddp-found")).to_have_text("1 of 1")  # the codes between the words do not count
+
+
+def test_high_contrast_keeps_shapes_and_charts_speak(notebook: Notebook) -> None:
+    notebook.page.emulate_media(forced_colors="active", color_scheme="dark")
+    notebook.open("nbddp.run(train, (1, 60), nprocs=2, device='cpu');")
+    notebook.run_to_end(1)
+    panel = notebook.panel
+    expect(panel).to_have_attribute("data-theme", "dark")
+    assert panel.locator(".nbddp-chip").evaluate("e => getComputedStyle(e).borderTopWidth") == "1px"
+    surface = panel.evaluate("e => getComputedStyle(e).backgroundColor")
+    for shape in (".nbddp-progress i", ".nbddp-ranks .nbddp-dot", ".nbddp-dash"):
+        assert panel.locator(shape).first.evaluate("e => getComputedStyle(e).backgroundColor") != surface
+    live = panel.locator('[aria-live="polite"].nbddp-live')
+    expect(live).to_have_text(re.compile(r"Step 60: Train loss [\d.]+, Train acc"))
+    panel.locator(".nbddp-plot").first.focus()
+    notebook.page.keyboard.press("ArrowLeft")
+    expect(live).to_have_text(re.compile(r"Chart of Loss at step \d+: train"))
 
 
 def test_the_page_requests_nothing_from_another_host(notebook: Notebook) -> None:

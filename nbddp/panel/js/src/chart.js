@@ -252,6 +252,7 @@ export class Chart {
     if (event.key in moves) {
       const x = (this.cursorX ?? to) + moves[event.key] * (to - from);
       this.panel.setCursor(Math.min(to, Math.max(from, x)));
+      setTimeout(() => this.panel.say(this.plot.getAttribute("aria-label"))); // uPlot moves its cursor a moment later
     } else if (event.key === "Escape") {
       this.panel.setCursor(null);
       this.panel.onZoom(null);

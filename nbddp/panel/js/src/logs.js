@@ -1,5 +1,6 @@
 // The output of the ranks: a tab for each rank, search, follow.
 
+import { pieces, unstyled } from "./ansi.js";
 import { h, setText, show } from "./dom.js";
 import { count } from "./numbers.js";
 
@@ -64,7 +65,7 @@ export class Logs {
     const chosen = rank === this._rank;
     const tab = h(
       "button",
-      { role: "tab", type: "button", "aria-controls": this._id, "aria-selected": chosen, tabindex: chosen ? 0 : -1 },
+      { role: "tab", type: "button", "aria-controls": this._id, "aria-selected": String(chosen), tabindex: chosen ? 0 : -1 },
       `Rank ${rank}`,
     );
     tab.addEventListener("click", () => this._choose(rank));
@@ -105,13 +106,13 @@ export class Logs {
 
   _fill(log, term) {
     const all = log?.all() ?? [];
-    const lines = term ? all.filter((line) => line.toLowerCase().includes(term)) : all;
+    const lines = term ? all.filter((line) => unstyled(line).toLowerCase().includes(term)) : all;
     setText(this._found, term ? `${count(lines.length)} of ${count(all.length)}` : "");
     show(this._found, Boolean(term));
     const left = (log?.dropped ?? 0) + Math.max(0, lines.length - SHOWN);
     const header = left && !term ? [`[${count(left)} older lines: run.logs(${this._rank})]`] : [];
     const nothing = term ? "Nothing found." : "This rank has printed nothing.";
-    setText(this._text, [...header, ...lines.slice(-SHOWN)].join("\n") || nothing);
+    this._text.replaceChildren(...styled([...header, ...lines.slice(-SHOWN)].join("\n") || nothing));
   }
 
   _scrolled() {
@@ -119,4 +120,17 @@ export class Logs {
     const atEnd = scrollHeight - scrollTop - clientHeight < 24;
     if (!atEnd && this._follow.checked && this._text.matches(":hover, :focus")) this._follow.checked = false;
   }
+}
+
+/** The text as nodes: plain text, and a span for each piece with a colour or a style. */
+function styled(text) {
+  if (!text.includes("\x1b")) return [text];
+  return text.split("\n").flatMap((line, i) => {
+    const nodes = pieces(line).map(([piece, style]) => (style ? h("span", { class: classes(style) }, piece) : piece));
+    return i ? ["\n", ...nodes] : nodes;
+  });
+}
+
+function classes(style) {
+  return style.split(" ").map((name) => `nbddp-ansi-${name}`).join(" ");
 }

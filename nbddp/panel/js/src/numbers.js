@@ -1,5 +1,7 @@
 // The panel's computations: thinning for the screen, smoothing, and numbers as text. Uses no page.
 
+import { withStyles } from "./ansi.js";
+
 /** The first index whose x is not below `value`. `x` ascends; only its first `n` elements are used. */
 export function lowerBound(x, n, value) {
   let lo = 0;
@@ -300,10 +302,6 @@ export function bytes(value, of = value) {
   return { number: scaled >= 100 || unit < 2 ? scaled.toFixed(0) : scaled.toFixed(1), unit: UNITS[unit] };
 }
 
-const ESCAPES = /\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])/g; // eslint-disable-line no-control-regex
-// Characters that control a terminal, or that reverse the direction of a line.
-const CONTROLS = /[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]/g; // eslint-disable-line no-control-regex
-
 /** The newest lines of one rank's output, as a terminal would show them. */
 export class Lines {
   constructor(limit = 5000) {
@@ -338,5 +336,5 @@ export class Lines {
 
 function fold(line) {
   const shown = line.includes("\r") ? line.replace(/\r+$/, "").split("\r").pop() : line;
-  return shown.replace(ESCAPES, "").replace(CONTROLS, "");
+  return withStyles(shown);
 }

@@ -11,7 +11,7 @@ import { Place } from "./place.js";
 import { Stop } from "./stop.js";
 import { SILENT_S, Store } from "./store.js";
 import { RankTable } from "./table.js";
-import { isDark, palette, watchTheme } from "./theme.js";
+import { isDark, isForced, palette, watchTheme } from "./theme.js";
 
 const MAX_CHARTS = 6; // a button shows the charts of the other families
 const [TILE_PX, MIN_TILES, MAX_TILES] = [114, 6, 8]; // tiles keep their places: their number depends on the width alone
@@ -21,6 +21,7 @@ const THROUGHPUT_CHARS = 6; // have a place from the start: 12,430
 const BRIEF_MS = 900; // a run without metrics is a line for so long, and for ever if it ends before
 const CLOCK_MS = 1000;
 const [SMOOTHING, MAX_SMOOTHING] = [0.02, 0.2]; // the share of the points in view over which a mean reaches
+const SAY_MS = 10_000; // between two announcements for screen readers
 const LOST_S = 15; // after this time without a message the kernel counts as lost
 let panels = 0;
 
@@ -35,6 +36,7 @@ class Panel {
     this._charts = new Map();
     this._all = false;
     this._made = performance.now();
+    this._said = { at: -Infinity, about: null };
     this._brief = true;
     this._stop = new Stop(store, () => this.update());
     this._logs = new Logs(store);
@@ -73,6 +75,11 @@ class Panel {
     return this._store.head?.marks ?? [];
   }
 
+  /** To screen readers, which hear no change of a chart's label. */
+  say(text) {
+    setText(this._live, text);
+  }
+
   setCursor(x) {
     this._charts.forEach((chart) => chart.setCursor(x));
   }
@@ -101,7 +108,8 @@ class Panel {
     const ranks = h("div", { class: "nbddp-scroll" }, this._table.el);
     this.el.append(this._header(), this._bar, this._error, this._names, ...this._notices.els);
     this.el.append(this._tiles, this._grid, this._more, this._tools(), ranks);
-    this.el.append(this._logs.el, this._held, this._notices.remark); // what comes at the end pushes nothing down
+    this._live = h("p", { class: "nbddp-live", "aria-live": "polite" });
+    this.el.append(this._live, this._logs.el, this._held, this._notices.remark); // what comes at the end pushes nothing down
   }
 
   _header() {
@@ -180,10 +188,11 @@ class Panel {
 
   _updateTheme() {
     const dark = isDark(this.el.parentElement);
-    if (dark === this._dark) return;
-    this._dark = dark;
+    const forced = isForced();
+    if (dark === this._dark && forced === this._forced) return;
+    [this._dark, this._forced] = [dark, forced];
     this.el.dataset.theme = dark ? "dark" : "light";
-    this.colors = palette(dark);
+    this.colors = palette(dark, forced);
     this._charts.forEach((chart) => {
       chart.rebuild();
       chart.draw();
@@ -199,6 +208,7 @@ class Panel {
     this._drawHeader();
     this._drawTiles();
     this._drawCharts();
+    this._announce();
     const { rows, hosts, failed_rank: failed } = this._store.head;
     this._table.update(rows, hosts ?? []);
     this._logs.update(rows);
@@ -342,6 +352,17 @@ class Panel {
     show(this._grid, expected);
     show(this._toolbar, expected);
     this._toolbar.dataset.empty = families.size === 0;
+  }
+
+  /** Say the newest values when an epoch or a tenth of the run is over, but not too often. */
+  _announce() {
+    const { head, over, series } = this._store;
+    const about = `${head.outer} ${Math.floor((head.fraction ?? 0) * 10)} ${over}`;
+    const now = performance.now();
+    if (about === this._said.about || (now - this._said.at < SAY_MS && !over)) return;
+    this._said = { at: now, about };
+    const values = tileOrder(series).slice(0, MAX_TILES).map(({ tile, column }) => `${tile} ${metric(column.last)}`);
+    if (values.length) this.say(`Step ${head.step === null ? "unknown" : count(head.step)}: ${values.join(", ")}`);
   }
 
   _chart(family) {

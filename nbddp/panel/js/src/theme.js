@@ -4,11 +4,17 @@ const SETTLE_MS = [0, 120, 600]; // colours may be animated
 
 /** Whether the background behind this element is dark. An element outside the page has no colour: then the page's. */
 export function isDark(element) {
+  if (isForced()) return matchMedia("(prefers-color-scheme: dark)").matches; // as the browser sets it for such colours
   for (let node = element.isConnected ? element : document.body; node; node = node.parentElement) {
     const [r, g, b, a = 1] = (getComputedStyle(node).backgroundColor.match(/[\d.]+/g) ?? []).map(Number);
     if (a > 0.5) return 0.2126 * r + 0.7152 * g + 0.0722 * b < 128;
   }
   return matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+/** Whether the page's colours are the user's own (Windows' high contrast). */
+export function isForced() {
+  return matchMedia("(forced-colors: active)").matches;
 }
 
 /** Call back whenever the theme may have changed. Returns a function that ends this. */
@@ -21,14 +27,14 @@ export function watchTheme(callback) {
   const observer = new MutationObserver(later);
   const attributeFilter = ["class", "style", "data-jp-theme-light", "data-jp-theme-name", "data-theme"];
   for (const node of [document.documentElement, document.body]) observer.observe(node, { attributeFilter });
-  const query = matchMedia("(prefers-color-scheme: dark)");
-  query.addEventListener("change", later);
+  const queries = ["(prefers-color-scheme: dark)", "(forced-colors: active)"].map((query) => matchMedia(query));
+  queries.forEach((query) => query.addEventListener("change", later));
   // JupyterLab sets the attribute before the style sheet has loaded; "load" does not bubble, hence the capture.
   document.addEventListener("load", later, true);
   return () => {
     timers.forEach(clearTimeout);
     observer.disconnect();
-    query.removeEventListener("change", later);
+    queries.forEach((query) => query.removeEventListener("change", later));
     document.removeEventListener("load", later, true);
   };
 }
@@ -58,7 +64,8 @@ export function colorIndices(labels) {
   });
 }
 
-export function palette(dark) {
+export function palette(dark, forced) {
+  if (forced) return { lines: dark ? DARK : LIGHT, grid: "GrayText", text: "CanvasText", surface: "Canvas" };
   return {
     lines: dark ? DARK : LIGHT,
     grid: dark ? "rgba(255,255,255,0.13)" : "rgba(0,0,0,0.10)",

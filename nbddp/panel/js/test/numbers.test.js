@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
+import { pieces, unstyled } from "../src/ansi.js";
 import {
   Column,
   Lines,
@@ -158,11 +159,20 @@ test("of a line with carriage returns the last state is kept", () => {
   assert.deepEqual(lines.all(), ["start", "100%|###", "end"]);
 });
 
-test("colours and control characters are dropped, text stays text", () => {
+test("control characters are dropped, colours and text stay", () => {
   const lines = new Lines();
   lines.append("\x1b[31mred\x1b[0m \x07<b>bold</b>\t1\n");
   lines.append("a\u202egnp.exe\u2066 \x9b2J עברית\n");
-  assert.deepEqual(lines.all(), ["red <b>bold</b>\t1", "agnp.exe 2J עברית"]);
+  lines.append("\x1b[2J\x1b]0;title\x07x\x1b(\x1b\x1b[1\n");
+  assert.deepEqual(lines.all(), ["\x1b[31mred\x1b[0m <b>bold</b>\t1", "agnp.exe 2J עברית", "x([1"]);
+  assert.deepEqual(lines.all().map(unstyled).slice(0, 2), ["red <b>bold</b>\t1", "agnp.exe 2J עברית"]);
+});
+
+test("a line with colours is taken apart into pieces with classes", () => {
+  assert.deepEqual(pieces("plain"), [["plain", ""]]);
+  assert.deepEqual(pieces("\x1b[1;31mE\x1b[22m r\x1b[39m.\x1b[m!"), [["E", "bold fg1"], [" r", "fg1"], [".", ""], ["!", ""]]);
+  assert.deepEqual(pieces("\x1b[92mok\x1b[0;4;3m u\x1b[24;23;45m b\x1b[49m."), [["ok", "fg2"], [" u", "underline italic"], [" b", "bg5"], [".", ""]]);
+  assert.deepEqual(pieces("\x1b[38;5;9mred\x1b[38;5;123;1mno name\x1b[38;2;1;31;41mrgb"), [["red", "fg1"], ["no name", "bold"], ["rgb", "bold"]]);
 });
 
 test("output is kept up to a limit, and dropped lines are counted", () => {
