@@ -42,6 +42,7 @@ from tests.support import (
     marked_pids,
     run,
     strangers,
+    wait_until,
     wait_until_alone,
 )
 
@@ -76,6 +77,7 @@ def _warm() -> None:
     huge_pages.begin(wait_s=GONE_S)
     with fresh_main() as cells:
         assert run(cells("def nothing(): return 1").nothing).values == [1, 1]
+    wait_until(lambda: forkserver.importing() is None, what="all imports of the fork server: torch makes a folder")
 
 
 @pytest.fixture(autouse=True)

@@ -136,7 +136,7 @@ def test_a_start_method_that_the_user_sets_is_kept(cell: Cells, monkeypatch: pyt
     monkeypatch.setattr(
         forkserver.ForkServer,
         "start_process",
-        lambda self, *args: (original(self, *args), multiprocessing.set_start_method("spawn", force=True))[0],
+        lambda *args, **more: (original(*args, **more), multiprocessing.set_start_method("spawn", force=True))[0],
     )
     assert run(one).values == [1, 1]
     assert multiprocessing.get_start_method(allow_none=True) == "spawn"

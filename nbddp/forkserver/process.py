@@ -8,7 +8,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import popen_forkserver, popen_spawn_posix, process, reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.forkserver import read_signed
@@ -37,14 +37,15 @@ class _ForkPopen(popen_forkserver.Popen):
     def _launch(self, process_obj: Any) -> None:
         job = _pickled(process_obj, self)
         try:
-            self._start(process_obj.folder, job)
+            self._start(process_obj, job)
         except ServerDied:  # try once more with a new server
             server.replace(self._server)
-            self._start(process_obj.folder, job)
+            self._start(process_obj, job)
 
-    def _start(self, folder: str, job: bytes) -> None:
-        self._server = server.running()
-        self.sentinel, writer = self._server.start_process(folder, self._fds)
+    def _start(self, process_obj: Any, job: bytes) -> None:
+        self._server, folder = server.running(), process_obj.folder
+        light = not self._server.has_imported() and process_obj.is_light()
+        self.sentinel, writer = self._server.start_process(folder, self._fds, light=light)
         # The writer is the child's sentinel for this process: it stays open for as long as the Popen object lives.
         self.finalizer = util.Finalize(self, _close_fds, (self.sentinel, writer))
         try:
@@ -67,18 +68,20 @@ class ForkedProcess(process.BaseProcess):
 
     Attributes:
         folder: its run's folder, which the server makes, and removes when this process is killed; "" for none.
+        is_light: returns whether it can do without the modules that the server imports last.
     """
 
-    def __init__(self, *, folder: str = "", **what: Any) -> None:
+    def __init__(self, *, folder: str = "", is_light: Callable[[], bool] = lambda: False, **what: Any) -> None:
         super().__init__(**what)
         self.folder = folder
+        self.is_light = is_light
 
     @staticmethod
     def _Popen(process_obj: Any) -> _ForkPopen:  # noqa: N802 (multiprocessing's name)
         return _ForkPopen(process_obj)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reduced(self.__dict__)
+        return _reduced({**self.__dict__, "is_light": None})
 
 
 def _reduced(attributes: dict[str, Any]) -> tuple[Any, ...]:

@@ -173,6 +173,12 @@ def warm() -> None:
         _current.running()
 
 
+def importing() -> tuple[str, float] | None:
+    """What the server imports, and since when (monotonic); None if it has made all its imports, or does not run."""
+    server = _current.server
+    return server.importing() if server is not None and server.is_running() else None
+
+
 def pid() -> int | None:
     """The server's pid; None if it has not been started."""
     server = _current.server

@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -21,13 +22,24 @@ from multiprocessing import resource_tracker, spawn, util
 from typing import Any
 
 from nbddp import fds, versions
+from nbddp.forkserver.inside import LIGHT
 from nbddp.text import plain
 
 IMPORTS = ["nbddp.forkserver.inside.imports"]
+# In parts of at most 0.35 s, each of which torch._dynamo imports: a request waits for one part. Without torch._dynamo,
+# the first torch.optim.Optimizer takes 1 s, in every rank of every run.
+LATER = (
+    "sympy",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
+)
 _SHOWN_LINES = 5  # of the server's stderr, in an error
 _SHOWN_CHARS = 300  # of each line
 _MAX_STDERR_NBYTES = 1 << 20
 _CONNECTION_ERRORS = {errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE}  # the server has just ended
+_REPORT_BYTES = 1 << 10
 _FDS_PER_START = 8  # a socket pair, two pipes, a duplicate
 
 
@@ -82,6 +94,8 @@ class ForkServer:
         """Start it without waiting for its imports. Raises OSError."""
         self.modules = modules
         self.began = time.monotonic()
+        self._importing: tuple[str, float] | None = ("torch", self.began)
+        self._reading = threading.Lock()
         self._stderr: int | None = None
         with fds.reserve(_FDS_PER_START), contextlib.ExitStack() as theirs, contextlib.ExitStack() as unless_started:
             with contextlib.suppress(AttributeError):  # this system has no memfd
@@ -104,7 +118,7 @@ class ForkServer:
 
     def _start(self, requests: int, alive: int) -> int:
         path = [part for part in sys.path if isinstance(part, str)]  # Python ignores other entries
-        arguments = (requests, alive, self._stderr, path, self.modules, tuple(IMPORTS))
+        arguments = (requests, alive, self._stderr, path, self.modules, tuple(IMPORTS), LATER)
         call = f"from nbddp.forkserver.inside import serve\nserve.main(*{arguments!r})"
         program = f"# the fork server of nbddp\n{versions.import_source()}\n{call}"
         exe, flags = spawn.get_executable(), util._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -123,17 +137,37 @@ class ForkServer:
         return self._release.alive and not self._child.has_ended()
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Wait until it has made its imports, at most ``timeout_s``. A server that has ended counts as ready."""
+        """Wait until it has made all its imports, at most ``timeout_s``. A server that has ended counts as ready."""
+        deadline = time.monotonic() + timeout_s
         poll = select.poll()
-        poll.register(self._requests, select.POLLIN)  # nobody reads its one message
-        return bool(poll.poll(timeout_s * 1000)) or not self.is_running()
+        poll.register(self._requests, select.POLLIN)
+        while not self.has_imported() and self.is_running():
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return not self.is_running()
+        return True
 
-    def start_process(self, folder: str, handed: Sequence[int]) -> tuple[int, int]:
+    def has_imported(self) -> bool:
+        """Return whether it has made all its imports."""
+        return self.importing() is None
+
+    def importing(self) -> tuple[str, float] | None:
+        """Return what it imports, and since when (monotonic); None when it has made all its imports."""
+        with self._reading, contextlib.suppress(OSError):  # no report is left, or the server has ended
+            if not self._release.alive:
+                return None
+            with socket.socket(fileno=os.dup(self._requests)) as reports:
+                while report := reports.recv(_REPORT_BYTES, socket.MSG_DONTWAIT):
+                    began, _, what = report.decode("utf-8", "ignore").partition(" ")
+                    self._importing = (what, float(began)) if what else None
+        return self._importing
+
+    def start_process(self, folder: str, handed: Sequence[int], *, light: bool = False) -> tuple[int, int]:
         """Request a new process. Returns a fd to read its pid and exit code from, and one to write its job to.
 
         Args:
             folder: its run's folder, which the server makes, and removes when this process is killed; "" for none.
             handed: fds that the new process gets.
+            light: it needs none of ``LATER``, and is not to wait for these imports.
 
         Raises:
             ServerDied: the server has ended. OSError: this process may not open more files.
@@ -147,7 +181,7 @@ class ForkServer:
             unless_sent.callback(os.close, writer)
             tracker: Any = resource_tracker.getfd()
             with self.reporting_its_death(), socket.socket(fileno=os.dup(self._requests)) as requests:
-                socket.send_fds(requests, [os.fsencode(folder)], [status, job, tracker, *handed])
+                socket.send_fds(requests, [LIGHT * light, os.fsencode(folder)], [status, job, tracker, *handed])
             unless_sent.pop_all()
         return sentinel, writer
 

@@ -48,7 +48,7 @@ class RemoteSite:
             host, _ = self.layout[0]
             self._saved |= {path: (host, step) for path, step in saved.items()}
 
-    def transfers(self) -> str:
+    def waits_for(self, *, started: bool) -> str:
         """Return what takes long on its way to or from a host, in words; "" for nothing."""
         return self._cluster.transfers()
 
@@ -88,7 +88,7 @@ class RemoteCallSite:
     def __init__(self, home: RemoteSite) -> None:
         self.gauges = home.gauges
         self.block = -1
-        self.transfers = home.transfers
+        self.waits_for = home.waits_for
 
     def copy_data(self, pickled: Pickled, keep_going: Callable[[], bool]) -> None:
         """Write the data into a block on this machine, from which it is sent."""

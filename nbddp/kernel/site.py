@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from nbddp import payload, versions, wire
@@ -49,9 +50,12 @@ class LocalSite:
     def remember_snapshots(self, saved: Mapping[str, int]) -> None:
         """Do nothing: files on this machine cannot be lost with a host."""
 
-    def transfers(self) -> str:
-        """Return "": the ranks map the data."""
-        return ""
+    def waits_for(self, *, started: bool) -> str:
+        """Return what the fork server imports before the first rank; "" afterwards, as the ranks map the data."""
+        if started or self._plan.start_method != "forkserver" or (importing := forkserver.importing()) is None:
+            return ""
+        what, since = importing
+        return f"importing {what}, {time.monotonic() - since:.1f} s"
 
     def missing(self) -> str:
         """Return "": this machine is there."""
@@ -114,7 +118,8 @@ class NotebookCrew(LocalCrew):
         by_server = self._start_method == "forkserver"
         self._folder = self._resources.enter_context(forkserver.run_folder()) if by_server else ""
         jobs = self.jobs(packed.nbytes, restart_count)
-        self.start(jobs, outputs, self._block, self._rendezvous.file, packed.inherited)
+        is_light = (lambda: False) if self._plan.stays else packed.is_light  # later calls may need anything
+        self.start(jobs, outputs, self._block, self._rendezvous.file, packed.inherited, is_light)
 
     def __exit__(self, *exc_info: object) -> None:
         with self._resources:

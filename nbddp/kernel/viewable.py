@@ -33,9 +33,15 @@ class ViewableRun:
         """``4 processes · nccl · 2 hosts``; ``2 processes · gloo · 1 of 2 hosts · gpu2 lost``."""
         ranks = len(self._site.layout) or self._plan.nprocs
         processes = f"{ranks} process{'es' * (ranks != 1)} · {self._plan.backend or self._plan.device}{self._hosts()}"
-        goes_on = self._state.phase in ("starting", "running")
-        now = [self._site.missing(), self._site.transfers()] if goes_on else []
+        now = [self._site.missing(), self.waits_for()] if self._goes_on() else []
         return " · ".join([self._plan.summary or processes, *filter(None, now)])
+
+    def waits_for(self) -> str:
+        """Return what the run waits for, "importing torch, 1.1 s"; "" for nothing."""
+        return self._site.waits_for(started=bool(self._state.pids())) if self._goes_on() else ""
+
+    def _goes_on(self) -> bool:
+        return self._state.phase in ("starting", "running")
 
     def _hosts(self) -> str:
         planned, there = len(self._plan.shares), len({host for host, _ in self._site.layout})
@@ -67,6 +73,7 @@ class ViewableRun:
             restart_reason=self._state.restart_reason,
             hang=self._state.hang,
             remark=self._state.remark or first_line(getattr(error, "advice", "")),
+            waits_for=self.waits_for(),
         )
 
     def _rank_status(self, rank: int, states: list[str], failed_rank: int | None) -> RankStatus:

@@ -61,6 +61,7 @@ class LocalCrew(CrewBase):
         self._start_method = start_method
         self._keep_children = keep_children
         self._mark = self._temp_dir = ""
+        self._is_light: Callable[[], bool] = lambda: False
         self._wake_r, self._wake_w = multiprocessing.Pipe(duplex=False)
 
     def __enter__(self) -> LocalCrew:
@@ -97,8 +98,12 @@ class LocalCrew(CrewBase):
         payload_fd: int,
         store_fd: int | None,
         inherited: Sequence[Any],
+        is_light: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start one process per job.
+
+        Args:
+            is_light: returns whether the call can do without the modules that a fork server imports last.
 
         Raises:
             LaunchError: a process could not be started.
@@ -106,6 +111,7 @@ class LocalCrew(CrewBase):
         """
         self._temp_dir = jobs[0].temp_dir
         self._mark = leftovers.new_mark()
+        self._is_light = is_light
         for job, output in zip(jobs, outputs):
             worker = self._start_rank(job, output, (payload_fd, store_fd), inherited)
             if not self.workers:
@@ -164,7 +170,7 @@ class LocalCrew(CrewBase):
         process: Any
         name = f"{job.run_name}-{job.rank}"
         if self._start_method == "forkserver":
-            process = ForkedProcess(folder=job.temp_dir, target=target, args=args, name=name)
+            process = ForkedProcess(folder=job.temp_dir, is_light=self._is_light, target=target, args=args, name=name)
         else:
             process = SpawnedProcess(environ=job.environ, target=target, args=args, name=name)
         process.start()

@@ -60,8 +60,12 @@ class Site(Protocol):
     def remember_snapshots(self, saved: Mapping[str, int]) -> None:
         """Remember what rank 0 of the last attempt has saved: the last step, by path."""
 
-    def transfers(self) -> str:
-        """Return which data take long on their way to or from a host, in words; "" for none."""
+    def waits_for(self, *, started: bool) -> str:
+        """Return what the run waits for, in words: imports, or data on their way to or from a host; "" for nothing.
+
+        Args:
+            started: a rank has been started.
+        """
 
     def missing(self) -> str:
         """Return which hosts the run does without, in words; "" for none."""
@@ -101,8 +105,8 @@ class CallSite(Protocol):
     def copy_data(self, pickled: Pickled, keep_going: Callable[[], bool]) -> None:
         """Copy the data to where the ranks find them, as :meth:`Site.copy_data`."""
 
-    def transfers(self) -> str:
-        """Return which data take long on their way, as :meth:`Site.transfers`."""
+    def waits_for(self, *, started: bool) -> str:
+        """Return what the run waits for, as :meth:`Site.waits_for`."""
 
     def close(self) -> None:
         """Free the data."""

@@ -165,7 +165,7 @@ class Feed:
         return {
             "state": status.state,
             "name": summary.plain(status.name),
-            "summary": summary.plain(status.notice or status.summary),
+            "summary": summary.plain(_subtitle(status)),
             "seconds": round(status.seconds, 1),
             "error": summary.plain(status.error),
             "names": [[summary.plain(name), summary.plain(text)] for name, text in status.failing_names],
@@ -193,3 +193,8 @@ def _entry(line: _Line, series: Series, spread: Spread, *, fresh: bool) -> dict[
 
 def _packed(arrays: list[npt.NDArray[Any]]) -> bytes:
     return b"".join(np.ascontiguousarray(array, dtype="<f8").tobytes() for array in arrays)
+
+
+def _subtitle(status: Status) -> str:
+    """The line below the run's name."""
+    return " · ".join(filter(None, [status.notice, status.waits_for])) if status.notice else status.summary

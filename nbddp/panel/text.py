@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import TextIO
 
 from nbddp.history.history import Bar, History
-from nbddp.panel import numbers, ranks, summary, terminal
+from nbddp.panel import frontend, numbers, ranks, summary, terminal
 from nbddp.panel.summary import counts_epochs, hang_lines, plain, restart_count, restart_text, slowest
 from nbddp.panel.view import Status, Viewable
 from nbddp.text import duration, fold
 
 _LINE_INTERVAL_S = 2.0
+_LONG_WAIT_S = 1.0
 _REWRITE_INTERVAL_S = 0.4  # of the line that a terminal rewrites
 _MAX_METRICS = 8  # in one line
 _NAME_CHARS = 60
@@ -100,6 +101,7 @@ class TextView:
         self._epoch = 0
         self._restarts = 0
         self._hangs = False
+        self._waits = False  # has been written, where it is a line of its own
 
     def update(self, status: Status) -> None:
         if status.restarts > self._restarts:
@@ -118,6 +120,16 @@ class TextView:
             self._rewrite_progress(status, self._writer.width)
         elif status.state == "running":
             self._write_progress()
+        elif status.state == "starting" and status.waits_for:
+            self._write_wait(f"{status.name}: {status.waits_for}", status.seconds)
+
+    def _write_wait(self, line: str, seconds: float) -> None:
+        """Say what the start waits for, if somebody may read it meanwhile: not in a file, or an executed notebook."""
+        if (columns := self._writer.width) is not None:
+            self._writer.bottom_line(terminal.fitted([line], columns))
+        elif seconds >= _LONG_WAIT_S and not self._waits and frontend.shell() and not frontend.is_executed():
+            self._waits = True
+            self._writer.line(line)
 
     def write(self, text: str) -> None:
         self._writer.write(text)
@@ -125,9 +137,11 @@ class TextView:
     def _write_state(self, status: Status) -> None:
         if status.state == "starting":
             if not status.restarts:  # a restart has its own line
-                self._writer.line(status.notice or f"{status.name}: {status.summary}")
+                where = status.summary.removesuffix(f" · {status.waits_for}")
+                self._writer.line(status.notice or f"{status.name}: {where}")
         elif status.state == "running":
             self._last_line_at = self._clock()
+            self._writer.bottom_line("")
         else:
             self._writer.finish()
             self._write_end(status)

@@ -55,6 +55,7 @@ class Status:
         hang: where the ranks are when none has made progress for a while: a summary in the first line, then each
             rank's stack; "" if the run does not hang.
         remark: a line about a finished run that is not an error; "" if none.
+        waits_for: what the run waits for, "importing torch, 1.1 s"; "" for nothing. The summary has it, too.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Status:
     restart_reason: str = ""
     hang: str = ""
     remark: str = ""
+    waits_for: str = ""
 
     @property
     def over(self) -> bool:

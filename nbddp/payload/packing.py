@@ -35,6 +35,7 @@ from nbddp.payload.block import Place, as_bytes, fill, map_block, storage_bytes,
 from nbddp.payload.functions import noting
 from nbddp.payload.known import Known
 from nbddp.payload.layout import ALIGN, Area, Piece, lay_out, parts_of
+from nbddp.payload.light import is_light
 from nbddp.payload.pickler import PackedStorage, Packer, Reading, reading_now
 from nbddp.payload.source_lines import sources_of
 
@@ -51,12 +52,14 @@ class Packed:
             stream refers to them by their index.
         by_value: functions and classes that were pickled by value. An answer may refer to them by their index.
         variables: the notebook's variables that went along with functions which read them.
+        is_light: returns whether the call surely needs none of the modules that torch imports only for training.
     """
 
     nbytes: int
     inherited: list[Any]
     by_value: list[Any]
     variables: dict[str, Any] = field(default_factory=dict)
+    is_light: Callable[[], bool] = lambda: False
 
 
 class Pickled:
@@ -128,8 +131,11 @@ def prepare(
     with contextlib.closing(Packer(stream, known=known, sent=sent, inheriting=inheriting, back=back)) as pickler:
         # The lists are filled while obj is pickled, and pickled after it, so all their members are memo references.
         pickler.dump((obj, pickler.by_value, pickler.named, pickler.notes))
+        texts = list(texts)
         modules = carried.sources(pickler.modules, pickler.codes, texts, folders) if folders else {}
-        return _lay_out(pickler, memoryview(stream.getvalue()), modules)
+        pickled = _lay_out(pickler, memoryview(stream.getvalue()), modules)
+        pickled.packed.is_light = functools.cache(functools.partial(is_light, pickler.modules, pickler.codes, texts))
+        return pickled
 
 
 def probe(obj: object, *, known: Known | None = None, inheriting: bool = True, back: bool = False) -> None:

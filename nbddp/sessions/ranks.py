@@ -258,9 +258,9 @@ class SessionSite:
         """Return "": a lost host ends the call."""
         return ""
 
-    def transfers(self) -> str:
-        """Return which data take long on their way to or from a host, in words; "" for none."""
-        return self._data.transfers()
+    def waits_for(self, *, started: bool) -> str:
+        """Return what the first call or the data wait for, in words; "" for nothing."""
+        return self._data.waits_for(started=started)
 
     def close(self) -> None:
         """Free the call's data; the session can take the next call."""

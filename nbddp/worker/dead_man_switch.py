@@ -54,6 +54,11 @@ def kill_on_hangup(fd: int, owner: int) -> bool:
     return True
 
 
+def disarm(fd: int) -> None:
+    """Undo :func:`kill_on_hangup`."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~getattr(os, "O_ASYNC", 0))
+
+
 def has_hung_up(fd: int, timeout_ms: int | None = 0) -> bool:
     """Whether the pipe's other end is closed, or is closed within the timeout (None: wait for it)."""
     poll = select.poll()

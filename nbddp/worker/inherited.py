@@ -63,8 +63,9 @@ _iterated: list[str] = []  # the names that items(), copy() or dict() will read 
 
 
 def begin() -> None:
-    """Remember the environment, and record from now on which variables are read."""
-    _began_with.update(os.environ)
+    """Remember the environment of the first call, and record from now on which variables are read."""
+    if not _began_with:
+        _began_with.update(os.environ)
     os.environ.__class__ = _RecordingEnviron
 
 

@@ -61,6 +61,7 @@ class Kernel:
         paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         env["PYTHONWARNINGS"] = "ignore"
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # pip compiles what it installs; so is our clone after one kernel
         env["PATH"] = os.pathsep.join(
             [os.path.dirname(sys.executable), env.get("PATH", "")]
         )  # nbdistributed's "python"

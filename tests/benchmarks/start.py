@@ -22,24 +22,27 @@ TOO_LONG_S = 12.0  # a candidate that takes this long is not tried with more ran
 
 
 def cold(settings: Settings) -> list[Table]:
-    """A new kernel each time: the imports and the first run in one cell; and the first run after a think time."""
+    """A new kernel each time: imports and first run without a pause, of two kinds; and after a think time."""
     ranks = (settings.ranks or [RANKS])[0]
-    at_once = _table(f"Start in a new kernel, {ranks} ranks, imports and first run in one cell")
-    after = _table(f"First run in a new kernel, {ranks} ranks, {THINK_S:.0f} s after the imports")
-    settings.keep(at_once)
-    settings.keep(after)
+    at_once = _table(f"Start in a new kernel, {ranks} ranks, imports and first run in one cell", "first all-reduce")
+    step = _table(f"The same with DistributedDataParallel and SGD, {ranks} ranks", "first step")
+    after = _table(f"First run in a new kernel, {ranks} ranks, {THINK_S:.0f} s after the imports", "first all-reduce")
+    tables = [at_once, step, after]
+    for table in tables:
+        settings.keep(table)
     with stamps() as file:
         for _ in range(settings.rounds):
             for peer in settings.peers:
-                _try(at_once, peer, lambda peer=peer: _first_run(peer, ranks, file, together=True))
-                _try(after, peer, lambda peer=peer: _first_run(peer, ranks, file, together=False))
-    settings.show(at_once)
-    settings.show(after)
-    return [at_once, after]
+                _try(at_once, peer, lambda peer=peer: _first_run(peer, "all_reduce", ranks, file, 0.0))
+                _try(step, peer, lambda peer=peer: _first_run(peer, "train_one_step", ranks, file, 0.0))
+                _try(after, peer, lambda peer=peer: _first_run(peer, "all_reduce", ranks, file, THINK_S))
+    for table in tables:
+        settings.show(table)
+    return tables
 
 
-def _table(title: str) -> Table:
-    return Table(title, columns=("first all-reduce", "cell's end"), unit="s", scale=1)
+def _table(title: str, first: str) -> Table:
+    return Table(title, columns=(first, "cell's end"), unit="s", scale=1)
 
 
 def _try(table: Table, peer: Peer, figures: Callable[[], tuple[float, float]]) -> None:
@@ -52,16 +55,16 @@ def _try(table: Table, peer: Peer, figures: Callable[[], tuple[float, float]]) -
         table.fail(peer.name, error, table.columns[0])
 
 
-def _first_run(peer: Peer, ranks: int, file: Stamps, *, together: bool) -> tuple[float, float]:
+def _first_run(peer: Peer, function: str, ranks: int, file: Stamps, think_s: float) -> tuple[float, float]:
     file.clear()
     with Kernel() as kernel:
-        run = peer.cell("all_reduce", repr(file.path), nprocs=ranks)
+        run = peer.cell(function, repr(file.path), nprocs=ranks)
         began = time.monotonic()
         # Cells of their own where the run is a cell magic, sent without a pause.
         for source in (peer.imports, WORK):
             kernel.cell(source)
-        if not together:
-            time.sleep(THINK_S)
+        if think_s:
+            time.sleep(think_s)
             began = time.monotonic()
         if setup := peer.setup(ranks):
             kernel.cell(setup)

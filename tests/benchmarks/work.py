@@ -115,6 +115,15 @@ def one_step():
     optimizer.step()
 
 
+def train_one_step(path):
+    """What imports torch._dynamo: DistributedDataParallel and an optimizer."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 10)).sum().backward()
+    optimizer.step()
+    stamp(path)
+
+
 def hold(path):
     """Train one step, say what memory is this process's own, and stay until all have been looked at."""
     one_step()

@@ -26,7 +26,7 @@ from fakes import FakeRun, Rank, status
 from nbddp import wire
 from nbddp.history.history import History, Series
 from nbddp.launch.output import RankOutput, open_output
-from nbddp.panel import ranks, summary, thinning
+from nbddp.panel import frontend, ranks, summary, thinning
 from nbddp.panel.curves import charts, ticks
 from nbddp.panel.feed import Feed
 from nbddp.panel.picture import Picture
@@ -406,6 +406,28 @@ def test_every_view_reports_metrics_that_ranks_log_differently() -> None:
     assert told in Picture(run.history, run.now).bundle()["text/html"]
     TextView(run, stream).update(run.now)
     assert stream.getvalue().startswith(f"train: {told}\ntrain: finished after")
+
+
+def test_every_view_says_what_a_start_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, stream, waits_for = FakeRun(), io.StringIO(), "importing torch, 1.1 s"
+    monkeypatch.setattr(frontend, "shell", lambda: "a kernel's")
+    monkeypatch.setattr(frontend, "is_executed", lambda: False)
+    view, summary = TextView(run, stream), f"1 process · gloo · {waits_for}"
+    for seconds in (0.1, 1.2, 1.4):
+        run.now = status("starting", seconds=seconds, summary=summary, waits_for=waits_for)
+        view.update(run.now)
+    assert stream.getvalue() == f"train: 1 process · gloo\ntrain: {waits_for}\n"
+    assert waits_for in Picture(run.history, run.now).bundle()["text/html"]
+    for notice, shown in (("", summary), ("no GPU", f"no GPU · {waits_for}")):
+        frame = Feed(run).frame(dataclasses.replace(run.now, notice=notice))
+        assert frame is not None
+        assert frame[0]["head"]["summary"] == shown
+
+
+def test_lines_in_a_file_leave_out_what_a_start_waits_for() -> None:
+    stream = io.StringIO()
+    TextView(FakeRun(), stream).update(status("starting", seconds=2.0, waits_for="importing torch, 1.1 s"))
+    assert "importing" not in stream.getvalue()
 
 
 HANG = "rank 1 finished the loop at step 120; rank 0 waits in all_reduce\n\n"

@@ -1,6 +1,4 @@
-"""Imports what every rank needs, once, in the fork server."""
-
-import torch._dynamo  # noqa: F401 - 1 s at the first torch.optim.Optimizer otherwise, in every rank of every run
+"""Imports what a rank of any first run needs, once, in the fork server."""
 
 import nbddp.worker.data
 import nbddp.worker.entry

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 _HUGE_PAGE_BYTES = 2 << 20
+_PART_BYTES = 16 << 20  # takes 0.05 s
 _LARGEST_NBYTES = (32 << 20) - (64 << 10)  # glibc's DEFAULT_MMAP_THRESHOLD_MAX minus header and rounding
 _MADV_COLLAPSE = 25  # Linux 6.1; older versions return EINVAL and do nothing
 
 
-def collapse() -> None:
-    """Ask Linux to move this process's private memory into huge pages.
+def collapse() -> Iterator[None]:
+    """Ask Linux to move this process's private memory into huge pages; yields after each part.
 
     A fork then copies 100 page table entries instead of 50,000. Measured with torch and torch._dynamo imported
     (210 MB): fork and exit of an empty child take 13 ms before and 4 ms after. A rank's first write to a huge page
@@ -28,8 +30,9 @@ def collapse() -> None:
             start, stop = (int(address, 16) for address in addresses.split("-"))
             first = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
             last = stop // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-            if first < last:
-                madvise(first, last - first, _MADV_COLLAPSE)
+            for part in range(first, last, _PART_BYTES):
+                madvise(part, min(_PART_BYTES, last - part), _MADV_COLLAPSE)
+                yield
 
 
 def raise_trim_threshold() -> None:

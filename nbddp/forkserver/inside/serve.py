@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import gc
-import importlib
+import functools
 import os
 import select
 import shutil
@@ -22,20 +20,30 @@ import time
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, spawn, util
 from multiprocessing.forkserver import write_signed
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from nbddp.forkserver.inside import memory, reaper
+from nbddp.forkserver.inside import LIGHT, reaper
+from nbddp.forkserver.inside.stages import Stages
 from nbddp.worker import dead_man_switch, inherited, leftovers
 
 _REQUEST_BYTES = 1 << 10
 _MAX_FDS = 253  # Linux's SCM_MAX_FD
-_OLD_GENERATION_THRESHOLD = 1000  # the young generation is collected as usual: otherwise the server is 7 MB larger
+_REPORT_CHARS = 200
+# How long the rest is left for a first request that follows soon: cells that import nbddp and torch, and start a run.
+_FIRST_REQUEST_S = 0.4
+_UNTIL_STEP_S = 10.0  # of ranks that go on for long, so that the later ones start as fast as any
 _CLEANUP_S = 1.0
 _POLL_S = 0.01
 
 
 def main(
-    requests: int, alive: int, stderr: int | None, path: list[str], modules: Sequence[str], imports: Sequence[str]
+    requests: int,
+    alive: int,
+    stderr: int | None,
+    path: list[str],
+    modules: Sequence[str],
+    imports: Sequence[str],
+    later: Sequence[str],
 ) -> None:
     """Be the fork server until the notebook kernel ends.
 
@@ -46,6 +54,7 @@ def main(
         path: the notebook kernel's ``sys.path``, for ``modules``.
         modules: the modules of ``nbddp.preload``.
         imports: nbddp's own modules.
+        later: modules that not every run needs.
     """
     os.setsid()  # a signal to the notebook's process group does not reach the server, which then cleans up
     # A signal and not a thread, because an import in C holds the GIL for seconds.
@@ -53,69 +62,34 @@ def main(
     if dead_man_switch.has_hung_up(alive):  # the notebook kernel ended before the switch was armed
         os._exit(1)
     inherited.forked = True
-    with _stderr_to(stderr):
-        _import_all(path, modules, imports)
-    if not inherited.unfit:  # a thread of an unfit module might keep this process alive: then the signal must end it
-        fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) & ~getattr(os, "O_ASYNC", 0))
-    util._close_stdin()  # type: ignore[attr-defined]
     with socket.socket(fileno=requests) as requested:
-        with contextlib.suppress(OSError):  # the notebook kernel has ended
-            requested.send(b"ready")
-        _Server(requested, alive).serve()
+        stages = Stages(stderr, later, functools.partial(_report, requested))
+        stages.first(path, modules, imports)
+        if not inherited.unfit:  # a thread of an unfit module might keep this process alive: the signal must end it
+            dead_man_switch.disarm(alive)
+        util._close_stdin()  # type: ignore[attr-defined]
+        _Server(requested, alive, stages).serve()
     # Kill this process and what its modules have started. Not sys.exit(): libraries' messages from the interpreter's
     # shutdown would appear in the notebook (torch 2.15's bindings, nanobind, list 27 leaked objects).
     os.killpg(0, signal.SIGKILL)
 
 
-@contextlib.contextmanager
-def _stderr_to(fd: int | None) -> Any:
-    """Redirect stderr to a file, and copy the file's content to the old stderr afterwards."""
-    if fd is None:
-        yield
-        return
-    before = os.dup(2)
-    os.dup2(fd, 2)
-    yield
-    sys.stderr.flush()
-    os.dup2(before, 2)
-    os.close(before)
-    with contextlib.suppress(OSError), open(fd, "r+b", buffering=0) as file:
-        file.seek(0)
-        os.write(2, file.read())
-        file.truncate(0)
-
-
-def _import_all(path: list[str], modules: Sequence[str], imports: Sequence[str]) -> None:
-    inherited.begin()
-    # A module that calls torch.cuda.is_available() must not initialise the driver, which does not work after a fork.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    thresholds = gc.get_threshold()
-    # Collections of the old generations visit all modules each time, which takes 20 % of the time.
-    gc.set_threshold(thresholds[0], _OLD_GENERATION_THRESHOLD, _OLD_GENERATION_THRESHOLD)
-    for name in imports:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    if modules:
-        from nbddp.forkserver.inside import user_modules
-
-        inherited.unfit = user_modules.import_all(path, modules)
-    gc.set_threshold(*thresholds)
-    inherited.end()
-    # Ranks share the memory of these objects as long as the collector does not write to it.
-    gc.collect()
-    gc.freeze()
-    memory.collapse()
-    memory.raise_trim_threshold()
+def _report(requested: socket.socket, importing: str) -> None:
+    """Tell the notebook kernel what is imported from now on; "" when all is done."""
+    with contextlib.suppress(OSError):  # the notebook kernel has ended, or reads none of it
+        requested.send(f"{time.monotonic()} {importing}"[:_REPORT_CHARS].encode(), socket.MSG_DONTWAIT)
 
 
 class _Server:
     """Forks ranks, reports their pids and exit codes, and cleans up when the notebook kernel is killed."""
 
-    def __init__(self, requests: socket.socket, alive: int) -> None:
+    def __init__(self, requests: socket.socket, alive: int, stages: Stages) -> None:
         self._requests = requests
+        self._stages = stages
         self._alive = alive
         self._ranks: dict[int, int] = {}  # from pid to the pipe for its exit code
         self._folders: set[str] = set()  # the folders of runs
+        self._first_request_until = time.monotonic() + _FIRST_REQUEST_S
         self._child_ended, wake = os.pipe()
         for fd in (self._child_ended, wake):
             os.set_blocking(fd, False)
@@ -134,7 +108,7 @@ class _Server:
         poll.register(self._child_ended, select.POLLIN)
         poll.register(self._alive, 0)  # POLLHUP is always reported
         while True:
-            ready = dict(poll.poll())
+            ready = dict(poll.poll(self._timeout_ms()))
             if ready.get(self._requests.fileno(), 0) & select.POLLIN:
                 self._fork(*self._receive())
             elif self._child_ended in ready:
@@ -142,19 +116,44 @@ class _Server:
                 self._report_exit_codes()
             elif self._alive in ready:
                 return self._clean_up()
+            else:
+                self._take_a_step()
 
-    def _receive(self) -> tuple[str, list[int]]:
-        """The folder of a rank's run, and file descriptors: for its pid and exit code, its job, and others."""
+    def _timeout_ms(self) -> float | None:
+        """Return how long to wait for a request before something that is left is done; None: forever."""
+        if self._stages.over:
+            return None
+        if self._ranks:
+            return _UNTIL_STEP_S * 1000
+        return max(0.0, self._first_request_until - time.monotonic()) * 1000
+
+    def _take_a_step(self) -> None:
+        if self._ranks or any(map(os.path.isdir, self._folders)):  # to clean up after them comes before a quick end
+            self._stages.next_step()
+        else:
+            dead_man_switch.kill_on_hangup(self._alive, os.getpid())
+            if not dead_man_switch.has_hung_up(self._alive):
+                self._stages.next_step()
+            dead_man_switch.disarm(self._alive)
+        if self._stages.over:
+            _report(self._requests, "")
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        """A request, and file descriptors: for the rank's pid and exit code, its job, and others."""
         flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
         request, fds, flags, _ = socket.recv_fds(self._requests, _REQUEST_BYTES, _MAX_FDS, flags)
         if flags & socket.MSG_CTRUNC:  # this process may not open more files
             _answer(fds[:1], -errno.EMFILE)
             _close(fds)
             return self._receive()
-        return os.fsdecode(request), list(fds)
+        return request, list(fds)
 
-    def _fork(self, folder: str, fds: list[int]) -> None:
+    def _fork(self, request: bytes, fds: list[int]) -> None:
+        """Fork a rank. The request is the folder of its run, behind ``LIGHT`` if it needs nothing that is left."""
         status, job, *rest = fds
+        light, folder = request.startswith(LIGHT), os.fsdecode(request.removeprefix(LIGHT))
+        if not light:
+            self._stages.import_all()
         try:
             self._make(folder)
             pid = os.fork()
