@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -576,7 +577,7 @@ def test_shutdown_closes_sessions() -> None:
 def test_many_calls_take_no_more_memory_fds_or_threads(session: nbddp.Session) -> None:
     def held() -> tuple[float, int, int]:
         process = psutil.Process()
-        return process.memory_info().rss / 1e6, process.num_fds(), process.num_threads()
+        return process.memory_full_info().uss / 1e6, process.num_fds(), process.num_threads()
 
     def measured() -> list[tuple[float, int, int]]:
         return [held(), *quiet(session, held).values]
@@ -589,6 +590,22 @@ def test_many_calls_take_no_more_memory_fds_or_threads(session: nbddp.Session) -
     for (mb, fds, threads), (later_mb, later_fds, later_threads) in zip(before, measured()):
         assert later_mb - mb < 3.0 + 1.0  # at most 1 MB per 100 calls, and the noise of an allocator
         assert (later_fds, later_threads) <= (fds, threads)
+
+
+def test_failures_leave_no_classes_hooks_fds_or_threads(session: nbddp.Session) -> None:
+    def held() -> tuple[int, int, int, int]:
+        process = psutil.Process()
+        return len(Exception.__subclasses__()), id(sys.excepthook), process.num_fds(), process.num_threads()
+
+    def fail() -> None:
+        for _ in range(3):
+            with pytest.raises(nbddp.RankError):
+                quiet(session, fail_while_others, "all_reduce")
+
+    fail()
+    before = quiet(session, held).values
+    fail()
+    assert quiet(session, held).values == before
 
 
 def test_a_session_stays_in_the_notebook(session: nbddp.Session) -> None:

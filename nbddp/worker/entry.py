@@ -356,13 +356,17 @@ def _text_of(value: object) -> str:
         return f"a {type(value).__name__} whose str() raises {type(error).__name__}"
 
 
+@functools.lru_cache(maxsize=None)  # a class that was pickled once is never freed
+def _look_alike(name: str, module: str) -> type[Exception]:
+    return type(name, (Exception,), {"__module__": module})
+
+
 def _failed(error: BaseException, at: float, phase: str, fd: int) -> wire.Failed:
     """The report, with a stand-in that pickles: an exception of the same name, text and frames."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     summary = bounded(text, CAUSE_CHARS)
     drop_our_frames(error)
-    look_alike = type(type(error).__name__, (Exception,), {"__module__": type(error).__module__})
-    stand_in = look_alike(text.partition(": ")[2] or text)
+    stand_in = _look_alike(type(error).__name__, type(error).__module__)(text.partition(": ")[2] or text)
     stand_in.__traceback__ = error.__traceback__
     make_picklable(stand_in)
     names = failing_line.names(error) if phase == "call" else ()

@@ -8,6 +8,7 @@ import functools
 import multiprocessing.process
 import os
 import socket
+import sys
 import time
 from typing import Any
 from urllib.parse import urlparse
@@ -84,7 +85,9 @@ def replace_group(job: wire.Job, device: torch.device, number: int) -> None:
         dist.destroy_process_group()
     _kept_alive[:] = [before]  # and free those before it, whose last backward is long over
     group_sockets.forget()
+    hook = sys.excepthook  # torch puts its own around it with each group, and never takes one away
     open_group_of(job, device, _file, number)
+    sys.excepthook = hook
 
 
 def _require_threads() -> None:
