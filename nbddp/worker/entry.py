@@ -356,7 +356,7 @@ def _text_of(value: object) -> str:
         return f"a {type(value).__name__} whose str() raises {type(error).__name__}"
 
 
-@functools.lru_cache(maxsize=None)  # a class that was pickled once is never freed
+@functools.cache  # a class that was pickled once is never freed
 def _look_alike(name: str, module: str) -> type[Exception]:
     return type(name, (Exception,), {"__module__": module})
 

@@ -57,7 +57,9 @@ def _stopped_within(case: Case) -> float:
 
 
 def _notebook(weight: float, limit_s: float = ERROR_S) -> Fault:
-    return Fault(weight, ["cell", "run", "background", "stubborn"], kernel="notebook", limit_s=lambda case: limit_s)
+    return Fault(
+        weight, ["cell", "run", "background", "stubborn", "session"], kernel="notebook", limit_s=lambda case: limit_s
+    )
 
 
 _BLOCKING = [p for p in _ALL if p != "several"]

@@ -43,6 +43,13 @@ def _changed():
     found.pop("fds", None)
     return {{**found, **({{"fds": str(more)}} if set(more) - {{"anon_inode:[eventfd]"}} else {{}})}}
 
+def _goes_on():
+    if session is None: return "was not opened"
+    if session._ranks.crew is None or session._ranks.lost: session.restart()
+    values = session.run(plain, (42, 0.02), show=False).values
+    session.close()
+    return "goes on" if values == [(42, rank, 2.0) for rank in range(2)] else str(values)
+
 def _settled(seconds=3.0):
     import time
     from tests.faults.pace import Patience
@@ -67,6 +74,7 @@ class NotebookKernel:
         self.notebook.ok(programs.CELL)
         for _ in range(2):
             self.notebook.ok("nbddp.run(plain, (1, 0.1), nprocs=2, device='cpu', show=True).values")
+        self.notebook.ok("with nbddp.session(nprocs=2, device='cpu') as session: session.run(plain, (1, 0.1))")
         # A message of over 64 kB, as a picture can be, starts a thread of pyzmq's that stays.
         self.notebook.ok("display({'text/plain': 'x' * 100_000}, raw=True)")
         self.subshell = self._make_subshell()
@@ -145,6 +153,9 @@ def _code(case: Case, seconds: float) -> str:
         return textwrap.dedent(lines).lstrip()
     if case.label == "background":
         return f"going = nbddp.run(plain, ({token}, {seconds}), {options}, wait=False)"
+    if case.label == "session":
+        opened = f"session = None; session = nbddp.session({options})"
+        return f"{opened}; going = session.run(plain, ({token}, {seconds}))"
     program = "gil" if case.label == "stubborn" else "plain"
     return f"going = nbddp.run({program}, ({token}, {seconds}), {options})"
 
@@ -204,6 +215,8 @@ def run_case(kernel: NotebookKernel, case: Case) -> Verdict:
     try:
         _HARMS[harm](kernel, case, watch, verdict)
         if harm not in ("restart", "shutdown_request", "SIGKILL"):
+            if case.label == "session":
+                _look_at_session(kernel, verdict)
             _look_around(kernel, verdict)
     except (AssertionError, queue.Empty, OSError, RuntimeError, TimeoutError) as error:
         verdict.wrong.append(f"hangs or fails: {type(error).__name__}: {error}")
@@ -362,6 +375,13 @@ def _without(kernel: NotebookKernel) -> dict[int, str]:
         return kernel.processes()
     except (AttributeError, TypeError):  # the manager has no kernel any more
         return {}
+
+
+def _look_at_session(kernel: NotebookKernel, verdict: Verdict) -> None:
+    """A failure ends the call and not the session."""
+    said = kernel.notebook.cell("print(_goes_on())")
+    if said.shown.strip() not in ("goes on", "was not opened"):
+        verdict.wrong.append(f"the session: {said.shown}{said.traceback[-1000:]}")
 
 
 def _look_around(kernel: NotebookKernel, verdict: Verdict) -> None:
