@@ -104,6 +104,19 @@ def is_jupyter() -> bool:
     return bool(cell) and ":" not in cell and "google.colab" not in sys.modules
 
 
+def say_busy() -> None:
+    """Report that the kernel is busy with the running cell, to a page that has been told otherwise.
+
+    A message that a subshell has handled ends with "idle", and JupyterLab 4.6 takes that for the whole kernel's.
+    """
+    kernel: Any = getattr(shell(), "kernel", None)
+    # ipykernel 7 is the first with subshells; _publish_status is private, as of 7.4.
+    if not getattr(kernel, "_supports_kernel_subshells", False) or not hasattr(kernel, "_publish_status"):
+        return
+    if threading.current_thread() is threading.main_thread() and (request := _request()):
+        kernel._publish_status("busy", "shell", parent=request)
+
+
 def _request() -> dict[str, Any]:
     """The message that the kernel is executing; {} if there is none."""
     kernel: Any = getattr(shell(), "kernel", None)

@@ -10,7 +10,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from nbddp.panel.feed import Feed
-from nbddp.panel.frontend import is_jupyter, kernel_id
+from nbddp.panel.frontend import is_jupyter, kernel_id, say_busy
 from nbddp.panel.picture import Picture
 from nbddp.panel.text import OutputWriter, TextView
 from nbddp.panel.view import Status, Viewable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _PICTURE_S = 30.0  # the age at which the picture under a live panel is replaced
 _KEPT = 16  # panels of finished runs that stay live; each keeps its run's history in memory
+_IDLE_S = (0.3, 1.0, 3.0)  # after a message from the page, the page may take the kernel for idle
 _RESEND_S = (0.3, 1.0, 2.0, 4.0, 8.0, 16.0)  # after the start, to a page that cannot send messages to a busy kernel
 
 _finished: collections.deque[PanelWidget] = collections.deque()
@@ -89,6 +90,8 @@ class PanelView:
         self._lock = threading.Lock()
         self._began = self._pictured = time.monotonic()
         self._resends_due = list(_RESEND_S)
+        self._heard = -1  # messages of the page that the kernel has answered "busy" to
+        self._busy_due: list[float] = []
 
     def update(self, status: Status) -> None:
         with self._lock:  # a background run is updated by the cell that opens the view and by the run's own thread
@@ -100,6 +103,8 @@ class PanelView:
             if frame is not None:
                 self._send(frame)
             self._resend_to_silent_page()
+            if self._writer is not None:  # a cell waits for the run
+                self._stay_busy()
             if status.over:
                 self._finish(status)
             elif self._place and time.monotonic() - self._pictured >= _PICTURE_S:
@@ -156,6 +161,16 @@ class PanelView:
         if time.monotonic() - self._began >= self._resends_due[0]:
             del self._resends_due[0]
             self._send(self._feed.snapshot())
+
+    def _stay_busy(self) -> None:
+        assert self._widget is not None
+        now = time.monotonic()
+        if self._widget.heard != self._heard:
+            self._heard = self._widget.heard
+            self._busy_due = [now + later for later in _IDLE_S]
+        if self._busy_due and now >= self._busy_due[0]:
+            del self._busy_due[0]
+            say_busy()
 
     def _finish(self, status: Status) -> None:
         assert self._widget is not None

@@ -260,6 +260,23 @@ def test_high_contrast_keeps_shapes_and_charts_speak(notebook: Notebook) -> None
     expect(live).to_have_text(re.compile(r"Chart of Loss at step \d+: train"))
 
 
+def test_jupyterlab_says_busy_while_the_run_goes_on(notebook: Notebook) -> None:
+    notebook.open(LONG)
+    notebook.run(1)
+    expect(notebook.panel.locator(".nbddp-chart canvas")).to_have_count(2, timeout=30_000)
+    bar, indicator = (
+        notebook.page.locator("#jp-main-statusbar"),
+        notebook.page.locator(".jp-Notebook-ExecutionIndicator"),
+    )
+    for _ in range(3):  # a message of the page, and the subshell's "idle" after it
+        notebook.page.wait_for_timeout(1200)
+        expect(bar).to_contain_text("| Busy")
+        expect(indicator).to_have_attribute("data-status", "busy")
+        notebook.panel.locator(".nbddp-plot").first.hover()
+    notebook.panel.get_by_role("button", name="Stop").click()
+    expect(bar).to_contain_text("| Idle", timeout=10_000)
+
+
 def test_the_page_requests_nothing_from_another_host(notebook: Notebook) -> None:
     asked: list[str] = []
     notebook.page.on("request", lambda request: asked.append(request.url))
