@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nbddp.history.history import History
-from nbddp.panel import numbers, summary
+from nbddp.panel import numbers, summary, svg
 from nbddp.panel.curves import charts, log_ticks, smooth, ticks, x_range, y_range
 from nbddp.panel.feed import Feed
 from nbddp.panel.picture import Picture
@@ -278,6 +280,23 @@ def test_a_picture_is_at_most_100_kb_with_all_that_is_around_it() -> None:
     assert len(json.dumps(bundle).encode()) <= 100_000
     (loss, *_) = charts(history, 6000).families
     assert len(loss.lines[0].series.steps) <= 600, "two points per pixel"
+
+
+def decoded(path: str) -> list[tuple[float, float]]:
+    """The corners of a path: a start, then steps."""
+    numbers = [float(number) for number in re.findall(r"-?(?:\d+\.?\d*|\.\d+)", path)]
+    steps = list(zip(numbers[::2], numbers[1::2]))
+    return list(itertools.accumulate(steps, lambda at, by: (at[0] + by[0], at[1] + by[1])))
+
+
+def test_a_lines_steps_add_up_to_its_points() -> None:
+    x, y = np.linspace(44, 358, 600), np.random.default_rng(0).uniform(-500, 500, 600)
+    found = decoded(svg.draw_path(x, y))
+    assert np.abs(np.array(found) - np.stack([x, y], 1)).max() <= 0.05 + 1e-9
+    y[[0, 7, 8, 599]] = math.nan, math.inf, -math.inf, math.nan
+    assert np.array(decoded(svg.draw_path(x, y))) == pytest.approx(np.stack([x, y], 1)[np.isfinite(y)], abs=0.051)
+    assert svg.draw_path(np.array([1.0, 2.0, 1.5]), np.array([1.0, 3.25, 0.0])) == "M1 1l1 2.2-.5-3.2"
+    assert svg.draw_path(x, y * math.nan) == ""
 
 
 def test_a_marks_label_stays_within_its_chart() -> None:
