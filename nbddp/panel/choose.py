@@ -6,7 +6,7 @@ import os
 
 from nbddp.errors import LaunchError
 from nbddp.panel import frontend
-from nbddp.panel.live import ExecutedView, PanelView
+from nbddp.panel.live import ExecutedView, MarimoView, PanelView
 from nbddp.panel.live_picture import PictureView
 from nbddp.panel.text import TextView
 from nbddp.panel.view import View, Viewable
@@ -32,7 +32,7 @@ def view_for(run: Viewable, *, show: bool | str | None, reopened: bool, with_out
     """
     kind = show if isinstance(show, str) else os.environ.get(_VARIABLE) or _best(show)
     if kind != "text" and with_output and frontend.is_marimo():  # its output belongs to the running cell
-        return PictureView(run)
+        return MarimoView(run) if kind == "widget" and frontend.marimo_shows_widgets() else PictureView(run)
     if frontend.shell() is None or kind == "text":
         return TextView(run)
     if kind == "widget":

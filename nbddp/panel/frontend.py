@@ -46,6 +46,19 @@ def show_in_marimo(html: str) -> None:
     marimo.output.replace(marimo.Html(html))
 
 
+def marimo_shows_widgets() -> bool:
+    """Whether a page of marimo shows this cell's output now: not in an export, nor in a version without widgets."""
+    marimo: Any = sys.modules["marimo"]
+    mode = marimo.app_meta().mode if hasattr(marimo, "app_meta") else None  # marimo 0.9
+    return mode in ("edit", "run") and hasattr(getattr(marimo, "ui", None), "anywidget")
+
+
+def show_widget_in_marimo(widget: Any) -> None:
+    """Replace the output of the running cell of a marimo notebook by a widget."""
+    marimo: Any = sys.modules["marimo"]
+    marimo.output.replace(marimo.ui.anywidget(widget))
+
+
 def place() -> str:
     """The hosted service that this kernel belongs to, if its pages are known to show HTML but hardly any widgets."""
     if "google.colab" in sys.modules:

@@ -9,6 +9,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from nbddp.panel import frontend
 from nbddp.panel.feed import Feed
 from nbddp.panel.frontend import is_jupyter, kernel_id, say_busy
 from nbddp.panel.picture import Picture
@@ -117,16 +118,20 @@ class PanelView:
     # ------------------------------------------------------------------ the page
 
     def _open(self, status: Status) -> None:
-        from IPython.display import display
-
         from nbddp.panel.widget import PanelWidget
 
         self._feed.frame(status)
         self._widget = PanelWidget(kernel_id(), self._feed.snapshot, self._place)
         self._widget.on_msg(self._on_message)
+        self._handle = self._display(self._widget, status)
+
+    def _display(self, widget: PanelWidget, status: Status) -> Any:
+        """Show the widget or its place. Returns what the picture can replace it by."""
+        from IPython.display import display
+
         # The picture beside the widget is for a page or a reader that shows no widget.
-        data = ({} if self._place else self._widget.bundle()) | self._picture(status)
-        self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        data = ({} if self._place else widget.bundle()) | self._picture(status)
+        return display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
 
     def _picture(self, status: Status) -> dict[str, str]:
         if not status.over:  # nothing may ever replace this picture
@@ -186,6 +191,24 @@ class PanelView:
             if len(self._pages) < 2:
                 self._widget.leave()
         self._source.let_go(status)
+
+
+class MarimoView(PanelView):
+    """The panel in the output of a running cell of a marimo notebook; at the end the picture takes its place.
+
+    marimo handles no message of the page while a cell runs, so its own interrupt button ends the run.
+    """
+
+    def _display(self, widget: PanelWidget, status: Status) -> Any:
+        frontend.show_widget_in_marimo(widget)
+        return _MarimoOutput()
+
+
+class _MarimoOutput:
+    """What IPython's handle of a display is for other front ends."""
+
+    def update(self, data: dict[str, str], *, raw: bool) -> None:
+        frontend.show_in_marimo(data["text/html"])
 
 
 def _keep(widget: PanelWidget) -> None:
