@@ -50,8 +50,8 @@ SIGNATURES = {
     "Session.reset": "(self)",
     "Session.restart": "(self, names=())",
     "Session.close": "(self)",
-    "cluster": "(hosts, *, nodes=None, gpus_per_node=None, time=None, salloc=(), launcher=None, python=None, "
-    "setup='', heartbeat=15.0, login_timeout=120.0)",
+    "cluster": "(hosts, *, nodes=None, gpus_per_node=None, time=None, salloc=(), address=None, launcher=None, "
+    "python=None, setup='', heartbeat=15.0, login_timeout=120.0)",
     "Cluster.run": "(self, fn, args=(), kwargs=None, **options)",
     "Cluster.close": "(self)",
     "History.load": "(path)",

@@ -25,7 +25,8 @@ def facts() -> dict[str, Any]:
         "devices": dict([found]) if found is not None else {},
         "networks": networks(),
         "asked_at": asked_at(),
-        "identity": identity(),
+        "identity": f"{identity()} {os.environ.get('NBDDP_NODE', '')}",  # two nodes of Ray may be one machine
+        "machine": identity(),
         "now": time.monotonic(),
     }
 

@@ -34,7 +34,7 @@ def choose_addresses(facts: Mapping[str, Mapping[str, Any]]) -> Addresses:
     Raises:
         LaunchError: a host has no such address.
     """
-    if len(facts) == 1:
+    if len({each["machine"] for each in facts.values()}) == 1:
         return Addresses(dict.fromkeys(facts, _LOOPBACK), dict.fromkeys(facts, None))
     common = _common_network(facts)
     chosen = {host: _interface(host, facts, common) for host in facts}
@@ -46,10 +46,11 @@ def choose_addresses(facts: Mapping[str, Mapping[str, Any]]) -> Addresses:
 
 def _common_network(facts: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a network on which each host has a distinct address, preferably that of the ssh logins; "" for none."""
+    machines = len({each["machine"] for each in facts.values()})
     shared = [entry["network"] for entry in next(iter(facts.values()))["networks"]]
     shared = [network for network in shared if all(_addresses_on(network, each) for each in facts.values())]
     # Docker gives every host the same 172.17.0.1, at which no host can reach another.
-    shared = [net for net in shared if len({_addresses_on(net, each)[0] for each in facts.values()}) == len(facts)]
+    shared = [net for net in shared if len({_addresses_on(net, each)[0] for each in facts.values()}) == machines]
     reached = [ipaddress.ip_address(each["asked_at"]) for each in facts.values() if each["asked_at"]]
     return max(shared, key=lambda net: sum(address in ipaddress.ip_network(net) for address in reached), default="")
 
@@ -63,7 +64,8 @@ def _interface(host: str, facts: Mapping[str, Mapping[str, Any]], common: str) -
     networks: list[dict[str, str]] = facts[host]["networks"]
     if common:
         return next(entry for entry in networks if entry["network"] == common)
-    elsewhere = {entry["address"] for other, each in facts.items() if other != host for entry in each["networks"]}
+    others = [each for each in facts.values() if each["machine"] != facts[host]["machine"]]
+    elsewhere = {entry["address"] for each in others for entry in each["networks"]}
     found = [entry for entry in networks if entry["address"] == facts[host]["asked_at"]]
     found = found or [entry for entry in networks if entry["address"] not in elsewhere]
     if not found:

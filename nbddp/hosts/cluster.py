@@ -27,7 +27,7 @@ from nbddp.hosts.host import HELLO_S, SETTLE_S, Host
 from nbddp.hosts.login import SRUN, SSH, command_for, is_name, slurm_nodes
 from nbddp.hosts.network import Link, Links, Look, slow_links
 from nbddp.hosts.returns import Returns, refuse_twins
-from nbddp.hosts.suppliers import Allocated, Named, Supplier
+from nbddp.hosts.suppliers import Allocated, Named, OnRay, Supplier
 from nbddp.hosts.transfers import in_words
 from nbddp.kernel.plan import Plan, check_numbers
 from nbddp.kernel.run import R, Run
@@ -36,6 +36,7 @@ from nbddp.latch import start_thread, uninterrupted
 
 HEARTBEAT_S = 15.0
 SLURM = "slurm"
+RAY = "ray"
 _LOGOUT_TIMEOUT_S = 2.0
 _LEAST_HEARTBEAT_S = 1.0
 _ANSWER_POLL_S = 0.02
@@ -281,6 +282,7 @@ def cluster(
     gpus_per_node: int | None = None,
     time: str | None = None,
     salloc: Sequence[str] = (),
+    address: str | None = None,
     launcher: Sequence[str] | None = None,
     python: str | Mapping[str, str] | None = None,
     setup: str = "",
@@ -292,11 +294,13 @@ def cluster(
     Args:
         hosts: names that ``ssh`` accepts; ``"localhost"`` is this machine, without a login. ``"slurm"``: the
             nodes of the allocation that this notebook runs in, or with ``nodes=`` of a new one.
-        nodes: ask Slurm for so many nodes, by ``salloc``. It gets them back when the cluster is closed, and however the
-            notebook ends. A long wait is printed.
+            ``"ray"``: nodes of the Ray cluster that runs here or at ``address``.
+        nodes: ask Slurm, by ``salloc``, or Ray, by a placement group, for so many nodes. They are given back when the
+            cluster is closed, and however the notebook ends. A long wait is printed.
         gpus_per_node: of these nodes.
         time: the limit of the allocation, as for ``salloc``: ``"2:00:00"``.
         salloc: more words for ``salloc``: ``["--partition=gpu", "--account=vision"]``.
+        address: of Ray: ``HOST:PORT``, as ``ray start --head`` prints it. Default: Ray's own.
         launcher: a command that runs another on a host, instead of ssh, with ``{host}`` in it:
             ``["kubectl", "exec", "-i", "{host}", "--"]``. The words of the other command are appended, joined into
             one line for a shell if one of the launcher's words is ``ssh``.
@@ -312,7 +316,7 @@ def cluster(
         LaunchError: a host cannot be used, or Slurm grants no nodes; names the host and the remedy.
     """
     _check_numbers(heartbeat, login_timeout)
-    supplier = _supplier(hosts, launcher, (nodes, gpus_per_node, time, salloc))
+    supplier = _supplier(hosts, launcher, (nodes, gpus_per_node, time, salloc, address))
     try:
         names = supplier.open()
         _check_names(names, python)
@@ -329,11 +333,20 @@ def cluster(
 
 def _supplier(hosts: Any, launcher: Sequence[str] | None, request: tuple[Any, ...]) -> Supplier:
     """Return what gives the hosts. Raises LaunchError for arguments that cannot work."""
-    nodes, gpus_per_node, time_limit, salloc = request
+    nodes, gpus_per_node, time_limit, salloc, address = request
     if isinstance(launcher, str):
         raise LaunchError("launcher is a list of words, e.g. ['kubectl', 'exec', '-i', '{host}', '--'], not one string")
     if launcher is not None and not any("{host}" in word for word in launcher):
         raise LaunchError("launcher does not say where the host's name goes: put '{host}' in one of its words")
+    if hosts == RAY:
+        if time_limit is not None or salloc or launcher is not None:
+            raise LaunchError("time, salloc and launcher are not for Ray: nbddp.cluster('ray', nodes=2)")
+        check_numbers(nprocs=nodes)
+        if nodes is None:
+            raise LaunchError("give the number of nodes: nbddp.cluster('ray', nodes=2, gpus_per_node=8)")
+        return OnRay(nodes, gpus_per_node, address)
+    if address is not None:
+        raise LaunchError("address= is Ray's: nbddp.cluster('ray', nodes=2, address=...)")
     if nodes is None:
         if any(each is not None for each in (gpus_per_node, time_limit)) or salloc:
             raise LaunchError("gpus_per_node, time and salloc need nodes=, the number of nodes to ask Slurm for")

@@ -65,5 +65,6 @@ _FACTS: dict[str, Callable[[Any], bool]] = {
     "networks": lambda value: isinstance(value, list) and all(map(_is_network, value)),
     "asked_at": lambda value: value == "" or _parses(ipaddress.ip_address, value),
     "identity": _is_text,
+    "machine": _is_text,
     "now": _is_clock,
 }

@@ -9,14 +9,19 @@ Everything else, such as the rendezvous, restarts and the panel, knows no suppli
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, Protocol
 
 from nbddp.errors import LaunchError
+from nbddp.hosts import ray_login
 from nbddp.hosts.login import SRUN, slurm_nodes
 from nbddp.latch import Latch, start_thread
 from nbddp.text import plain
@@ -74,26 +79,25 @@ class Named:
         """Do nothing."""
 
 
-class Allocated:
-    """Nodes that Slurm allocates for this cluster, by ``salloc``, and gets back at its end.
+class _Held:
+    """Hosts that a process of this machine holds for as long as its stdin, which the notebook has, is open.
 
-    ``salloc`` holds the allocation as long as its command runs. That command ends with its stdin, which this process
-    holds: so the nodes are given back however the notebook ends.
+    So the hosts are given back however the notebook ends.
     """
 
-    def __init__(self, nodes: int, gpus_per_node: int | None, time_limit: str | None, words: Sequence[str]) -> None:
-        gpus = [f"--gpus-per-node={gpus_per_node}"] * (gpus_per_node is not None)
-        limit = [f"--time={time_limit}"] * (time_limit is not None)
-        self._gpus = gpus
-        self._nodes = nodes
-        self._command = ["salloc", f"--nodes={nodes}", *gpus, *limit, *words, "sh", "-c", _HOLD]
-        self._job = ""
+    def __init__(self, command: Sequence[str], what: str) -> None:
+        """
+        Args:
+            what: is waited for.
+        """
+        self._command = command
+        self._what = what
         self._process: subprocess.Popen[bytes] | None = None
         self._granted = Latch()
         self._first_line = b""
 
-    def open(self) -> list[str]:
-        """Wait until Slurm grants the nodes. Raises LaunchError: it does not."""
+    def granted(self) -> str:
+        """Start the process and wait for its first line. Raises LaunchError: there is none."""
         with tempfile.TemporaryFile() as log:
             try:
                 self._process = subprocess.Popen(
@@ -104,22 +108,16 @@ class Allocated:
                     start_new_session=True,  # an interrupt of the notebook ends the wait below
                 )
             except OSError as error:
-                raise LaunchError(f"salloc cannot be started: {error}; nodes= needs a login node of Slurm") from error
-            start_thread(self._read_first_line, "nbddp-salloc", lambda _: self._read_first_line())
+                raise LaunchError(f"{self._command[0]} cannot be started: {error}") from error
+            start_thread(self._read_first_line, "nbddp-granted", lambda _: self._read_first_line())
             self._wait(log)
-            words = self._first_line.decode("utf-8", "replace").split()
-            if len(words) != 3 or words[0] != "nbddp":
+            if not self._first_line:
                 self.close()
-                raise LaunchError(f"Slurm granted no nodes: {_last_line(log) or 'salloc ended without a word'}")
-        _, self._job, nodes = words
-        return slurm_nodes(nodes)
-
-    def template(self) -> tuple[str, ...]:
-        """Return ``srun`` in this allocation."""
-        return (SRUN[0], f"--jobid={self._job}", *self._gpus, *SRUN[1:])
+                raise LaunchError(f"no hosts were granted: {_last_line(log) or 'no reason was given'}")
+        return self._first_line.decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Give the nodes back, or the place in the queue."""
+        """Give the hosts back, or the place in the queue."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -137,7 +135,7 @@ class Allocated:
         process.stdout.close()
 
     def disown(self) -> None:
-        """Close the pipe that holds the allocation."""
+        """Close the pipe that holds the hosts."""
         if self._process is not None and self._process.stdin is not None:
             os.close(self._process.stdin.fileno())
 
@@ -156,11 +154,60 @@ class Allocated:
                 now, line = time.monotonic(), _last_line(log)
                 if now - began > _SHOWN_AFTER_S and (line != shown or now - shown_at > _SHOWN_EVERY_S):
                     shown, shown_at = line, now
-                    what = f"waiting for {self._nodes} node{'s' * (self._nodes != 1)} of Slurm, {now - began:.0f} s"
+                    what = f"waiting for {self._what}, {now - began:.0f} s"
                     print(f"{what}: {line}" if line else what, flush=True)
         except BaseException:
             self.close()
             raise
+
+
+class Allocated(_Held):
+    """Nodes that Slurm allocates for this cluster, by ``salloc``, and gets back at its end."""
+
+    def __init__(self, nodes: int, gpus_per_node: int | None, time_limit: str | None, words: Sequence[str]) -> None:
+        self._gpus = [f"--gpus-per-node={gpus_per_node}"] * (gpus_per_node is not None)
+        limit = [f"--time={time_limit}"] * (time_limit is not None)
+        command = ["salloc", f"--nodes={nodes}", *self._gpus, *limit, *words, "sh", "-c", _HOLD]
+        super().__init__(command, f"{_count(nodes)} of Slurm")
+        self._job = ""
+
+    def open(self) -> list[str]:
+        """Wait until Slurm grants the nodes. Raises LaunchError: it does not."""
+        _, self._job, nodes = self.granted().split()
+        return slurm_nodes(nodes)
+
+    def template(self) -> tuple[str, ...]:
+        """Return ``srun`` in this allocation."""
+        return (SRUN[0], f"--jobid={self._job}", *self._gpus, *SRUN[1:])
+
+
+class OnRay(_Held):
+    """Nodes that Ray reserves by a placement group; a process of its own is connected to Ray."""
+
+    def __init__(self, nodes: int, gpus_per_node: int | None, address: str | None) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise LaunchError("cluster('ray') needs Ray: pip install 'nbddp[ray]', here and on all nodes")
+        self._folder = tempfile.mkdtemp(prefix="nbddp-ray-")
+        relay = [sys.executable, "-m", "nbddp.hosts.ray_relay", self._folder]
+        super().__init__([*relay, str(nodes), str(gpus_per_node or 0), address or ""], f"{_count(nodes)} of Ray")
+
+    def open(self) -> list[str]:
+        """Wait until Ray has reserved the nodes. Raises LaunchError: there is no Ray."""
+        names: list[str] = json.loads(self.granted())
+        return names
+
+    def template(self) -> tuple[str, ...]:
+        """Return the command that connects a login to the process that is connected to Ray."""
+        return (sys.executable, "-S", ray_login.__file__, os.path.join(self._folder, ray_login.SOCKET), "{host}")
+
+    def close(self) -> None:
+        """Give the nodes back."""
+        super().close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _count(nodes: int) -> str:
+    return f"{nodes} node{'s' * (nodes != 1)}"
 
 
 def _last_line(log: BinaryIO) -> str:

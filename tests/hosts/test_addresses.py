@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,9 +17,17 @@ DOCKER = ("docker0", "172.17.0.1", "172.17.0.0/16")
 Network = tuple[str, str, str]
 
 
-def told(*networks: Network, asked_at: str = "") -> dict[str, Any]:
+numbers = itertools.count()
+
+
+def told(*networks: Network, asked_at: str = "", machine: str | None = None) -> dict[str, Any]:
     keys = ("name", "address", "network")
-    return {"networks": [dict(zip(keys, network)) for network in networks], "asked_at": asked_at}
+    machine = f"{next(numbers)}" if machine is None else machine
+    return {
+        "networks": [dict(zip(keys, network)) for network in networks],
+        "asked_at": asked_at,
+        "machine": machine,
+    }
 
 
 def chosen(**facts: dict[str, Any]) -> dict[str, tuple[str, str | None]]:
@@ -111,3 +120,18 @@ def test_the_ssh_address_is_read_from_ssh_connection_or_is_empty(
 ) -> None:
     monkeypatch.setenv("SSH_CONNECTION", connection)
     assert asked_at() == address
+
+
+def test_hosts_that_are_all_one_machine_meet_on_loopback() -> None:
+    """Two nodes of Ray may be."""
+    found = chosen(a=told(DOCKER, lan(1), machine="m"), b=told(DOCKER, lan(1), machine="m"))
+    assert found == {"a": ("127.0.0.1", None), "b": ("127.0.0.1", None)}
+
+
+def test_two_hosts_on_one_machine_and_one_elsewhere_meet_on_the_network() -> None:
+    found = chosen(a=told(DOCKER, lan(1), machine="m"), b=told(DOCKER, lan(1), machine="m"), c=told(DOCKER, lan(2)))
+    assert {host: address for host, (address, _) in found.items()} == {
+        "a": "10.0.0.1",
+        "b": "10.0.0.1",
+        "c": "10.0.0.2",
+    }

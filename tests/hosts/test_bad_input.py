@@ -309,7 +309,7 @@ def test_a_host_that_answers_with_something_else_is_refused_within_30_s(liar: st
                 text = json.dumps(head).encode()
                 return struct.pack(">II", len(text), 0) + text
             HELLO = {"kind": "hello", "versions": {}, "devices": {}, "networks": [], "asked_at": "", "identity": "me",
-                     "now": 1.0}
+                     "machine": "me", "now": 1.0}
         """)
         + LIARS[liar]
     )

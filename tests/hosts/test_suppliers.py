@@ -51,7 +51,7 @@ def test_slurm_gives_nodes_to_a_notebook_on_a_login_node_and_gets_them_back(
 
 def test_a_refusal_of_slurm_is_quoted(login_node: Path) -> None:
     (login_node / "granted").write_text("salloc: error: Job submit/allocate failed: Invalid partition\n")
-    with pytest.raises(nbddp.LaunchError, match=r"granted no nodes: .*Invalid partition"):
+    with pytest.raises(nbddp.LaunchError, match=r"no hosts were granted: .*Invalid partition"):
         nbddp.cluster("slurm", nodes=3)
 
 

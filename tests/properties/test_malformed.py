@@ -179,6 +179,7 @@ HERE = {
     "networks": [{"name": "eth0", "address": "10.0.0.2", "network": "10.0.0.0/24"}],
     "asked_at": "10.0.0.2",
     "identity": "the one",
+    "machine": "the one",
     "now": 100.0,
 }
 
@@ -193,9 +194,9 @@ def test_a_damaged_greeting_of_a_host_is_accepted_or_refused(path: Path, data: s
 
 def _greeted(path: Path) -> None:
     with nbddp.cluster(["box1"], launcher=["sh", "-c", f"cat {path}", "{host}"]) as cluster:
-        assert all(count >= 0 for count in cluster.devices().get("box1", {}).values())
+        assert all(count >= 0 for count in cluster.known_devices()["box1"].values())
         another = [{"name": "eth0", "address": "10.0.0.3", "network": "10.0.0.0/24"}]
-        choose_addresses({"box1": cluster._all[0].facts, "box2": {**HERE, "networks": another}})
+        choose_addresses({"box1": cluster._all[0].facts, "box2": {**HERE, "networks": another, "machine": "another"}})
 
 
 _VALUES = st.recursive(
