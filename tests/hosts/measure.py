@@ -110,6 +110,21 @@ def here(bench: Bench) -> float:
     return statistics.median(seconds(lambda: run(bench.names.nothing, nprocs=4)) for _ in range(5))
 
 
+def call(bench: Bench) -> float:
+    with bench.cluster() as hosts, nbddp.session(hosts=hosts, nprocs=2, device="cpu") as session:
+        return _call(session, bench)
+
+
+def call_here(bench: Bench) -> float:
+    with nbddp.session(nprocs=4, device="cpu") as session:
+        return _call(session, bench)
+
+
+def _call(session: nbddp.Session, bench: Bench) -> float:
+    session.run(bench.names.nothing, show=False)
+    return statistics.median(seconds(lambda: session.run(bench.names.nothing, show=False)) for _ in range(50))
+
+
 def _failure(bench: Bench, then: str) -> float:
     with bench.cluster() as hosts:
         bench.clean()
@@ -226,6 +241,8 @@ WHAT: dict[str, tuple[str, Timing]] = {
     "first": ("first run, logged in", first_run),
     "further": ("further run, hosts warm", further_run),
     "here": ("the same 4 ranks on one machine, warm", here),
+    "call": ("a call of a session, with a barrier", call),
+    "call-here": ("the same in a session on one machine", call_here),
     "raised": ("exception on a far rank → raised in the cell", raised),
     "killed": ("far rank killed → `RankDied`, all ranks gone", killed),
     "restart": ("far rank killed → all ranks in the function again", restarted),
@@ -278,7 +295,7 @@ def main(parts: list[str]) -> None:
         for part, (words, timing) in WHAT.items():
             if not parts or part in parts:
                 took = sorted(timing(bench) for _ in range(ROUNDS))
-                print(f"| {words} | {took[ROUNDS // 2]:.2f} s | {took[0]:.2f} | {took[-1]:.2f} |", flush=True)
+                print(f"| {words} | {took[ROUNDS // 2]:.3g} s | {took[0]:.3g} | {took[-1]:.3g} |", flush=True)
         for part, tell in {"records": records, "idle": idle}.items():
             if not parts or part in parts:
                 print(f"\n{tell(bench)}", flush=True)
