@@ -6,7 +6,7 @@ import base64
 import math
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,20 @@ import numpy as np
 
 from nbddp.history.history import History
 from nbddp.panel import numbers, ranks, summary
-from nbddp.panel.curves import BROKEN_COLOR, MARK_COLOR, MAX_LINES, MAX_POINTS, Family, charts, mark_color, shown_marks
+from nbddp.panel.curves import (
+    BROKEN_COLOR,
+    MARK_COLOR,
+    MAX_LINES,
+    MAX_POINTS,
+    Charts,
+    Family,
+    Line,
+    charts,
+    mark_color,
+    shown_marks,
+)
 from nbddp.panel.summary import plain
-from nbddp.panel.svg import WIDTH, draw
+from nbddp.panel.svg import draw, draw_each, has_row
 from nbddp.panel.text import end_text
 from nbddp.panel.view import Status, Viewable
 from nbddp.text import fold
@@ -37,6 +48,9 @@ _COLOR = "#3b7df0"
 _MAX_TILES = 5  # with metrics
 _CARD = "max-width:744px;padding:10px 14px;border:1px solid rgba(128,128,128,.4);border-radius:8px"
 _TILE = "display:inline-block;margin:0 16px 4px 0;padding-right:16px;border-right:1px solid rgba(128,128,128,.4)"
+_CHART = "display:inline-block;box-sizing:border-box;width:50%;min-width:300px;padding-right:16px;vertical-align:top"
+_WIDE_CHART = "padding-right:16px"
+_MAX_KEYS = 8  # in a legend
 _STATE_COLORS = {"finished": "#22994f", "failed": "#d9453d", "stopped": "#b07a10"}
 
 
@@ -72,11 +86,15 @@ class Picture:
     @property
     def svg(self) -> str:
         """The charts as an SVG document, readable on light and dark; at most ``max_bytes``."""
+        return self._within(self._max_bytes, lambda drawn: [draw(drawn)])[0]
+
+    def _within(self, limit: int, drawing: Callable[[Charts], list[str]]) -> list[str]:
+        """What ``drawing`` makes of as many points and lines as fit into ``limit`` bytes."""
         points, lines = min(MAX_POINTS, self._max_bytes // _LEAST_POINT_BYTES), MAX_LINES
         while True:
-            text = draw(charts(self._history, points, lines, self._names, log=self._log))
-            if len(text.encode()) <= self._max_bytes or lines == 1:
-                return text
+            texts = drawing(charts(self._history, points, lines, self._names, log=self._log))
+            if sum(len(text.encode()) for text in texts) <= limit or lines == 1:
+                return texts
             # Fewer points first; then, when each line has the minimum, fewer lines.
             points, lines = (points // 2, lines) if points > 100 else (points, lines // 2)
 
@@ -94,7 +112,7 @@ class Picture:
         Args:
             name: an additional CSS class of the outer element.
         """
-        parts = [*self._heading(), *self._tiles(), *self._hang(), *self._image(), *_metrics_table(self._history)]
+        parts = [*self._heading(), *self._tiles(), *self._hang(), *self._charts(), *_metrics_table(self._history)]
         parts += [*(self._hosts_table() or self._ranks_table()), *self._last_output()]
         html = f'<div class="{f"nbddp-picture {name}".strip()}" style="{_CARD}">{"".join(parts)}</div>'
         return {"text/html": html, "text/plain": repr(self)}
@@ -123,7 +141,7 @@ class Picture:
         throughput = f"{rate:,.0f} samples/s" if rate else ""
         facts = (plain(status.summary), _clock(status.seconds), throughput, summary.restart_count(status))
         yield (
-            f'<p><span style="color:{color}"><b>● {escape(status.state.capitalize())}</b></span> &nbsp;'
+            f'<p><span style="color:{color}">●</span> <b>{escape(status.state.capitalize())}</b> &nbsp;'
             f"<b>{escape(plain(status.name[:_LINE_CHARS]))}</b> &nbsp;"
             f"{escape(' · '.join(filter(None, facts)))}</p>"
         )
@@ -161,17 +179,13 @@ class Picture:
         lines = summary.hang_lines(self._status, _HANG_CHARS) if self._status else []
         if lines:
             first, *rest = lines
-            yield f'<details open><summary style="color:{MARK_COLOR}"><b>{escape(first[:_LINE_CHARS])}</b></summary>'
+            sign = f'<span style="color:{MARK_COLOR}">▲</span>'
+            yield f"<details open><summary>{sign} <b>{escape(first[:_LINE_CHARS])}</b></summary>"
             yield f"<pre>{escape(chr(10).join(rest))}</pre></details>"
 
-    def _image(self) -> Iterable[str]:
-        if any(len(self._history[name].steps) for name in self._history.names):
-            data = base64.b64encode(self.svg.encode()).decode()
-            alt = "Curves of " + ", ".join(name[:_NAME_CHARS] for name in self._history.names[:20])
-            yield (
-                f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(plain(alt))}" width="{WIDTH}" '
-                f'style="width:100%;max-width:{WIDTH}px;height:auto">'
-            )
+    def _charts(self) -> list[str]:
+        """Each chart with its title and legend, which are the page's text: the browser lays them out."""
+        return self._within(self._max_bytes * 4 // 3, _charts_html)  # in base64, three bytes are four
 
     def _ranks_table(self) -> Iterable[str]:
         rows = ranks.rows(self._status, self._history, time.time()) if self._status else []
@@ -227,6 +241,33 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
 
 
+def _charts_html(drawn: Charts) -> list[str]:
+    count = len(drawn.families)
+    found = []
+    for i, (family, svg) in enumerate(zip(drawn.families, draw_each(drawn))):
+        data = base64.b64encode(svg.encode()).decode()
+        title = family.lines[0].metric.title[:_NAME_CHARS]
+        labels = ", ".join(line.metric.label[:_NAME_CHARS] for line in family.lines[:_MAX_KEYS])
+        image = (
+            f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(plain(f"Chart of {title}: {labels}"))}" '
+            f'style="width:100%;height:auto">'
+        )
+        style = _WIDE_CHART if has_row(i, count) else _CHART
+        found.append(f'<div style="{style}"><div><b>{escape(title)}</b>{_legend(family)}</div>{image}</div>')
+    return [*found, f"<p>{escape(drawn.note)}</p>"] if drawn.note else found
+
+
+def _legend(family: Family) -> str:
+    alone = len(family.lines) == 1 and family.lines[0].metric.label.lower() == family.lines[0].metric.family
+    keys = [_key(line, "" if alone else line.metric.label[:_NAME_CHARS]) for line in family.lines[:_MAX_KEYS]]
+    rest = family.undrawn + len(family.lines) - len(keys)
+    return "".join([*keys, f" &nbsp; and {rest:,} more" if rest else ""])
+
+
+def _key(line: Line, label: str) -> str:
+    return f' &nbsp; <span style="color:{line.color}">━</span> {escape(label)} {_value(line.last)}'
+
+
 def _metrics_table(history: History) -> Iterable[str]:
     named = [(name, history[name]) for name in history.names]
     named = [(name, series) for name, series in named if len(series.steps)]
@@ -258,7 +299,7 @@ def _state(state: str) -> str:
 
 def _value(value: float) -> str:
     text = numbers.metric(value)
-    return text if math.isfinite(value) else f'<b style="color:{BROKEN_COLOR}">{text}</b>'
+    return text if math.isfinite(value) else f'<span style="color:{BROKEN_COLOR}">▲</span> <b>{text}</b>'
 
 
 def _table_head(*headings: str) -> str:

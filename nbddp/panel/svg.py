@@ -34,10 +34,11 @@ _LABEL_PX = 6.2  # the width of a character of a mark's label, about
 
 WIDTH = 744  # of the whole picture
 _HEIGHT = 218  # of one row of charts
+_ALONE_TOP = 8  # above a chart without a title
 _NOTE_HEIGHT = 22  # below the charts
 _NOTE_CHARS = WIDTH // 6  # that fit into a line at this font's size
 _GAP = 22  # between two charts
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 14, 32, 24  # between a chart's edges and its box
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 18, 32, 24  # between a chart's edges and its box
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class _Box:
 
 
 def draw(drawn: Charts) -> str:
+    """All charts in one document, each with its title and legend."""
     groups = drawn.families
     columns = 1 if len(groups) == 1 else 2
     height = max(1, math.ceil(len(groups) / columns)) * _HEIGHT
@@ -68,20 +70,50 @@ def draw(drawn: Charts) -> str:
     parts: list[str] = []
     for i, group in enumerate(groups):
         x, y = (i % columns) * (width + _GAP), (i // columns) * _HEIGHT
-        ranges = x_range(group.lines), y_range(group)
-        box = _Box(x + _LEFT, y + _TOP, width - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM, *ranges)
-        parts += [_legend(group, x, y + 16, width), _axes(box, group.log)]
-        parts += [_curves(line, box) for line in group.lines]
-        parts += _marks(shown_marks(group, drawn.marks), box)
-        parts += _nothing(nothing_to_draw(group), box)
+        parts += [_legend(group, x, y + 16, width), *_chart(group, drawn.marks, x, y + _TOP, width)]
     if drawn.note:
         note = drawn.note if len(drawn.note) <= _NOTE_CHARS else drawn.note[: _NOTE_CHARS - 1] + "…"
         parts.append(f'<text x="0" y="{height + 14}">{escape(note)}</text>')
         height += _NOTE_HEIGHT
+    return _document(WIDTH, height, parts)
+
+
+def draw_each(drawn: Charts) -> list[str]:
+    """A document for each chart, without a title and a legend. A chart that has a row for itself is wide."""
+    count = len(drawn.families)
+    found = []
+    for i, group in enumerate(drawn.families):
+        width = WIDTH if has_row(i, count) else (WIDTH - _GAP) / 2
+        found.append(_document(width, _HEIGHT - _TOP + _ALONE_TOP, _chart(group, drawn.marks, 0, _ALONE_TOP, width)))
+    return found
+
+
+def has_row(index: int, count: int) -> bool:
+    """Whether this chart of ``count`` is alone in its row of two."""
+    return index == count - 1 and count % 2 == 1
+
+
+def _document(width: float, height: float, parts: Iterable[str]) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        f'height="{height}" font-family="{_FONT}" font-size="11" fill="{_TEXT}">{"".join(parts)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" font-family="{_FONT}" font-size="11" fill="{_TEXT}">{"".join(parts)}</svg>'
     )
+
+
+def _chart(group: Family, marks: list[summary.Mark], x: float, y: float, width: float) -> list[str]:
+    """The axes and curves; ``y`` is where the highest value is."""
+    heights = y_range(group)
+    left = max(_LEFT, 12 + _LABEL_PX * max(map(len, _y_ticks(heights, group.log)[1]), default=0))
+    size = width - left - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    box = _Box(x + left, y, *size, x_range(group.lines), heights)
+    parts = [_axes(box, group.log), *(_curves(line, box) for line in group.lines)]
+    return [*parts, *_marks(shown_marks(group, marks), box), *_nothing(nothing_to_draw(group), box)]
+
+
+def _y_ticks(heights: tuple[float, float], log: bool) -> tuple[list[float], list[str]]:
+    """Where the ticks are, and what they say."""
+    found = (log_ticks if log else ticks)(*heights, 5)
+    return found, numbers.log_ticks([10.0**tick for tick in found]) if log else numbers.ticks(found)
 
 
 def _nothing(text: str, box: _Box) -> Iterable[str]:
@@ -128,8 +160,7 @@ def _legend(family: Family, x: float, y: float, width: float) -> str:
 def _axes(box: _Box, log: bool) -> str:
     bottom = box.y + box.height
     parts = [f'<g stroke="{_GRID}" stroke-opacity=".28" stroke-width="1">']
-    y_ticks, x_ticks = (log_ticks if log else ticks)(*box.y_range, 5), ticks(*box.x_range, 5, whole=True)
-    labels = numbers.log_ticks([10.0**tick for tick in y_ticks]) if log else numbers.ticks(y_ticks)
+    (y_ticks, labels), x_ticks = _y_ticks(box.y_range, log), ticks(*box.x_range, 5, whole=True)
     x_labels = numbers.ticks(x_ticks)
     ys, xs = box.py(np.array(y_ticks)).tolist(), box.px(np.array(x_ticks)).tolist()
     parts += [f'<path d="M{box.x:.0f} {y:.1f}h{box.width:.0f}"/>' for y in ys]

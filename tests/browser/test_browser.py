@@ -668,9 +668,9 @@ def test_the_saved_notebook_shows_the_picture_without_a_kernel(notebook: Noteboo
     saved["cells"][0]["source"] = "# not run here"
     (notebook.lab.notebooks / "theirs.ipynb").write_text(json.dumps(saved))
     notebook.lab.open(page, "theirs.ipynb")
-    image = page.locator(".nbddp-picture img")
+    image = page.locator(".nbddp-picture img").first
     expect(image).to_be_visible()
-    assert page.evaluate("() => document.querySelector('.nbddp-picture img').naturalWidth") > 700
+    assert page.evaluate("() => document.querySelector('.nbddp-picture img').naturalWidth") > 300
     expect(page.locator(".nbddp-picture table").nth(0)).to_contain_text("train/loss")
     expect(page.locator(".nbddp-picture table").nth(1)).to_contain_text("finished")
     html = _nbconvert(path)
@@ -684,7 +684,7 @@ def test_a_reload_during_a_blocking_run_shows_the_last_picture(notebook: Noteboo
     notebook.open("import nbddp.panel.live\nnbddp.panel.live._PICTURE_S = 0.5", LONG)
     notebook.run_to_end(1)
     notebook.run(2)
-    expect(notebook.output(2).locator(".nbddp-picture img")).to_be_attached(timeout=30_000)
+    expect(notebook.output(2).locator(".nbddp-picture img").first).to_be_attached(timeout=30_000)
     page.keyboard.press("Control+s")
     path = notebook.lab.notebooks / "test.ipynb"
     wait_until(lambda: "nbddp-picture" in path.read_text())
@@ -697,7 +697,7 @@ def test_a_reload_during_a_blocking_run_shows_the_last_picture(notebook: Noteboo
     page.goto("about:blank")
     notebook.lab.end_kernels()
     notebook.lab.open(page, "test.ipynb")
-    expect(notebook.output(2).locator(".nbddp-picture img")).to_be_visible()
+    expect(notebook.output(2).locator(".nbddp-picture img").first).to_be_visible()
     expect(page.get_by_text("Error displaying widget")).to_have_count(0)
 
 
@@ -728,7 +728,7 @@ def test_of_many_finished_runs_the_oldest_shows_its_picture(notebook: Notebook) 
     )
     for cell in (1, 2, 3, 4):
         notebook.run_to_end(cell)
-    expect(notebook.output(2).locator(".nbddp-picture img")).to_be_visible()
+    expect(notebook.output(2).locator(".nbddp-picture img").first).to_be_visible()
     for cell in (3, 4):
         expect(notebook.output(cell).locator(".nbddp canvas")).to_have_count(2)
         expect(notebook.output(cell).locator(".nbddp-picture")).to_be_hidden()
@@ -751,7 +751,7 @@ def test_show_after_a_run_displays_the_panel_and_saves_the_picture(notebook: Not
     page.goto("about:blank")
     notebook.lab.end_kernels()
     notebook.lab.open(page, "test.ipynb")
-    expect(page.locator(".nbddp-picture img")).to_be_visible()
+    expect(page.locator(".nbddp-picture img").first).to_be_visible()
     expect(page.locator(".nbddp")).to_have_count(0)
     expect(page.locator(".jp-OutputArea", has_text="Error displaying widget")).to_have_count(0)
     assert "data:image/svg+xml;base64," in _nbconvert(path)

@@ -714,7 +714,13 @@ def test_plot_gives_the_same_picture_and_a_figure() -> None:
     rank.log("val/loss", [100, 200], [0.5, 0.4])
     rank.log("acc", range(300), [i / 300 for i in range(300)])
     picture = history.plot()
-    assert picture.svg == svg_of(picture._repr_mimebundle_()["text/html"])
+    html = picture._repr_mimebundle_()["text/html"]
+    for chart in re.findall('base64,([^"]+)"', html):
+        curves = re.findall(r'd="M[\d.]+ [\d.]+(l[^"]+)" fill="none"', base64.b64decode(chart).decode())
+        assert all(curve in picture.svg for curve in curves)
+        assert curves
+    for words in ("<b>Loss</b>", "</span> train 0.0033", "</span> val 0.4000", "<b>Accuracy</b>"):
+        assert words in html, "titles and legends are the page's text"
     figure = picture.figure()
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["Loss", "Accuracy"]
     assert [len(axes.lines) for axes in figure.axes] == [2, 1], "a smooth line is drawn once; val is dots"

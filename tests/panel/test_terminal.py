@@ -22,6 +22,7 @@ import time
 import nbddp
 
 def train(steps=40):
+    nbddp.barrier()  # else a remark, which is not cut
     for step in nbddp.progress(range(steps), desc="step"):
         nbddp.log({"loss": 40.0 - step, "accuracy_of_the_whole_validation_set": step / 40, "another/name": 1.0})
         if step % 20 == 0:
