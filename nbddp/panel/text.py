@@ -151,8 +151,8 @@ class TextView:
         for text in summary.notices(self._run.history):
             self._writer.line(f"{status.name}: {text}")
         columns = self._writer.width
-        end = end_parts(status, self._run.history, curve=columns is not None)
-        self._writer.line(" · ".join(end) if columns is None else terminal.fitted(end, columns))
+        end = end_parts(status, self._run.history)
+        self._writer.line(" · ".join(end) if columns is None else self._fitted(end, columns))
         if status.remark:
             self._writer.line(f"{status.name}: {status.remark}")
 
@@ -162,8 +162,18 @@ class TextView:
         elif self._clock() - self._last_line_at >= _REWRITE_INTERVAL_S:
             self._last_line_at = self._clock()
             history = self._run.history
-            parts = [duration(status.seconds), *progress_text(history), *metrics_text(history, curve=True)]
-            self._writer.bottom_line(terminal.fitted([f"{status.name}: {parts[0]}", *parts[1:]], columns))
+            parts = [f"{status.name}: {duration(status.seconds)}", *progress_text(history), *metrics_text(history)]
+            self._writer.bottom_line(self._fitted(parts, columns))
+
+    def _fitted(self, parts: list[str], columns: int) -> str:
+        """The parts cut to the terminal's width, with a small curve of the first metric if there is space for it."""
+        history = self._run.history
+        first = next(iter(metrics_text(history)), None)
+        if first in parts and (curve := terminal.sparkline(history[next(iter(history.latest()))].values)):
+            text = terminal.fitted([f"{part} {curve}" if part == first else part for part in parts], columns)
+            if curve in text:
+                return text
+        return terminal.fitted(parts, columns)
 
     def _write_progress(self) -> None:
         history = self._run.history
@@ -198,20 +208,18 @@ def end_text(status: Status, history: History) -> str:
     return plain(" · ".join(end_parts(status, history)))
 
 
-def end_parts(status: Status, history: History, *, curve: bool = False) -> list[str]:
-    """The parts of :func:`end_text`. ``curve``: with a small curve of the first metric."""
+def end_parts(status: Status, history: History) -> list[str]:
+    """The parts of :func:`end_text`."""
     where = ranks.on_host(status, status.failed_rank)
     state = f"{status.name}: {status.state}{f' ({where})' if where else ''} after {duration(status.seconds)}"
     parts = [state, status.summary, restart_count(status)]
-    return [*filter(None, parts), *metrics_text(history, curve=curve)]
+    return [*filter(None, parts), *metrics_text(history)]
 
 
-def metrics_text(history: History, *, curve: bool = False) -> list[str]:
-    """``["loss 0.412", "val/acc 0.97"]``, at most 8 metrics; with ``curve`` the first is ``"loss 0.412 ▇▅▃▂▁"``."""
+def metrics_text(history: History) -> list[str]:
+    """``["loss 0.412", "val/acc 0.97"]``, at most 8 metrics."""
     latest = history.latest()
     parts = [f"{name[:_NAME_CHARS]} {numbers.metric(latest[name])}" for name in list(latest)[:_MAX_METRICS]]
-    if curve and parts:
-        parts[0] = f"{parts[0]} {terminal.sparkline(history[next(iter(latest))].values)}".rstrip()
     return [*parts, f"… and {len(latest) - _MAX_METRICS:,} more"] if len(latest) > _MAX_METRICS else parts
 
 

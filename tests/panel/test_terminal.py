@@ -76,9 +76,8 @@ def test_a_terminal_shows_one_line_that_is_rewritten_and_never_too_wide(tmp_path
     )
     wide = in_terminal(path, 200)
     assert re.search(r"train: \d\.\d s · step \d+/40 · .* left · loss \d+ [█▇▆▅▄▃▂▁]+ · accuracy", wide)
-    assert screen(wide)[-2].endswith(
-        " · loss 1 █▇▇▆▆▅▅▄▄▃▃▂▂▁▁▁ · accuracy_of_the_whole_validation_set 0.9750 · another/name 1"
-    )
+    metrics = r" · loss 1 █[█▇▆▅▄▃▂▁]{14}▁ · accuracy_of_the_whole_validation_set 0.9750 · another/name 1"
+    assert re.search(f"{metrics}$", screen(wide)[-2])
 
 
 def test_a_curve_in_a_line_has_no_more_levels_than_the_values_tell() -> None:
