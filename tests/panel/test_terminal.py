@@ -71,11 +71,11 @@ def test_a_terminal_shows_one_line_that_is_rewritten_and_never_too_wide(tmp_path
     first, *output, end, rest = screen(written)
     assert (first, rest) == ("train: 2 processes · gloo", "")
     assert output == ["at step 0", "at step 20"]
-    assert re.fullmatch(r"train: finished after \d\.\d s · 2 processes · gloo · loss 1", end), (
+    assert re.fullmatch(r"train: finished after [\d.:]+( s)? · 2 processes · gloo · loss 1", end), (
         "the next would be too wide"
     )
     wide = in_terminal(path, 200)
-    assert re.search(r"train: \d\.\d s · step \d+/40 · .* left · loss \d+ [█▇▆▅▄▃▂▁]+ · accuracy", wide)
+    assert re.search(r"train: [\d.:]+( s)? · step \d+/40 · .* left · loss \d+ [█▇▆▅▄▃▂▁]+ · accuracy", wide)
     metrics = r" · loss 1 █[█▇▆▅▄▃▂▁]{14}▁ · accuracy_of_the_whole_validation_set 0.9750 · another/name 1"
     assert re.search(f"{metrics}$", screen(wide)[-2])
 
