@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from nbddp.kernel.script import run_script as run_script
     from nbddp.kernel.spawn import spawn as spawn
     from nbddp.magic.magic import load_ipython_extension as load_ipython_extension
+    from nbddp.panel.compare import compare as compare
     from nbddp.sessions.opening import session as session
     from nbddp.sessions.session import Session as Session
     from nbddp.worker.collectives import all_gather as all_gather
@@ -100,6 +101,7 @@ _HOMES = {
         "main_first",
         "reduce",
     ),
+    "nbddp.panel.compare": ("compare",),
     "nbddp.worker.context": (
         "device",
         "is_primary",

@@ -18,7 +18,7 @@ OURS = [path for path in sorted(PACKAGE.rglob("*.py")) if "node_modules" not in 
 PROMISED = {
     "Cluster", "History", "HostLost", "LaunchError", "NanLogged", "NbddpError", "PayloadError", "RankDied", "RankError",
     "Run", "RunTimeout", "Session", "accumulate", "all_gather", "all_reduce", "barrier", "breakpoint",
-    "broadcast", "cluster",
+    "broadcast", "cluster", "compare",
     "device", "export", "gather", "is_primary", "join", "last_run", "load_result",
     "load_snapshot", "loader", "local_rank", "log", "main_first", "preload", "print", "progress", "rank", "reduce",
     "restart_count", "run", "run_script", "runs", "save_snapshot", "session", "shutdown", "spawn", "world_size", "wrap",
@@ -89,6 +89,7 @@ SIGNATURES = {
     "device": "()",
     "restart_count": "()",
     "last_run": "()",
+    "compare": "(before, after, *names, log=False)",
     "save_snapshot": "(path, **state)",
     "load_snapshot": "(path, map_location=None, *, weights_only=True)",
     "print": "(*args, **kwargs)",

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _MAX_SVG_BYTES = 64_000  # the notebook file holds the SVG as base64, with tables beside it: 100 kB in all
 _LEAST_POINT_BYTES = 8  # of the SVG
-_MAX_ROWS = 40  # in a table
-_NAME_CHARS = 60
+MAX_ROWS = 40  # in a table
+NAME_CHARS = 60
 _LOG_LINES = 12
 _HANG_CHARS = 6_000
 _LINE_CHARS = 300
@@ -88,11 +88,17 @@ class Picture:
         """The charts as an SVG document, readable on light and dark; at most ``max_bytes``."""
         return self._within(self._max_bytes, lambda drawn: [draw(drawn)])[0]
 
+    def _drawn(self, points: int, lines: int) -> Charts:
+        return charts(self._history, points, lines, self._names, log=self._log)
+
+    def _metrics(self) -> Iterable[str]:
+        return _metrics_table(self._history)
+
     def _within(self, limit: int, drawing: Callable[[Charts], list[str]]) -> list[str]:
         """What ``drawing`` makes of as many points and lines as fit into ``limit`` bytes."""
         points, lines = min(MAX_POINTS, self._max_bytes // _LEAST_POINT_BYTES), MAX_LINES
         while True:
-            texts = drawing(charts(self._history, points, lines, self._names, log=self._log))
+            texts = drawing(self._drawn(points, lines))
             if sum(len(text.encode()) for text in texts) <= limit or lines == 1:
                 return texts
             # Fewer points first; then, when each line has the minimum, fewer lines.
@@ -112,7 +118,7 @@ class Picture:
         Args:
             name: an additional CSS class of the outer element.
         """
-        parts = [*self._heading(), *self._tiles(), *self._hang(), *self._charts(), *_metrics_table(self._history)]
+        parts = [*self._heading(), *self._tiles(), *self._hang(), *self._charts(), *self._metrics()]
         parts += [*(self._hosts_table() or self._ranks_table()), *self._last_output()]
         html = f'<div class="{f"nbddp-picture {name}".strip()}" style="{_CARD}">{"".join(parts)}</div>'
         return {"text/html": html, "text/plain": repr(self)}
@@ -121,7 +127,7 @@ class Picture:
         """The same charts as a matplotlib figure, ``width`` inches wide. Needs matplotlib."""
         from matplotlib.figure import Figure
 
-        drawn = charts(self._history, MAX_POINTS, names=self._names, log=self._log)
+        drawn = self._drawn(MAX_POINTS, MAX_LINES)
         columns = min(2, max(1, len(drawn.families)))
         rows = max(1, math.ceil(len(drawn.families) / columns))
         figure = Figure(figsize=(width, rows * width / columns * 0.62), layout="constrained")
@@ -167,7 +173,7 @@ class Picture:
             if done is not None
         ]
         latest = list(self._history.latest().items())[:_MAX_TILES]
-        tiles += [(summary.describe(name).tile[:_NAME_CHARS], numbers.metric(value)) for name, value in latest]
+        tiles += [(summary.describe(name).tile[:NAME_CHARS], numbers.metric(value)) for name, value in latest]
         if now.throughput:
             tiles.append(("Throughput", f"{now.throughput:,.0f} samples/s"))
         if tiles:
@@ -191,11 +197,11 @@ class Picture:
         rows = ranks.rows(self._status, self._history, time.time()) if self._status else []
         if not rows:
             return
-        yield _table_head("Rank", "Device", "State", "Step")
-        for row in rows[:_MAX_ROWS]:
+        yield table_head("Rank", "Device", "State", "Step")
+        for row in rows[:MAX_ROWS]:
             step = "–" if row.step is None else f"{row.step:,}"
-            yield _table_row(str(row.rank), escape(row.device), _state(row.state), step)
-        yield _table_end(4, len(rows) - _MAX_ROWS)
+            yield table_row(str(row.rank), escape(row.device), _state(row.state), step)
+        yield table_end(4, len(rows) - MAX_ROWS)
 
     def _hosts_table(self) -> list[str]:
         return list(self._host_rows())
@@ -204,15 +210,15 @@ class Picture:
         hosts = ranks.hosts(ranks.rows(self._status, self._history, time.time())) if self._status else []
         if not hosts:
             return
-        yield _table_head("Host", "Ranks", "State", "Step")
-        if len(hosts) > _MAX_ROWS:
+        yield table_head("Host", "Ranks", "State", "Step")
+        if len(hosts) > MAX_ROWS:
             hosts = sorted(hosts, key=lambda host: host.state != "failed")  # a host that failed must not be cut off
-        for host in hosts[:_MAX_ROWS]:
+        for host in hosts[:MAX_ROWS]:
             first, last = host.ranks[0], host.ranks[-1]  # the numbers of a host's ranks are consecutive
             step = "–" if host.step is None else f"{host.step:,}"
             where = str(first) if first == last else f"{first} to {last}"
-            yield _table_row(escape(host.name), where, _state(host.state), step)
-        yield _table_end(4, len(hosts) - _MAX_ROWS)
+            yield table_row(escape(host.name), where, _state(host.state), step)
+        yield table_end(4, len(hosts) - MAX_ROWS)
 
     def _last_output(self) -> Iterable[str]:
         """The last lines that the failed rank printed."""
@@ -246,8 +252,8 @@ def _charts_html(drawn: Charts) -> list[str]:
     found = []
     for i, (family, svg) in enumerate(zip(drawn.families, draw_each(drawn))):
         data = base64.b64encode(svg.encode()).decode()
-        title = family.lines[0].metric.title[:_NAME_CHARS]
-        labels = ", ".join(line.metric.label[:_NAME_CHARS] for line in family.lines[:_MAX_KEYS])
+        title = family.lines[0].metric.title[:NAME_CHARS]
+        labels = ", ".join(line.metric.label[:NAME_CHARS] for line in family.lines[:_MAX_KEYS])
         image = (
             f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(plain(f"Chart of {title}: {labels}"))}" '
             f'style="width:100%;height:auto">'
@@ -259,13 +265,15 @@ def _charts_html(drawn: Charts) -> list[str]:
 
 def _legend(family: Family) -> str:
     alone = len(family.lines) == 1 and family.lines[0].metric.label.lower() == family.lines[0].metric.family
-    keys = [_key(line, "" if alone else line.metric.label[:_NAME_CHARS]) for line in family.lines[:_MAX_KEYS]]
+    keys = [_key(line, "" if alone else line.metric.label[:NAME_CHARS]) for line in family.lines[:_MAX_KEYS]]
     rest = family.undrawn + len(family.lines) - len(keys)
     return "".join([*keys, f" &nbsp; and {rest:,} more" if rest else ""])
 
 
 def _key(line: Line, label: str) -> str:
-    return f' &nbsp; <span style="color:{line.color}">━</span> {escape(label)} {_value(line.last)}'
+    """A line's key, which is not broken into two lines."""
+    sign = f'<span style="color:{line.color}">━</span>'
+    return f'<span style="display:inline-block;margin-left:12px">{sign} {escape(label)} {value(line.last)}</span>'
 
 
 def _metrics_table(history: History) -> Iterable[str]:
@@ -273,14 +281,14 @@ def _metrics_table(history: History) -> Iterable[str]:
     named = [(name, series) for name, series in named if len(series.steps)]
     if not named:
         return
-    yield _table_head("Metric", "Last", "Lowest", "Highest", "Points")
-    for name, (steps, values) in named[:_MAX_ROWS]:
+    yield table_head("Metric", "Last", "Lowest", "Highest", "Points")
+    for name, (steps, values) in named[:MAX_ROWS]:
         finite = values[np.isfinite(values)]
         low, high = (
             (numbers.metric(float(finite.min())), numbers.metric(float(finite.max()))) if len(finite) else ("–", "–")
         )
-        yield _table_row(escape(plain(name[:_NAME_CHARS])), _value(float(values[-1])), low, high, f"{len(steps):,}")
-    yield _table_end(5, len(named) - _MAX_ROWS)
+        yield table_row(escape(plain(name[:NAME_CHARS])), value(float(values[-1])), low, high, f"{len(steps):,}")
+    yield table_end(5, len(named) - MAX_ROWS)
 
 
 def _notice(sign: str, color: str, text: str) -> str:
@@ -297,21 +305,21 @@ def _state(state: str) -> str:
     return f'<span style="color:{_STATE_COLORS.get(state, _COLOR)}">●</span> {escape(state)}'
 
 
-def _value(value: float) -> str:
+def value(value: float) -> str:
     text = numbers.metric(value)
     return text if math.isfinite(value) else f'<span style="color:{BROKEN_COLOR}">▲</span> <b>{text}</b>'
 
 
-def _table_head(*headings: str) -> str:
+def table_head(*headings: str) -> str:
     return "<table><thead><tr>" + "".join(f"<th>{text}</th>" for text in headings) + "</tr></thead><tbody>"
 
 
-def _table_row(*cells: str) -> str:
+def table_row(*cells: str) -> str:
     """A row of cells that are HTML already."""
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
-def _table_end(columns: int, rest: int) -> str:
+def table_end(columns: int, rest: int) -> str:
     more = f'<tr><td colspan="{columns}">and {rest:,} more</td></tr>' if rest > 0 else ""
     return f"{more}</tbody></table>"
 
