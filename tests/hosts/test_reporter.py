@@ -51,6 +51,7 @@ def worker() -> Iterator[Any]:
         out_of_memory=False,
         output=Output(fd),
         said=collections.deque(),
+        regrouped=None,
         read_metrics=lambda: b"",
     )
     os.close(fd)

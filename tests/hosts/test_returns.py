@@ -31,7 +31,7 @@ TRAINING = """
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         begun = 0
         if (found := nbddp.load_snapshot(f"{folder}/s.pt")) is not None:
-            model.module.load_state_dict(found["model"])
+            getattr(model, "module", model).load_state_dict(found["model"])
             optimizer.load_state_dict(found["optimizer"])
             begun = found["step"] + 1
         nbddp.barrier()
@@ -52,7 +52,7 @@ TRAINING = """
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0 if is_last else 0.05)
             step += 1
-        weights = model.module.weight.detach().numpy().tobytes()
+        weights = getattr(model, "module", model).weight.detach().numpy().tobytes()
         return begun, nbddp.world_size(), nbddp.restart_count(), weights.hex()
 """
 PLAIN = """
