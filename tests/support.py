@@ -182,8 +182,9 @@ def ranks_of(pid: int) -> list[int]:
 
 def listening_ports(pid: int | None = None) -> set[tuple[str, int]]:
     """Address and port of every TCP socket that this process or that one listens on."""
-    connections = psutil.Process(pid).net_connections(kind="tcp")
-    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
+    process = psutil.Process(pid)
+    connections = getattr(process, "net_connections", None) or process.connections  # psutil 5
+    return {(c.laddr.ip, c.laddr.port) for c in connections(kind="tcp") if c.status == psutil.CONN_LISTEN}
 
 
 def open_fds(pid: int | str = "self") -> dict[int, str]:

@@ -153,7 +153,7 @@ def test_an_error_points_at_the_cells_lines(magic: Notebook) -> None:
     reply = magic.cell("\n%%ddp\n\ndef half(x):\n    return x / (rank * 0)\n\nhalf(1)  # here")
     assert (reply.status, reply.ename) == ("error", "RankError")
     assert "both ranks failed, rank " in reply.traceback
-    assert "line 5, in half" in reply.traceback
+    assert "line 5, in half" in reply.traceback or "in half()\n" in reply.traceback  # IPython 7
     assert "7 half(1)  # here" in reply.traceback
     assert "ZeroDivisionError: division by zero" in reply.traceback
     assert "nbddp/" not in reply.traceback

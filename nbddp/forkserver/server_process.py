@@ -152,6 +152,8 @@ class ForkServer:
 
     def importing(self) -> tuple[str, float] | None:
         """Return what it imports, and since when (monotonic); None when it has made all its imports."""
+        if self._importing is None:  # which is final
+            return None
         with self._reading, contextlib.suppress(OSError):  # no report is left, or the server has ended
             if not self._release.alive:
                 return None
