@@ -277,6 +277,33 @@ def test_jupyterlab_says_busy_while_the_run_goes_on(notebook: Notebook) -> None:
     expect(bar).to_contain_text("| Idle", timeout=10_000)
 
 
+def hide(page: Page, hidden: bool) -> None:
+    """As if the user looked at another tab."""
+    page.evaluate("hidden => Object.defineProperty(document, 'hidden', { configurable: true, value: hidden })", hidden)
+    page.evaluate("() => document.dispatchEvent(new Event('visibilitychange'))")
+
+
+@pytest.mark.parametrize("fail_at", [None, 150])
+def test_a_tab_in_the_background_shows_progress_and_the_end(notebook: Notebook, fail_at: int | None) -> None:
+    page = notebook.page
+    notebook.open(f"nbddp.run(train, (2, 100, 0.02, {fail_at}), nprocs=2, device='cpu');")
+    page.evaluate("""() => { window.said = []; window.Notification = class {
+        static permission = "granted";
+        constructor(title, { body }) { said.push([title, body]); }
+    }; }""")
+    bare = page.title()
+    notebook.run(1)
+    expect(notebook.panel.locator(".nbddp-chart canvas")).to_have_count(2, timeout=30_000)
+    assert page.title() == bare
+    hide(page, True)
+    wait_until(lambda: re.fullmatch(rf"[1-9]\d? % {re.escape(bare)}", page.title()))
+    wait_until(lambda: page.title() == ("✗ " if fail_at else "✓ ") + bare)
+    assert page.evaluate("said.map(([title]) => title)") == [f"train: {'failed' if fail_at else 'finished'}"]
+    assert ("do not</script> fit" in page.evaluate("said[0][1]")) == bool(fail_at)
+    hide(page, False)
+    wait_until(lambda: page.title() == bare)
+
+
 def test_the_page_requests_nothing_from_another_host(notebook: Notebook) -> None:
     asked: list[str] = []
     notebook.page.on("request", lambda request: asked.append(request.url))

@@ -12,6 +12,7 @@ import { Stop } from "./stop.js";
 import { SILENT_S, Store } from "./store.js";
 import { RankTable } from "./table.js";
 import { isDark, isForced, palette, watchTheme } from "./theme.js";
+import { Title } from "./title.js";
 
 const MAX_CHARTS = 6; // a button shows the charts of the other families
 const [TILE_PX, MIN_TILES, MAX_TILES] = [114, 6, 8]; // tiles keep their places: their number depends on the width alone
@@ -42,6 +43,7 @@ class Panel {
     this._logs = new Logs(store);
     this._table = new RankTable();
     this._notices = new Notices();
+    this._title = new Title(store);
     this._build();
     root.append(this.el);
     this._updateTheme();
@@ -54,11 +56,13 @@ class Panel {
     this._charts.forEach((chart) => chart.destroy());
     this._logs.dispose();
     this._stop.dispose();
+    this._title.dispose();
     this.el.remove();
   }
 
   /** Call after any change: everything is drawn once, with the next frame of the browser. */
   update() {
+    this._title.update();
     this._frame ??= requestAnimationFrame(() => {
       this._frame = null;
       this._draw();

@@ -19,6 +19,7 @@ export class Store {
     this.logs = new Map();
     this.hang = []; // lines of the report about a run that hangs
     this.version = 0; // of the curves
+    this.notified = false; // a notification has said that the run is over
     this._page = Math.random().toString(36).slice(2); // a reloaded page gets a new one
     this._byIndex = new Map();
     this._seq = -1;
