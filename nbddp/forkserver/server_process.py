@@ -40,6 +40,8 @@ _SHOWN_CHARS = 300  # of each line
 _MAX_STDERR_NBYTES = 1 << 20
 _CONNECTION_ERRORS = {errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE}  # the server has just ended
 _REPORT_BYTES = 1 << 10
+_LAST_WORDS_S = 1.0
+_POLL_S = 0.002
 _FDS_PER_START = 8  # a socket pair, two pipes, a duplicate
 
 
@@ -206,6 +208,9 @@ class ForkServer:
         """The last lines of the server's stderr, if it ended while it imported; copies everything to our own stderr."""
         if self._stderr is None:
             return ""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while not self._child.has_ended() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)  # it closes its end before it prints the traceback
         output = os.pread(self._stderr, _MAX_STDERR_NBYTES, max(0, os.fstat(self._stderr).st_size - _MAX_STDERR_NBYTES))
         os.ftruncate(self._stderr, 0)
         with contextlib.suppress(OSError):  # this process may have no stderr
