@@ -81,6 +81,8 @@ def look(peers: Sequence[tuple[str, str, int, bool]], token: str) -> tuple[list[
         for (name, _, _, with_rate), one in zip(peers, tried):
             if isinstance(one, socket.socket):
                 stack.enter_context(one)
+                if any(isinstance(each, str) for each in tried):
+                    continue  # no ranks will start; and the others have waited too long for this host
                 try:
                     found.append((name, *_measured(one, token, with_rate)))
                 except OSError as error:

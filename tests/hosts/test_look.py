@@ -33,6 +33,7 @@ def test_a_firewall_between_two_hosts_is_named_before_ranks_start(cell: Cells, c
         one, other = ("gpu2", "gpu3") if text.startswith("gpu2") else ("gpu3", "gpu2")
         assert text.startswith(f"{one} cannot reach {other} ({rig.hosts[other].address}): ")
         assert "firewall" in text
+        assert "gpu1" not in text
         assert "\n" not in text
     finally:
         rig.isolate("gpu2", "gpu3", state="off")
