@@ -17,7 +17,8 @@ def on_files(files: Files, config: Any) -> Files:
     folder = ROOT / "notebooks"
     readme = (folder / "README.md").read_text().replace(".ipynb)", ".html)")
     files.append(File.generated(config, "notebooks/README.md", content=readme))
-    files.append(File.generated(config, f"images/{PICTURE}", content=(folder / PICTURE).read_bytes()))
+    for where in ("images", "notebooks"):
+        files.append(File.generated(config, f"{where}/{PICTURE}", content=(folder / PICTURE).read_bytes()))
     exporter = HTMLExporter(template_name="lab")
     for path in sorted(folder.glob("*.ipynb")):
         page, _ = exporter.from_notebook_node(nbformat.read(path, as_version=4))

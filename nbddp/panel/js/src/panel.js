@@ -17,8 +17,8 @@ import { Title } from "./title.js";
 const MAX_CHARTS = 6; // a button shows the charts of the other families
 const [TILE_PX, MIN_TILES, MAX_TILES] = [114, 6, 8]; // tiles keep their places: their number depends on the width alone
 const [PADDING_PX, TWO_COLUMNS_PX] = [28, 390]; // in a panel that is narrower, tiles are in two columns
-const WIDE_TILE = 1.3; // the first one, and the last but one: those with a unit
-const THROUGHPUT_CHARS = 6; // have a place from the start: 12,430
+const WIDE_TILE = 1.45; // the first one, and the last but one: those with a unit
+const THROUGHPUT_CHARS = 5; // have a place from the start
 const BRIEF_MS = 900; // a run without metrics is a line for so long, and for ever if it ends before
 const CLOCK_MS = 1000;
 const [SMOOTHING, MAX_SMOOTHING] = [0.02, 0.2]; // the share of the points in view over which a mean reaches
