@@ -183,7 +183,7 @@ class Agent(SimpleElasticAgent):
         if self._open is not None:
             resources, self._open = self._open, None
             resources.close()
-            self._crew = self._reporter = None
+            self._crew = self._reporter = self._calls = None  # which refers to this agent, and so to the store
             self._pipe.send_first({"kind": "ended", "round": self._rendezvous_handler.round["number"]})
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:

@@ -55,7 +55,7 @@ def test_ports_are_open_only_on_the_rendezvous_address_and_only_during_a_run(
     assert not any(ports for _, ports in children)
     # Between runs there is nothing but what was there before nbddp was.
     assert {name: rig.hosts[name].listening() for name in warm.hosts} == idle
-    assert all(program.startswith("sshd") for name in idle for _, program in idle[name])
+    assert all(program.startswith("sshd") for name in idle for _, program in idle[name]), idle
 
 
 def test_the_rendezvous_address_is_reachable_from_every_host(
