@@ -58,7 +58,13 @@ def first_of(workers: Sequence[Rank]) -> Rank:
         return worker.report.at
 
     # A consequence may be reported first: gloo closes its connections before the error that closes them is raised.
-    first = min(filter(has_failed, workers), key=lambda worker: (is_consequence(worker), failed_at(worker)))
+    # A session interrupts the other ranks; the clocks of two hosts are not known well enough to put that in order.
+    def follows(worker: Rank) -> bool:
+        return is_consequence(worker) or (
+            isinstance(worker.report, wire.Failed) and worker.report.summary.endswith("KeyboardInterrupt")
+        )
+
+    first = min(filter(has_failed, workers), key=lambda worker: (follows(worker), failed_at(worker)))
     if isinstance(first.report, wire.Unfit):
         raise UnfitServer(first.report.preloaded, first.report.outdated)
     return first

@@ -36,7 +36,7 @@ CELLS = (
     "%load_ext nbddp\n%ddp -n 2 --device cpu",
     "%%ddp\nfor step in range(50):\n    nbddp.log(loss=1 / (step + 1))",
 )
-PICTURE = "img[alt='Curves of loss']"
+PICTURE = "img[alt^='Chart of']"
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,12 @@ import psutil
 import torch
 
 import nbddp
+from nbddp.forkserver import server as forkserver
 from nbddp.kernel import run as runs
 from nbddp.kernel import state
 from tests.faults import programs
 from tests.faults.pace import Patience
-from tests.support import Surroundings, fresh_main
+from tests.support import Surroundings, fresh_main, wait_until
 
 SETTLE_S = 3.0
 _TRACED = (os.sep + "nbddp" + os.sep, "threading.py", "contextlib.py", "tempfile.py")
@@ -123,6 +124,7 @@ class Driver:
             self._next()
             gc.collect()
             gc.freeze()  # later collections look at what the cases left alone
+            wait_until(lambda: forkserver.importing() is None)  # torch makes a folder
             self._before = Surroundings()
             self._say({"ready": True})
             for line in self._commands.makefile("r"):

@@ -31,6 +31,7 @@ _SETUP = f"""
 %load_ext nbddp
 import json
 from collections import Counter
+from nbddp.forkserver import server as forkserver
 from nbddp.kernel import state
 from tests.support import Surroundings, _kind, open_fds, wait_until
 state.STOP_GRACE_S = {_GRACE_S}
@@ -78,6 +79,7 @@ class NotebookKernel:
         # A message of over 64 kB, as a picture can be, starts a thread of pyzmq's that stays.
         self.notebook.ok("display({'text/plain': 'x' * 100_000}, raw=True)")
         self.subshell = self._make_subshell()
+        self.notebook.ok("wait_until(lambda: forkserver.importing() is None)")  # torch makes a folder
         self.notebook.ok("import gc; gc.collect(); _before = Surroundings(); _before.changed()")
 
     def _make_subshell(self) -> str | None:

@@ -19,7 +19,6 @@ from tests.test_session import (  # noqa: F401 - collected here, too, with the s
     test_a_large_tensor_goes_out_and_comes_back,
     test_a_model_that_differs_after_a_failure_is_told_and_sync_mends_it,
     test_an_interrupt_ends_the_call_and_the_session_goes_on,
-    test_an_interrupt_while_nothing_runs_does_nothing_to_the_ranks,
     test_each_call_has_its_own_curves_output_and_steps,
     test_failures_in_ddp_leave_the_training_as_if_they_had_never_been,
     test_groups_of_the_users_are_named_as_void_after_a_failure,
