@@ -32,6 +32,7 @@ _CONSEQUENCE_WINDOW_ON_HOSTS_S = 5.0  # a host that ends takes longer to be noti
 _STACKS_TIMEOUT_S = 0.1  # short, since the user waits for the run to end
 _BACKLOG_BYTES = 128 << 10  # of metrics in one read: the rank logs faster than the notebook reads
 _SEE_PARTIAL = ". All else that the ranks returned is in this error's .partial, by rank"
+_WITH_RESULT = (wire.Finished, wire.Failed)
 _T = TypeVar("_T")
 
 
@@ -239,11 +240,13 @@ class Attempt:
             self._feed()
 
     def _unpack_aside(self, unpack: Callable[[], _T]) -> _T:
-        """Unpickle on another thread, since the user's code may never return.
+        """Unpickle on another thread, since the user's code may never return; here, if there is nothing to unpickle.
 
         Raises:
             Abandoned: a stop or the timeout ended the wait.
         """
+        if not any(worker.report.nbytes for worker in self._crew.workers if isinstance(worker.report, _WITH_RESULT)):
+            return unpack()
         stop_seen_at: list[float] = []
 
         def give_up() -> bool:

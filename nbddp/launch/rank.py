@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -130,11 +130,15 @@ class LocalRank(RankBase):
             self._dismissed = True
             self.send(wire.Leave())
 
-    def update(self) -> None:
-        """Receive the rank's messages, and notice its end."""
+    def update(self, readable: Container[int]) -> None:
+        """Receive the rank's messages, and notice its end.
+
+        Args:
+            readable: the file descriptors of those :meth:`waitables` that have become readable.
+        """
         # The exit first: messages that the rank sent before its exit are then certainly in the channel.
         # Not by the sentinel of a spawned process, which the children that it forked keep open.
-        if self.alive and (self.spawned or self.orphaned or wait([self._process.sentinel], 0)):
+        if self.alive and (self.spawned or self.orphaned or self._process.sentinel in readable):
             self._check_exit()
         while (message := self._next_message()) is not None:
             self._handle(message)
@@ -233,7 +237,7 @@ class LocalRank(RankBase):
         self.kill()
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         if self.alive and wait([self._process.sentinel], _KILL_TIMEOUT_S):
-            self.update()
+            self.update([self._process.sentinel])
         while self._kill_group() and time.monotonic() < deadline:
             time.sleep(_POLL_S)  # the rank's children are not children of this process, so it cannot wait for them
 

@@ -91,7 +91,7 @@ class ResultReceiver:
         self._first = ranks[0]
 
     def receive(self, results: list[script.CellResult | Remains | None]) -> list[Any]:
-        """Called on the run's thread when every rank has finished; None: the rank called ``sys.exit(0)``."""
+        """Called on the run's thread when every rank has finished; None: the cell has no value there and no outputs."""
         first = results[self._first]
         outputs = first.outputs if isinstance(first, script.CellResult) else {}
         arrived = {name: value for name, value in outputs.items() if not isinstance(value, Remains)}

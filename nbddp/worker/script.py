@@ -84,6 +84,8 @@ def run_cell(cell: Cell, /, **names: Any) -> CellResult | None:
     main_module.known.add(outputs)
     # In parts, so that a training's results are not lost because one of them does not pickle, e.g. a generator.
     outputs = {name: partial.of(value, main_module.known) for name, value in outputs.items()}
+    if value is None and not outputs:
+        return None
     return CellResult(partial.parts_of(value, main_module.known), outputs)
 
 
