@@ -112,6 +112,8 @@ def print_values(values: Mapping[int, Any]) -> None:
       ranks 0 to 2: True
       rank 3: False
     """
+    if len(set(map(id, values.values()))) == 1:
+        return
     by_text: dict[str, list[int]] = {}
     for rank, value in values.items():
         by_text.setdefault(_ADDRESS.sub(" at 0x…", bounded(pretty(value), _VALUE_CHARS)), []).append(rank)
