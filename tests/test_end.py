@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -365,17 +365,28 @@ def test_the_kernels_handlers_environment_and_threads_are_as_before_the_runs(
 # ---------------------------------------------------------------------------- the kernel goes
 
 
+def _begin_runs(notebook: Notebook, folder: Path, bodies: Iterable[str]) -> None:
+    """Begin a background run for each body, each in a folder of its own, and wait for the ranks."""
+    for number, body in enumerate(bodies):
+        own = folder / str(number)
+        own.mkdir()
+        notebook.ok(f"import os; os.chdir({str(own)!r})" + _source(body))
+        notebook.ok(f"going_{number} = nbddp.run(train, nprocs=2, device='cpu', wait=False, show=False)")
+        _wait_for_ranks(own, body)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("body", BODIES)
-def test_a_killed_kernels_ranks_end_in_time_whatever_they_do(in_folder: Path, body: str) -> None:
+def test_a_killed_kernels_ranks_end_in_time_whatever_they_do(in_folder: Path) -> None:
     """SIGKILL leaves no code to run: ranks, their children, sockets and folders must go by themselves."""
     before = marked_pids()
+    *others, last = BODIES
     with Notebook() as notebook:
         # killed here and not by a fixture: what is left must be looked at with the kernel gone
-        notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source(body))
+        _begin_runs(notebook, in_folder, others)
+        notebook.ok(f"os.chdir({str(in_folder)!r})" + _source(last))
         notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
-        _wait_for_ranks(in_folder, body)
-        assert len(ranks_of(notebook.pid)) >= 2
+        _wait_for_ranks(in_folder, last)
+        assert len(ranks_of(notebook.pid)) >= 2 * len(BODIES)
         began = time.monotonic()
         notebook.kill()
         wait_until(lambda: not {p for p in marked_pids() - before if _runs(p) and p != notebook.pid}, 10)
@@ -411,29 +422,18 @@ def test_a_killed_scripts_ranks_end_in_time(in_folder: Path, start_method: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("body", ["sleep", "swallow everything"])
-def test_a_restarted_kernel_leaves_no_ranks_and_can_run_again(
-    own_notebook: Notebook, in_folder: Path, body: str
-) -> None:
-    own_notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source(body))
-    own_notebook.ok("going = nbddp.run(train, nprocs=2, device='cpu', wait=False, show=False)")
-    _wait_for_ranks(in_folder, body)
+def test_a_restarted_kernel_leaves_no_ranks_and_can_run_again(own_notebook: Notebook, in_folder: Path) -> None:
+    """Background runs and a cell that goes on; "swallow everything" ignores what ends other ranks."""
+    _begin_runs(own_notebook, in_folder, ["sleep", "swallow everything"])
+    own_notebook.ok(f"os.chdir({str(in_folder)!r})" + _source("sleep"))
+    own_notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
+    _wait_for_ranks(in_folder, "sleep")
     old = own_notebook.pid
     own_notebook.restart()
     assert own_notebook.pid != old
     wait_until_alone(own_notebook.pid)
     reply = own_notebook.ok("import nbddp\nprint(nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values)")
     assert reply.shown == "[5, 5]\n"
-
-
-@pytest.mark.slow
-def test_a_kernel_restarted_while_a_cell_runs_leaves_no_ranks(own_notebook: Notebook, in_folder: Path) -> None:
-    own_notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
-    own_notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
-    _wait_for_ranks(in_folder, "sleep")
-    own_notebook.restart()
-    wait_until_alone(own_notebook.pid)
-    own_notebook.ok("import nbddp\nnbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values")
 
 
 @pytest.mark.slow
