@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.benchmarks import data, ends, gpu, kept, log, memory, start, timeline, training
-from tests.benchmarks.kernel import ROOT
+from tests.benchmarks.kernel import ROOT, Kernel, prepared
 from tests.benchmarks.measure import LeftOut, Table
-from tests.benchmarks.peers import CANDIDATES, DEBUG_LAUNCHER, NBDDP, NBDDP_SILENT, installed, missing
+from tests.benchmarks.peers import CANDIDATES, DEBUG_LAUNCHER, NBDDP, NBDDP_SILENT, Peer, installed, missing
 from tests.benchmarks.settings import Settings
 
 SHORT = Settings(rounds=1, ranks=[2], nbytes=[1 << 20], steps=0.001, peers=[NBDDP_SILENT])
@@ -39,6 +41,28 @@ def filled(tables: list[Table], rows: set[str] | None = None, *, differences: bo
 NAMES = {NBDDP_SILENT.name}
 
 
+@pytest.fixture(scope="module")
+def _kernel() -> Iterator[Kernel]:
+    with prepared(NBDDP_SILENT, 2) as kernel:
+        yield kernel
+
+
+@pytest.fixture
+def one_kernel(_kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts measure in one kernel; only a start and a death need one of their own."""
+
+    @contextmanager
+    def prepared_before(peer: Peer, ranks: int) -> Iterator[Kernel]:
+        if peer is NBDDP_SILENT:
+            yield _kernel
+        else:
+            with prepared(peer, ranks) as kernel:
+                yield kernel
+
+    for part in (start, data, ends, training):
+        monkeypatch.setattr(part, "prepared", prepared_before)
+
+
 @pytest.mark.slow
 def test_a_first_run_is_timed_in_a_new_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "THINK_S", 0.1)
@@ -51,6 +75,7 @@ def test_a_first_run_is_timed_in_a_new_kernel(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_kernel")
 def test_warm_runs_are_timed_by_number_of_ranks() -> None:
     peers = installed([NBDDP_SILENT, DEBUG_LAUNCHER])  # that takes no seconds
     names = {peer.name for peer in peers}
@@ -88,6 +113,7 @@ def test_memory_is_measured_for_every_rank() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_kernel")
 @pytest.mark.parametrize("kind", ["tensor", "numpy array", "pandas frame"])
 def test_sending_data_is_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "INTO", [(kind, 2, (1,))])
@@ -101,6 +127,7 @@ def test_sending_data_is_measured(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_kernel")
 def test_returning_a_result_is_measured() -> None:
     tables = data.back(SHORT)
     assert [next(iter(table.values)) for table in tables] == ["tensor.clone()", "array.copy()"]
@@ -131,14 +158,15 @@ def test_training_is_timed_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [ends.failure, ends.stop, ends.death], ids=lambda part: part.__name__)
-def test_failure_stop_and_death_are_timed(part: object) -> None:
+@pytest.mark.usefixtures("one_kernel")
+@pytest.mark.parametrize("part", [ends.failure, ends.stop, ends.restart], ids=lambda part: part.__name__)
+def test_failure_stop_and_restart_are_timed(part: object) -> None:
     filled(part(SHORT), NAMES)  # type: ignore[operator]
 
 
 @pytest.mark.slow
-def test_a_restart_is_timed() -> None:
-    filled(ends.restart(SHORT), {NBDDP_SILENT.name})
+def test_the_death_of_a_kernel_is_timed() -> None:
+    filled(ends.death(SHORT), NAMES)
 
 
 @pytest.mark.gpu
