@@ -1,4 +1,4 @@
-"""Adds what lies outside of docs/ to the site: the notebooks with their outputs, and the panel's picture."""
+"""Adds what lies outside of docs/ to the site: the notebooks with their outputs, and their pictures."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "notebooks/README.md", content=readme))
     for where in ("images", "notebooks"):
         files.append(File.generated(config, f"{where}/{PICTURE}", content=(folder / PICTURE).read_bytes()))
+    for path in sorted((folder / "drawings").glob("*.svg")):
+        files.append(File.generated(config, f"notebooks/drawings/{path.name}", content=path.read_bytes()))
     exporter = HTMLExporter(template_name="lab")
     for path in sorted(folder.glob("*.ipynb")):
         page, _ = exporter.from_notebook_node(nbformat.read(path, as_version=4))
