@@ -1,4 +1,7 @@
-"""Run the notebooks in place, and keep what they show: ``python notebooks/execute.py [NAME or PATH ...]``."""
+"""Run the notebooks in place and keep their outputs.
+
+``python notebooks/execute.py [NAME or PATH ...]``
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ NEEDS_HOSTS = {"several_machines"}  # run when they are named
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """The notebook with fresh outputs, run from top to bottom by a kernel of its own in its own folder."""
+    """The notebook with new outputs; a new kernel runs it in the notebook's folder."""
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(
         notebook,
@@ -29,14 +32,18 @@ def execute(path: Path) -> nbformat.NotebookNode:
 
 def main(names: list[str]) -> None:
     names = names or sorted({path.stem for path in HERE.glob("*.ipynb")} - NEEDS_HOSTS)
-    paths = [Path(name) if name.endswith(".ipynb") else HERE / f"{name}.ipynb" for name in names]
+    paths = [
+        Path(name) if name.endswith(".ipynb") else HERE / f"{name}.ipynb"
+        for name in names
+    ]
     for path in paths:
         began = time.monotonic()
         notebook = execute(path)
         for cell in notebook.cells:
             cell.get("metadata", {}).pop("execution", None)
         nbformat.write(notebook, path)
-        print(f"{path.name}: {time.monotonic() - began:.0f} s, {path.stat().st_size / 1000:.0f} kB")
+        size, took = path.stat().st_size / 1000, time.monotonic() - began
+        print(f"{path.name}: {took:.0f} s, {size:.0f} kB")
 
 
 if __name__ == "__main__":

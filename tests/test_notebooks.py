@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 MAX_KB = 400
+MAX_COLUMNS = 88
+IMAGE = re.compile(r"!\[([^]]*)\]\(([^)]+)\)")
 
 
 def executed(name: str, probe: str, folder: Path) -> Any:
@@ -116,8 +119,17 @@ def test_metrics_of_min_ddp_equal_those_of_plain_torch(in_folder: Path) -> None:
 
 def test_gradients_averaged_by_hand_equal_ddps(in_folder: Path) -> None:
     found = executed(
-        "collectives", '{"two": two_ranks, "three": [three_ranks, as_ddp_does], "world": [len(started)]}', in_folder
+        "collectives",
+        """{
+            "two": two_ranks, "three": [three_ranks, as_ddp_does], "world": [len(started)],
+            "one rank": [total.item(), [t.item() for t in everybody], pieces],
+            "in pieces": [sums, columns], "barrier": [came, went],
+        }""",
+        in_folder,
     )
+    assert found["one rank"] == [3, [1, 2], [10, 20]]
+    assert found["in pieces"] == [[10, 12], [[0, 10], [1, 11]]]
+    assert min(found["barrier"][1]) > max(found["barrier"][0])  # both left after the later one came
     assert found["two"]["by hand - DDP"] == 0
     assert found["two"]["by hand - alone"] > 0.01
     assert found["two"]["by hand - start"] > 0.1
@@ -214,6 +226,28 @@ def test_a_notebook_is_saved_with_its_outputs_without_errors_and_small(path: Pat
     assert not [cell.source for cell in code if _shows(cell.source) and not cell.outputs]
     assert [cell for cell in code if _shows(cell.source)]
     assert path.stat().st_size < MAX_KB * 1000
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_no_line_of_a_cells_code_is_wider_than_the_page(path: Path) -> None:
+    code = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert [line for source in code for line in source.splitlines() if len(line) > MAX_COLUMNS] == []
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_picture_of_a_notebook_is_there_and_described(path: Path) -> None:
+    for cell in nbformat.read(path, as_version=4).cells:
+        for description, target in IMAGE.findall(cell.source) if cell.cell_type == "markdown" else []:
+            assert (FOLDER / target).is_file()
+            assert len(description) > 20
+
+
+def test_the_drawings_are_as_their_script_draws_them_and_all_in_use(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, FOLDER / "draw.py", tmp_path], check=True)
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text() for path in (FOLDER / "drawings").iterdir()}
+    shown = " ".join(path.read_text() for path in FOLDER.glob("*.ipynb"))
+    assert [name for name in drawn if f"(drawings/{name})" not in shown] == []
 
 
 def _shows(source: str) -> bool:
