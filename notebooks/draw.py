@@ -27,7 +27,7 @@ Block = tuple[str, str]  # what stands in it, and its colour
 
 
 def card(height: int, title: str, parts: Sequence[str]) -> str:
-    """The whole file: ``parts`` on a card; ``title`` is what a screen reader says."""
+    """The whole file: ``parts`` on a card; ``title`` is what a screen reader reads."""
     body = "\n".join(parts)
     return f"""\
 <svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" \
@@ -151,7 +151,7 @@ def one_of_three(source: int, target: int) -> str:
 
 def collective(
     name: str,
-    says: str,
+    caption: str,
     before: Sequence[Sequence[Block | None]],
     arrows: Sequence[str],
     after: Sequence[Sequence[Block | None]],
@@ -159,12 +159,12 @@ def collective(
     """The ranks before on the left, after on the right, and what moves between them."""
     parts = [
         text(LEFT, 32, name, size=15, bold=True, mono=True),
-        text(RIGHT + SIDE, 32, says, fill=SOFT, anchor="end"),
+        text(RIGHT + SIDE, 32, caption, fill=SOFT, anchor="end"),
         *arrows,
         *(process(LEFT, rank, blocks) for rank, blocks in enumerate(before)),
         *(process(RIGHT, rank, blocks) for rank, blocks in enumerate(after)),
     ]
-    return card(int(row(len(before) - 1) + ROW / 2) + 18, f"{name}: {says}", parts)
+    return card(int(row(len(before) - 1) + ROW / 2) + 18, f"{name}: {caption}", parts)
 
 
 def own(*labels: str) -> list[list[Block | None]]:
@@ -178,45 +178,45 @@ PAIRS = [(source, target) for source in range(3) for target in range(3)]
 def send_recv() -> str:
     blue = RANKS[0]
     before, after = [[("42", blue)], [None]], [[("42", blue)], [("42", blue)]]
-    says = "rank 1 gets rank 0's tensor"
-    return collective("send, recv", says, before, [direct(0, 1)], after)
+    caption = "rank 1 gets rank 0's tensor"
+    return collective("send, recv", caption, before, [direct(0, 1)], after)
 
 
 def broadcast() -> str:
     after = [[("1", RANKS[0])]] * 3
     arrows = [direct(0, rank) for rank in range(3)]
-    says = "every rank gets rank 0's tensor"
-    return collective("broadcast", says, own("1", "2", "3"), arrows, after)
+    caption = "every rank gets rank 0's tensor"
+    return collective("broadcast", caption, own("1", "2", "3"), arrows, after)
 
 
 def all_reduce() -> str:
     arrows = [into_plus(rank, row(1)) for rank in range(3)]
     arrows += [out_of_plus(row(1), rank) for rank in range(3)] + [plus(row(1))]
-    says = "every rank gets the sum"
+    caption = "every rank gets the sum"
     after = [[("6", SHARED)]] * 3
-    return collective("all_reduce", says, own("1", "2", "3"), arrows, after)
+    return collective("all_reduce", caption, own("1", "2", "3"), arrows, after)
 
 
 def reduce() -> str:
     arrows = [into_plus(rank, row(1)) for rank in range(3)]
     arrows += [out_of_plus(row(1), 0), plus(row(1))]
-    says = "rank 0 gets the sum"
+    caption = "rank 0 gets the sum"
     after = [[("6", SHARED)], [None], [None]]
-    return collective("reduce", says, own("1", "2", "3"), arrows, after)
+    return collective("reduce", caption, own("1", "2", "3"), arrows, after)
 
 
 def all_gather() -> str:
     after = [[("1", RANKS[0]), ("2", RANKS[1]), ("3", RANKS[2])]] * 3
     arrows = [one_of_three(*pair) for pair in PAIRS]
-    says = "every rank gets the tensors of all"
-    return collective("all_gather", says, own("1", "2", "3"), arrows, after)
+    caption = "every rank gets the tensors of all"
+    return collective("all_gather", caption, own("1", "2", "3"), arrows, after)
 
 
 def gather() -> str:
     after = [[("1", RANKS[0]), ("2", RANKS[1]), ("3", RANKS[2])], [], []]
     arrows = [one_of_three(rank, 0) for rank in range(3)]
-    says = "rank 0 gets the tensors of all"
-    return collective("gather", says, own("1", "2", "3"), arrows, after)
+    caption = "rank 0 gets the tensors of all"
+    return collective("gather", caption, own("1", "2", "3"), arrows, after)
 
 
 def scatter() -> str:
@@ -234,8 +234,8 @@ def reduce_scatter() -> str:
     after = [[(words, SHARED)] for words in ("12", "15", "18")]
     arrows = [into_plus(source, row(target)) for source, target in PAIRS]
     arrows += [out_of_plus(row(rank), rank) + plus(row(rank)) for rank in range(3)]
-    says = "each rank gets the sum of one piece"
-    return collective("reduce_scatter", says, before, arrows, after)
+    caption = "each rank gets the sum of one piece"
+    return collective("reduce_scatter", caption, before, arrows, after)
 
 
 def all_to_all() -> str:
@@ -244,17 +244,17 @@ def all_to_all() -> str:
         for letter, color in zip("abc", RANKS)
     ]
     arrows = [one_of_three(*pair) for pair in PAIRS]
-    says = "each rank sends one piece to every rank"
-    return collective("all_to_all", says, pieces, arrows, list(zip(*pieces)))
+    caption = "each rank sends one piece to every rank"
+    return collective("all_to_all", caption, pieces, arrows, list(zip(*pieces)))
 
 
 def barrier() -> str:
     """Over time: each rank works, waits, and goes on when the last has come."""
-    says = "no rank goes on before all are there"
+    caption = "no rank goes on before all are there"
     begin, meet, end = LEFT + 64, 412, RIGHT + SIDE
     parts = [
         text(LEFT, 32, "barrier", size=15, bold=True, mono=True),
-        text(end, 32, says, fill=SOFT, anchor="end"),
+        text(end, 32, caption, fill=SOFT, anchor="end"),
     ]
     for rank, comes in enumerate((230, meet - 8, 322)):
         y, color = row(rank), RANKS[rank]
@@ -266,7 +266,7 @@ def barrier() -> str:
         if comes < meet - 8:
             parts.append(waiting(comes + 8, meet - 8, y, color))
     parts.append(line(meet, TOP, meet, row(2) + ROW / 2, SHARED, 'stroke-width="3"'))
-    return card(int(row(2) + ROW / 2) + 18, f"barrier: {says}", parts)
+    return card(int(row(2) + ROW / 2) + 18, f"barrier: {caption}", parts)
 
 
 def waiting(x1: float, x2: float, y: float, color: str) -> str:
@@ -309,9 +309,9 @@ def network(x: float, y: float) -> str:
     ]
     edges = [
         line(*a, *b, SHARED, 'stroke-opacity="0.45"')
-        for near, far in pairwise(layers)
-        for a in near
-        for b in far
+        for left, right in pairwise(layers)
+        for a in left
+        for b in right
     ]
     nodes = [
         f'<circle cx="{cx:g}" cy="{cy:g}" r="5.5" fill="{SHARED}"/>'
@@ -365,10 +365,11 @@ def ddp() -> str:
         "rank takes the same step to the same weights."
     )
     parts = [
-        *(text(x, 32, head, anchor="middle", bold=True) for x, head, _ in COLUMNS),
+        *(text(x, 32, name, anchor="middle", bold=True) for x, name, _ in COLUMNS),
         *(
             text(x, 50, code, size=11, fill=SOFT, anchor="middle", mono=True)
             for x, _, code in COLUMNS
+            if code
         ),
         *(lane(rank) for rank in range(3)),
         samples(DATA - 23, middle(1) - 49, SHUFFLED),
