@@ -70,6 +70,7 @@ class Link:
             _shut(source)
         if self._listener is not None:
             self._listener.close()
+            self._listener = None  # which refers to this link, and so to the payload's memory
 
     def _report(self, kind: str, **fields: object) -> None:
         self._send({"kind": kind, "number": self.number, **fields})
