@@ -116,7 +116,7 @@ class Link:
             start = bytearray(_START.size)
             read(peer, memoryview(start))
             peer.settimeout(_SILENCE_S)
-            for at, piece in self._incoming.pieces(_START.unpack(start)[0], _BEAT_S):
+            for at, piece in self._incoming.pieces(_START.unpack_from(start)[0], _BEAT_S):
                 peer.sendall(_PIECE.pack(at, len(piece)))
                 peer.sendall(piece)
             peer.sendall(_PIECE.pack(self._incoming.nbytes, 0))
@@ -131,7 +131,7 @@ def _pieces_from(source: socket.socket, nbytes: int) -> Iterator[tuple[int, memo
     header, buffer = bytearray(_PIECE.size), memoryview(bytearray(CHUNK))
     while True:
         read(source, memoryview(header))
-        at, size = _PIECE.unpack(header)
+        at, size = _PIECE.unpack_from(header)
         if size > CHUNK or at + size > nbytes:
             raise OSError(f"a piece of {size:,} bytes at {at:,} of {nbytes:,}")
         if size:

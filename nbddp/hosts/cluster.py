@@ -296,7 +296,7 @@ def cluster(
             nodes of the allocation that this notebook runs in, or with ``nodes=`` of a new one.
             ``"ray"``: nodes of the Ray cluster that runs here or at ``address``.
         nodes: ask Slurm, by ``salloc``, or Ray, by a placement group, for so many nodes. They are given back when the
-            cluster is closed, and however the notebook ends. A long wait is printed.
+            cluster is closed, and however the notebook ends. A long wait is shown; an interrupt cancels the request.
         gpus_per_node: of these nodes.
         time: the limit of the allocation, as for ``salloc``: ``"2:00:00"``.
         salloc: more words for ``salloc``: ``["--partition=gpu", "--account=vision"]``.

@@ -24,12 +24,12 @@ from nbddp.errors import LaunchError
 from nbddp.hosts import ray_login
 from nbddp.hosts.login import SRUN, slurm_nodes
 from nbddp.latch import Latch, start_thread
-from nbddp.text import plain
+from nbddp.panel.waiting import WaitingLine
+from nbddp.text import duration, plain
 
 # Bash and sh end at the end of this stdin, and with them salloc, which gives the allocation back.
 _HOLD = 'echo "nbddp $SLURM_JOB_ID $SLURM_JOB_NODELIST"; exec cat >/dev/null'
 _SHOWN_AFTER_S = 2.0
-_SHOWN_EVERY_S = 10.0
 _POLL_S = 0.2
 _CLOSE_TIMEOUT_S = 10.0
 _LAST_BYTES = 16 << 10
@@ -147,15 +147,12 @@ class _Held:
 
     def _wait(self, log: BinaryIO) -> None:
         """Wait for the answer, and show that it takes long. An interrupt cancels the request."""
-        began = shown_at = time.monotonic()
-        shown = ""
+        began, line = time.monotonic(), WaitingLine()
         try:
             while not self._granted.wait(_POLL_S):
-                now, line = time.monotonic(), _last_line(log)
-                if now - began > _SHOWN_AFTER_S and (line != shown or now - shown_at > _SHOWN_EVERY_S):
-                    shown, shown_at = line, now
-                    what = f"waiting for {self._what}, {now - began:.0f} s"
-                    print(f"{what}: {line}" if line else what, flush=True)
+                if time.monotonic() - began > _SHOWN_AFTER_S:
+                    line.show(self._what, duration(time.monotonic() - began), _last_line(log))
+            line.end(self._what, duration(time.monotonic() - began))
         except BaseException:
             self.close()
             raise
