@@ -19,15 +19,14 @@ from nbddp.hosts.host import Host
 from nbddp.payload import Packed
 from nbddp.text import plain
 
-LEAST_HOSTS = 4
 LEAST_NBYTES = 8 << 20  # below, setting up the chain takes longer than it saves
 KINDS = ("serves", "fetching", "fetch failed", "has payload")
 _numbers = itertools.count(1)
 
 
-def pays(hosts: Sequence[Host], packed: Packed) -> bool:
-    """Return whether a chain is faster than sending the payload to each of these hosts."""
-    return len(hosts) >= LEAST_HOSTS and packed.nbytes >= LEAST_NBYTES
+def pays(hosts: Sequence[Host], packed: Packed, least_hosts: int) -> bool:
+    """Return whether to send the payload along a chain, and not from here to each of these hosts."""
+    return len(hosts) >= least_hosts and packed.nbytes >= LEAST_NBYTES
 
 
 class Chain:

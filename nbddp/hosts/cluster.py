@@ -149,6 +149,11 @@ class Cluster:
             raise LaunchError(_CLOSED)
         return {host.name: host.facts["devices"] for host in self._all}
 
+    @property
+    def chain_from(self) -> int:
+        """The number of hosts from which on a large payload goes from host to host."""
+        return self._supplier.chain_from
+
     def next_round(self) -> int:
         """Return a number for an attempt, unique on these hosts."""
         return next(self._rounds)

@@ -174,7 +174,7 @@ class RemoteCrew(CrewBase):
     ) -> None:
         """Send the payload to the hosts that lack it, and then to all hosts their orders."""
         packed, block = data
-        if chain.pays(lacking, packed):
+        if chain.pays(lacking, packed, self._cluster.chain_from):
             self._chain = chain.Chain(lacking, self._addresses.address, data, orders, self._note)
             self._chain.begin()
             return

@@ -27,6 +27,7 @@ from nbddp.latch import Latch, start_thread
 from nbddp.panel.waiting import WaitingLine
 from nbddp.text import duration, plain
 
+CHAIN_FROM = 4  # hosts; below, a payload leaves the notebook as often as there are hosts
 # Bash and sh end at the end of this stdin, and with them salloc, which gives the allocation back.
 _HOLD = 'echo "nbddp $SLURM_JOB_ID $SLURM_JOB_NODELIST"; exec cat >/dev/null'
 _SHOWN_AFTER_S = 2.0
@@ -38,7 +39,13 @@ Command = Callable[[str], Sequence[str]]
 
 
 class Supplier(Protocol):
-    """Gives a cluster its hosts."""
+    """Gives a cluster its hosts.
+
+    Attributes:
+        chain_from: the number of hosts from which on a large payload goes from host to host.
+    """
+
+    chain_from: int
 
     def open(self) -> list[str]:
         """Return the names of the hosts, in the order of the ranks. Raises LaunchError."""
@@ -55,6 +62,8 @@ class Supplier(Protocol):
 
 class Named:
     """Hosts that are there: the user has named them."""
+
+    chain_from = CHAIN_FROM
 
     def __init__(self, names: Any, template: Sequence[str]) -> None:
         """
@@ -84,6 +93,8 @@ class _Held:
 
     So the hosts are given back however the notebook ends.
     """
+
+    chain_from = CHAIN_FROM
 
     def __init__(self, command: Sequence[str], what: str) -> None:
         """
@@ -180,6 +191,8 @@ class Allocated(_Held):
 
 class OnRay(_Held):
     """Nodes that Ray reserves by a placement group; a process of its own is connected to Ray."""
+
+    chain_from = 2  # all that the notebook sends passes through that process
 
     def __init__(self, nodes: int, gpus_per_node: int | None, address: str | None) -> None:
         if importlib.util.find_spec("ray") is None:

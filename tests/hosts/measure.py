@@ -22,7 +22,7 @@ import numpy as np
 
 import nbddp
 from nbddp import wire
-from nbddp.hosts import chain
+from nbddp.hosts import suppliers
 from tests.hosts.rig import Rig
 from tests.support import fresh_main, wait_until
 
@@ -236,11 +236,11 @@ def to_many(bench: Bench) -> float:
 
 
 def to_each(bench: Bench) -> float:
-    least, chain.LEAST_HOSTS = chain.LEAST_HOSTS, len(MANY) + 1
+    suppliers.Named.chain_from = len(MANY) + 1
     try:
         return _slowly(bench, MANY)
     finally:
-        chain.LEAST_HOSTS = least
+        suppliers.Named.chain_from = suppliers.CHAIN_FROM
 
 
 def _slowly(bench: Bench, names: list[str]) -> float:

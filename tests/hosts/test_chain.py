@@ -14,7 +14,7 @@ import pytest
 
 import nbddp
 from nbddp.agent import secured
-from nbddp.hosts import chain
+from nbddp.hosts import chain, suppliers
 from tests.hosts.conftest import Limit
 from tests.hosts.rig import NAMES, Rig
 from tests.hosts.test_lost import within
@@ -173,4 +173,4 @@ def test_a_call_of_a_session_takes_the_same_road_and_can_be_stopped(
 )
 def test_few_hosts_and_small_payloads_are_sent_to_directly(hosts: int, nbytes: int, expected: bool) -> None:
     packed: Any = SimpleNamespace(nbytes=nbytes)
-    assert chain.pays([None] * hosts, packed) == expected  # type: ignore[list-item]
+    assert chain.pays([None] * hosts, packed, suppliers.CHAIN_FROM) == expected  # type: ignore[list-item]
