@@ -111,7 +111,7 @@ class Chain:
         self._over = True
         self._send_over()
         for host in self._hosts:
-            host.has_received(self._packed)
+            host.note_received(self._packed)
         for host, orders in self._orders:
             for order in orders:
                 host.send(order)
@@ -120,10 +120,11 @@ class Chain:
         for host in self._hosts:
             host.send({"kind": "chain over", "number": self._number})
 
-    def cancel(self) -> bool:
-        """Send no more. Returns whether the orders that need the payload are cancelled with it, on all hosts."""
+    def cancel(self) -> list[Host]:
+        """Send no more. Returns the hosts whose orders are cancelled with it: all, unless all have the payload."""
         with self._lock:
-            cancelled, self._over = not self._over, True
-        if cancelled:
-            self._send_over()
-        return cancelled
+            if self._over:
+                return []
+            self._over = True
+        self._send_over()
+        return [host for host, _ in self._orders]

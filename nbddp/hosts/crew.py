@@ -122,8 +122,8 @@ class RemoteCrew(CrewBase):
 
     def _drop_payload(self) -> list[Host]:
         """Stop sending the payload; returns the hosts that do not get the orders that need it, either."""
-        all_wait = self._chain is not None and self._chain.cancel()
-        return [host for host in self._hosts if host.cancel_payload() or all_wait]
+        waiting = self._chain.cancel() if self._chain is not None else []
+        return [host for host in self._hosts if host.cancel_payload() or host in waiting]
 
     def _not_ended(self) -> list[Host]:
         return [host for host in self._hosts if not host.lost and host.name in self._begun - self._ended]

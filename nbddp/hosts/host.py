@@ -156,7 +156,7 @@ class Host:
         if self.sending is not None:
             self.sending.done = nbytes
 
-    def has_received(self, packed: Packed) -> None:
+    def note_received(self, packed: Packed) -> None:
         """Note that this payload has arrived there, and that the orders that need it are sent."""
         self._sent_payload, self.sending = packed, None
 

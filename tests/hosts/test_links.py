@@ -147,6 +147,14 @@ def test_a_host_on_which_nothing_answers_is_reported(join: Join) -> None:
     assert "refused" in last(reports, "fetch failed")["why"]
 
 
+def test_a_host_whose_openssl_has_no_such_cipher_is_reported(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, reported = join(CHUNK, serves=True)
+    link, _, reports = join(CHUNK)
+    monkeypatch.setattr(secured, "_CIPHER", "NONE")
+    fetch(link, reported[0]["port"])
+    assert "cipher" in last(reports, "fetch failed")["why"].lower()
+
+
 # ---------------------------------------------------------------------------- encryption and proof
 
 
