@@ -33,7 +33,7 @@ class WaitingLine:
     def end(self, what: str, took: str) -> None:
         """Replace the line by what was waited for; nothing if no line was shown, or none can be replaced."""
         if self._handle is not None:
-            self._put(f"{what}, after {took}")
+            self._display(f"{what}, after {took}")
         elif self._writer.width is not None:
             self._writer.bottom_line("")
 
@@ -41,7 +41,7 @@ class WaitingLine:
         if (columns := self._writer.width) is not None:
             self._writer.bottom_line(terminal.fitted([text], columns))
         elif self._has_page():
-            self._display({"text/plain": text})
+            self._display(f"{text} · ■ cancels the request")
         else:
             self._writer.line(text)
 
@@ -49,9 +49,10 @@ class WaitingLine:
         """Whether somebody may look at a cell of a notebook."""
         return frontend.shell() is not None and not frontend.is_executed()
 
-    def _display(self, data: dict[str, str]) -> None:
+    def _display(self, text: str) -> None:
         from IPython.display import display
 
+        data = {"text/plain": text}
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
         else:

@@ -46,9 +46,9 @@ def test_a_cell_of_a_notebook_has_one_line_that_is_renewed_each_second(
         line.show(WHAT, f"{clock.now} s", "Pending")
     line.end(WHAT, "0:42")
     assert shown == [
-        "waiting for 4 nodes of Slurm, 2.0 s: Pending",
-        "waiting for 4 nodes of Slurm, 3.0 s: Pending",
-        "waiting for 4 nodes of Slurm, 4.0 s: Pending",
+        "waiting for 4 nodes of Slurm, 2.0 s: Pending · ■ cancels the request",
+        "waiting for 4 nodes of Slurm, 3.0 s: Pending · ■ cancels the request",
+        "waiting for 4 nodes of Slurm, 4.0 s: Pending · ■ cancels the request",
         "4 nodes of Slurm, after 0:42",
     ]
     assert capsys.readouterr().out == ""
