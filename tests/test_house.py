@@ -23,7 +23,7 @@ BELOW = {
     "sinks": ["history"],
     "kernel": ["payload", "worker", "forkserver", "launch", "history", "panel", "sinks"],
     "sessions": ["payload", "worker", "launch", "kernel"],
-    "hosts": ["payload", "launch", "kernel"],
+    "hosts": ["payload", "launch", "kernel", "panel"],
     "job": ["payload", "worker", "history", "kernel"],
     "magic": ["payload", "worker", "forkserver", "launch", "kernel", "sessions", "hosts"],
     "agent": ["payload", "worker", "forkserver", "launch", "hosts"],

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from nbddp.latch import start_thread
+from nbddp.agent.listener import Listener
 
 _CONNECT_S = 5.0
 _MEASURE_S = 0.1
@@ -23,46 +22,20 @@ _NUMBER = 8  # bytes
 Found = tuple[str, float, "float | None"]
 
 
-class Listener(contextlib.AbstractContextManager["Listener"]):
-    """Answers the other hosts of this run, which know the token, on one address of this host."""
+def listen(address: str, token: str, size: int) -> Listener:
+    """Return a listener that answers the other hosts of this run, which know the token, on one address of this host."""
+    return Listener(address, lambda connection: _answer(connection, token.encode()), size, "nbddp-look")
 
-    def __init__(self, address: str, token: str, backlog: int) -> None:
-        self._token = token.encode()
-        self._listener = socket.create_server((address, 0), backlog=max(backlog, 1))
-        self._open: list[socket.socket] = [self._listener]
-        self._lock = threading.Lock()
-        self.port: int = self._listener.getsockname()[1]
-        start_thread(self._accept, "nbddp-look", lambda _: None)
 
-    def __exit__(self, *exc_info: object) -> None:
-        with self._lock:
-            opened, self._open = self._open, []
-        for each in opened:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # ends a wait on another thread
-            each.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = self._listener.accept()
-                with self._lock:
-                    if not self._open:
-                        connection.close()
-                        return
-                    self._open.append(connection)
-                start_thread(lambda one=connection: self._answer(one), "nbddp-look", lambda _: None)  # type: ignore[misc]
-
-    def _answer(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            connection.settimeout(_REPLY_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if _read(connection, len(self._token)) != self._token:
-                return
-            while (order := _read(connection, 1)) == _PING:
-                connection.sendall(_PING)
-            if order == _STREAM:
-                connection.sendall(b"".join(map(_encoded, _count(connection))))
+def _answer(connection: socket.socket, token: bytes) -> None:
+    connection.settimeout(_REPLY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if _read(connection, len(token)) != token:
+        return
+    while (order := _read(connection, 1)) == _PING:
+        connection.sendall(_PING)
+    if order == _STREAM:
+        connection.sendall(b"".join(map(_encoded, _count(connection))))
 
 
 def look(peers: Sequence[tuple[str, str, int, bool]], token: str) -> tuple[list[Found], list[tuple[str, str]]]:

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nbddp import payload
+from nbddp.agent import chain
+from nbddp.agent.incoming import Incoming
 from nbddp.hosts import frames
 from nbddp.hosts.frames import Header
 from nbddp.latch import start_thread
-from nbddp.payload.block import write_piece
 
 _FIRST_TIMEOUT_S = 120.0  # until the notebook kernel answers the first frame: it waits for slower hosts
 _FIRST_BEAT_S = 0.2
@@ -34,13 +34,13 @@ class ControlPipe:
     Attributes:
         orders: orders that have arrived and are not carried out yet.
         wake: called on another thread whenever an order arrives.
-        block: file descriptor of the payload, as far as it has arrived; -1 before the first piece.
     """
 
     def __init__(self, orders: int, answers: int) -> None:
         self.orders: queue.SimpleQueue[Header] = queue.SimpleQueue()
         self.wake: Callable[[], None] = lambda: None
-        self.block = -1
+        self._incoming: Incoming | None = None
+        self._link: chain.Link | None = None
         self._fd = orders
         self._timeout_s = _FIRST_TIMEOUT_S
         self._beat_s = _FIRST_BEAT_S
@@ -53,6 +53,11 @@ class ControlPipe:
     def drop_output(self) -> None:
         """Drop output that the notebook kernel has not received yet, except the newest of each rank."""
         self._sender.drop_first("output")
+
+    @property
+    def block(self) -> int:
+        """File descriptor of the payload, as far as it has arrived; -1 before the first piece."""
+        return self._incoming.fd if self._incoming is not None else -1
 
     @property
     def backlog(self) -> int:
@@ -91,20 +96,33 @@ class ControlPipe:
             self._timeout_s = float(header["heartbeat"])
             self._beat_s = self._sender.beat_s = self._timeout_s * frames.BEATS
         elif header["kind"] == "payload":
-            if header["at"] == 0:  # the first piece: the kind of block depends on the payload's size
-                if self.block >= 0:
-                    os.close(self.block)
-                self.block = payload.open_block("payload", header["nbytes"])
-            write_piece(self.block, body, header["at"], header["nbytes"])
+            if header["at"] == 0:
+                self._incoming = Incoming(header["nbytes"])
+            assert self._incoming is not None
+            self._incoming.write(body, header["at"])
+        elif header["kind"] == "chain":
+            self._leave_chain()
+            self._incoming = Incoming(header["nbytes"])
+            self._link = chain.Link(header, self._incoming, self.send_first)
+        elif header["kind"] == "chain over":
+            self._leave_chain()
+        elif header["kind"] in chain.KINDS:
+            if self._link is not None and self._link.number == header["number"]:
+                self._link.carry_out(header, body)
         elif header["kind"] != "beat":
-            if header["kind"] == "over" and self.block >= 0:  # on this thread, before the next payload is written
-                os.ftruncate(self.block, 0)
+            if header["kind"] == "over" and self._incoming is not None:  # here, before the next payload is written
+                self._incoming.empty()
             # While ranks are ended, frequent beats show the notebook kernel that this process is not what hangs.
             if header["kind"] in ("end", "round"):
                 self._sender.beat_s = min(self._beat_s, _ENDING_BEAT_S) if header["kind"] == "end" else self._beat_s
                 self._sender.wake()
             self.orders.put(header)
             self.wake()
+
+    def _leave_chain(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
 
 def _raise(error: RuntimeError) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
-from nbddp.agent.network import Listener, look
+from nbddp.agent import network
 from nbddp.agent.pipe import ControlPipe
 from nbddp.hosts.frames import Header
 from nbddp.launch.rendezvous import host_store, listen
@@ -73,10 +73,10 @@ class KernelRendezvous(RendezvousHandler):
             RoundEnded: a host cannot reach another one, or the round ends for another reason.
         """
         token = self.round["look_token"]
-        with Listener(address, token, size) as listener:
+        with network.listen(address, token, size) as listener:
             self._pipe.send({"kind": "listens", "port": listener.port})
             peers = [(name, host, port, rate) for name, host, port, rate in self._next("peers")["peers"]]
-            links, failed = look(peers, token)
+            links, failed = network.look(peers, token)
             self._pipe.send({"kind": "looked", "links": links, "failed": failed})
             self._next("begin")
 

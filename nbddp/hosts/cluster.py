@@ -149,6 +149,11 @@ class Cluster:
             raise LaunchError(_CLOSED)
         return {host.name: host.facts["devices"] for host in self._all}
 
+    @property
+    def chain_from(self) -> int:
+        """The number of hosts from which on a large payload goes from host to host."""
+        return self._supplier.chain_from
+
     def next_round(self) -> int:
         """Return a number for an attempt, unique on these hosts."""
         return next(self._rounds)
@@ -296,7 +301,7 @@ def cluster(
             nodes of the allocation that this notebook runs in, or with ``nodes=`` of a new one.
             ``"ray"``: nodes of the Ray cluster that runs here or at ``address``.
         nodes: ask Slurm, by ``salloc``, or Ray, by a placement group, for so many nodes. They are given back when the
-            cluster is closed, and however the notebook ends. A long wait is printed.
+            cluster is closed, and however the notebook ends. A long wait is shown; an interrupt cancels the request.
         gpus_per_node: of these nodes.
         time: the limit of the allocation, as for ``salloc``: ``"2:00:00"``.
         salloc: more words for ``salloc``: ``["--partition=gpu", "--account=vision"]``.

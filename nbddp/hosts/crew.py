@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from nbddp.errors import LaunchError
+from nbddp.hosts import chain
 from nbddp.hosts.addresses import Addresses, choose_addresses
 from nbddp.hosts.cluster import Cluster
 from nbddp.hosts.frames import Header
@@ -83,6 +84,8 @@ class RemoteCrew(CrewBase):
         self._asked = 0  # how often dumps were asked for
         self._round = cluster.next_round()
         self._look: Look | None = None  # at the network, before the ranks start
+        self._addresses = Addresses({}, {})
+        self._chain: chain.Chain | None = None  # if the newest payload goes from host to host
 
     # ------------------------------------------------------------------ begin and end
 
@@ -112,11 +115,15 @@ class RemoteCrew(CrewBase):
 
     def _cancel_payload(self) -> None:
         """Stop sending the payload; the round never begins on a host that has not received all of it."""
-        for host in self._hosts:
-            if host.cancel_payload():
-                self._ended.add(host.name)
-                for rank in self._ranks_of[host.name]:
-                    self._by_rank[rank].mark_lost("the run ended before it began there")
+        for host in self._drop_payload():
+            self._ended.add(host.name)
+            for rank in self._ranks_of[host.name]:
+                self._by_rank[rank].mark_lost("the run ended before it began there")
+
+    def _drop_payload(self) -> list[Host]:
+        """Stop sending the payload; returns the hosts that do not get the orders that need it, either."""
+        waiting = self._chain.cancel() if self._chain is not None else []
+        return [host for host in self._hosts if host.cancel_payload() or host in waiting]
 
     def _not_ended(self) -> list[Host]:
         return [host for host in self._hosts if not host.lost and host.name in self._begun - self._ended]
@@ -136,7 +143,7 @@ class RemoteCrew(CrewBase):
             LaunchError, HostLost: too few hosts are left.
         """
         self._hosts = self._cluster.remaining_hosts(self._plan)
-        addresses = choose_addresses({host.name: host.facts for host in self._hosts})
+        addresses = self._addresses = choose_addresses({host.name: host.facts for host in self._hosts})
         first = 0
         for host in self._hosts:
             ranks = range(first, first + dict(self._plan.shares)[host.name])
@@ -151,17 +158,37 @@ class RemoteCrew(CrewBase):
         self._look = self._cluster.look_for(self._hosts, addresses)
         if missing := self._cluster.missing(self._ranks_of):
             outputs[0].note(f"{len(self._hosts)} of {len(self._plan.shares)} hosts take part ({missing})")
+        orders = []
         # The first host comes last: the address of its store is sent to the others, where the round must have begun.
         for group_rank, host in reversed(list(enumerate(self._hosts))):
             host.listener = self._receive
             if host.lost:  # before it had a listener
                 self._receive(host, {"kind": "lost"}, b"")
             begin = self._round_order(group_rank, host, addresses, restart_count, packed)
-            if host.has(packed):
-                host.send(begin)
-            else:
-                host.send_payload(self._block, packed, [self._cluster.run_order(self._plan, host), begin])
+            orders.append((host, [begin] if host.has(packed) else [self._cluster.run_order(self._plan, host), begin]))
             self._begun.add(host.name)
+        self._send_payload([host for host in self._hosts if not host.has(packed)], (packed, self._block), orders)
+
+    def _send_payload(
+        self, lacking: Sequence[Host], data: tuple[Packed, int], orders: Sequence[tuple[Host, Sequence[Header]]]
+    ) -> None:
+        """Send the payload to the hosts that lack it, and then to all hosts their orders."""
+        packed, block = data
+        if chain.pays(lacking, packed, self._cluster.chain_from):
+            self._chain = chain.Chain(lacking, self._addresses.address, data, orders, self._note)
+            self._chain.begin()
+            return
+        self._chain = None
+        for host, then in orders:
+            if host in lacking:
+                host.send_payload(block, packed, then)
+            else:
+                for order in then:
+                    host.send(order)
+
+    def _note(self, host: Host, text: str) -> None:
+        """Add a line to the output of a host's first rank."""
+        self._by_rank[self._ranks_of[host.name].start].output.note(f"{host.name}: {text}")
 
     def _round_order(
         self, group_rank: int, host: Host, addresses: Addresses, restart_count: int, packed: Packed
@@ -201,8 +228,10 @@ class RemoteCrew(CrewBase):
                 if other is not host:
                     other.send(header)
         elif kind == "note":
-            first = self._by_rank[self._ranks_of[host.name].start]
-            first.output.note(f"{host.name}: {header['text']}")
+            self._note(host, header["text"])
+        elif kind in chain.KINDS:
+            if self._chain is not None:
+                self._chain.receive(host, header)
         elif kind == "started":
             for number, pid in header["pids"].items():
                 started = self._by_rank[int(number)]

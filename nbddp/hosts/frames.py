@@ -105,7 +105,11 @@ class BlockFrames:
         progress: called with the number of bytes that have been taken so far.
     """
 
-    def __init__(self, fd: int, nbytes: int, *, then: Sequence[Header] = (), **header: Any) -> None:
+    def __init__(self, fd: int, nbytes: int, *, then: Sequence[Header] = (), start: int = 0, **header: Any) -> None:
+        """
+        Args:
+            start: offset of the first piece that is sent, unless there is a hole.
+        """
         self.progress: Callable[[int], None] = lambda _: None
         self._dropped = False
         self._sent = False
@@ -114,10 +118,11 @@ class BlockFrames:
         self._fd = -1
         self._fd = os.dup(fd)  # the owner of the block may close its file descriptor before all is sent
         self._nbytes = nbytes
+        self._start = start
         self._header = header
 
     def __iter__(self) -> Iterator[EncodedFrame]:
-        at = 0
+        at = self._next_data(self._start) // CHUNK * CHUNK if self._start else 0
         while at < self._nbytes:
             if self._dropped:
                 return

@@ -130,15 +130,35 @@ class Host:
     def send_payload(self, block: int, packed: Packed, then: Sequence[Header]) -> None:
         """Queue the payload, read from the block as it is sent, and the orders that need it."""
         if not self.lost:
-            self._payload = frames.BlockFrames(block, packed.nbytes, then=then, kind="payload")
+            self.expect_payload(packed)
             self._sent_payload = packed
-            self.sending = Transfer(f"sending {{}} to {self.name}", packed.nbytes)
-            self._payload.progress = self._note_sent
-            self._sender.send_all(self._payload)
+            self._send_block(frames.BlockFrames(block, packed.nbytes, then=then, kind="payload"))
 
-    def _note_sent(self, nbytes: int) -> None:
+    def send_pieces(self, block: int, packed: Packed, start: int, number: int) -> None:
+        """Queue the payload's pieces from the offset ``start`` on, for the chain of this number."""
+        if not self.lost:
+            end = {"kind": "pieces end", "number": number}
+            pieces = frames.BlockFrames(block, packed.nbytes, then=[end], start=start, kind="piece", number=number)
+            self._send_block(pieces)
+
+    def _send_block(self, pieces: frames.BlockFrames) -> None:
+        self._payload = pieces
+        pieces.progress = self.note_arrived
+        self._sender.send_all(pieces)
+
+    def expect_payload(self, packed: Packed) -> None:
+        """Note that a payload is on its way to the host, from here or from another host."""
+        self._sent_payload = None
+        self.sending = Transfer(f"sending {{}} to {self.name}", packed.nbytes)
+
+    def note_arrived(self, nbytes: int) -> None:
+        """Note how much of the payload has been sent, or has arrived there from another host."""
         if self.sending is not None:
             self.sending.done = nbytes
+
+    def note_received(self, packed: Packed) -> None:
+        """Note that this payload has arrived there, and that the orders that need it are sent."""
+        self._sent_payload, self.sending = packed, None
 
     def cancel_payload(self) -> bool:
         """Send no more of the payload. Returns whether the orders that need it are cancelled with it."""

@@ -41,7 +41,7 @@ class RemoteStayingCrew(RemoteCrew):
         group: int,
     ) -> None:
         """Send a call's payload to the hosts of its ranks, and begin the call there."""
-        packed, block = data
+        orders = []
         self._calls += 1
         for host in self._hosts:
             here = self._ranks_of[host.name]
@@ -58,21 +58,21 @@ class RemoteStayingCrew(RemoteCrew):
             }
             if order["ranks"] or order["again"]:
                 self._in_call[host.name] = host
-                host.send_payload(block, packed, [order])
+                orders.append((host, [order]))
+        self._send_payload([host for host, _ in orders], data, orders)
 
     def cancel_upload(self) -> None:
         """Send no more of the payload: the call does not begin on hosts that have not received all of it."""
-        for host in self._hosts:
-            if host.cancel_payload():
-                self._in_call.pop(host.name, None)
-                for rank in self._ranks_of[host.name]:
-                    self._by_rank[rank].give_back()
+        for host in self._drop_payload():
+            self._in_call.pop(host.name, None)
+            for rank in self._ranks_of[host.name]:
+                self._by_rank[rank].give_back()
 
     def end_call(self) -> None:
         """Wait until all that the ranks have printed and logged in this call has arrived."""
         asked_at = time.monotonic()
+        self._drop_payload()  # it has been sent; its block is not needed any more
         for host in self._in_call.values():
-            host.cancel_payload()  # it has been sent; its block is not needed any more
             host.send({"kind": "end call", "number": self._calls})
         while waiting := [host for host in self._in_call.values() if not host.lost]:
             self.watch(_POLL_S)

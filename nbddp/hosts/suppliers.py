@@ -24,12 +24,13 @@ from nbddp.errors import LaunchError
 from nbddp.hosts import ray_login
 from nbddp.hosts.login import SRUN, slurm_nodes
 from nbddp.latch import Latch, start_thread
-from nbddp.text import plain
+from nbddp.panel.waiting import WaitingLine
+from nbddp.text import duration, plain
 
+CHAIN_FROM = 4  # hosts; below, a payload leaves the notebook as often as there are hosts
 # Bash and sh end at the end of this stdin, and with them salloc, which gives the allocation back.
 _HOLD = 'echo "nbddp $SLURM_JOB_ID $SLURM_JOB_NODELIST"; exec cat >/dev/null'
 _SHOWN_AFTER_S = 2.0
-_SHOWN_EVERY_S = 10.0
 _POLL_S = 0.2
 _CLOSE_TIMEOUT_S = 10.0
 _LAST_BYTES = 16 << 10
@@ -38,7 +39,13 @@ Command = Callable[[str], Sequence[str]]
 
 
 class Supplier(Protocol):
-    """Gives a cluster its hosts."""
+    """Gives a cluster its hosts.
+
+    Attributes:
+        chain_from: the number of hosts from which on a large payload goes from host to host.
+    """
+
+    chain_from: int
 
     def open(self) -> list[str]:
         """Return the names of the hosts, in the order of the ranks. Raises LaunchError."""
@@ -55,6 +62,8 @@ class Supplier(Protocol):
 
 class Named:
     """Hosts that are there: the user has named them."""
+
+    chain_from = CHAIN_FROM
 
     def __init__(self, names: Any, template: Sequence[str]) -> None:
         """
@@ -84,6 +93,8 @@ class _Held:
 
     So the hosts are given back however the notebook ends.
     """
+
+    chain_from = CHAIN_FROM
 
     def __init__(self, command: Sequence[str], what: str) -> None:
         """
@@ -147,15 +158,12 @@ class _Held:
 
     def _wait(self, log: BinaryIO) -> None:
         """Wait for the answer, and show that it takes long. An interrupt cancels the request."""
-        began = shown_at = time.monotonic()
-        shown = ""
+        began, line = time.monotonic(), WaitingLine()
         try:
             while not self._granted.wait(_POLL_S):
-                now, line = time.monotonic(), _last_line(log)
-                if now - began > _SHOWN_AFTER_S and (line != shown or now - shown_at > _SHOWN_EVERY_S):
-                    shown, shown_at = line, now
-                    what = f"waiting for {self._what}, {now - began:.0f} s"
-                    print(f"{what}: {line}" if line else what, flush=True)
+                if time.monotonic() - began > _SHOWN_AFTER_S:
+                    line.show(self._what, duration(time.monotonic() - began), _last_line(log))
+            line.end(self._what, duration(time.monotonic() - began))
         except BaseException:
             self.close()
             raise
@@ -183,6 +191,8 @@ class Allocated(_Held):
 
 class OnRay(_Held):
     """Nodes that Ray reserves by a placement group; a process of its own is connected to Ray."""
+
+    chain_from = 2  # all that the notebook sends passes through that process
 
     def __init__(self, nodes: int, gpus_per_node: int | None, address: str | None) -> None:
         if importlib.util.find_spec("ray") is None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.benchmarks import data, ends, gpu, kept, log, memory, start, timeline, training
+from tests.benchmarks import data, ends, gpu, kept, log, memory, on_ray, start, timeline, training
 from tests.benchmarks.measure import Table, as_json, heading
 from tests.benchmarks.peers import CANDIDATES, installed, missing
 from tests.benchmarks.settings import Settings
@@ -29,6 +29,7 @@ PARTS: dict[str, Callable[[Settings], list[Table]]] = {
     "death": ends.death,
     "restart": ends.restart,
     "session": kept.measure,
+    "ray": on_ray.measure,
     "gpu": gpu.measure,
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import data, ends, gpu, kept, log, memory, start, timeline, training
+from tests.benchmarks import data, ends, gpu, kept, log, memory, on_ray, start, timeline, training
 from tests.benchmarks.kernel import ROOT, Kernel, prepared
 from tests.benchmarks.measure import LeftOut, Table
 from tests.benchmarks.peers import CANDIDATES, DEBUG_LAUNCHER, NBDDP, NBDDP_SILENT, Peer, installed, missing
@@ -167,6 +167,12 @@ def test_failure_stop_and_restart_are_timed(part: object) -> None:
 @pytest.mark.slow
 def test_the_death_of_a_kernel_is_timed() -> None:
     filled(ends.death(SHORT), NAMES)
+
+
+def test_ray_is_left_out_by_name_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ray, "NEEDS", ("ray_that_is_not_installed", "json"))
+    (table,) = on_ray.measure(SHORT)
+    assert table.notes == ["Left out: ray_that_is_not_installed not installed (pip install 'ray[train]')"]
 
 
 @pytest.mark.gpu

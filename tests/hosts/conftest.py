@@ -10,15 +10,16 @@ import pytest
 import nbddp
 from nbddp.hosts import returns
 from tests import support
-from tests.hosts.rig import GONE_S, Machine, NotHere, Rig
+from tests.hosts.rig import GONE_S, NAMES, Machine, NotHere, Rig
 
 HEARTBEAT_S = 3.0
+Limit = Callable[[str], None]
 BACK_S = 60.0  # a login imports torch, on a machine with other work
 
 
 @pytest.fixture(scope="package")  # the other tests look for processes that are left
 def rig(_warm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """Three hosts, ``gpu1`` to ``gpu3``."""
+    """Four hosts, ``gpu1`` to ``gpu4``."""
     try:
         made = Rig(tmp_path_factory.getbasetemp())
     except NotHere as reason:
@@ -87,6 +88,18 @@ def warm(rig: Rig, _logged_in: list[nbddp.Cluster]) -> nbddp.Cluster:
 
 def _nothing() -> None:
     pass
+
+
+@pytest.fixture
+def limit(rig: Rig) -> Iterator[Limit]:
+    """Limits the rate of all cables, and of the notebook's."""
+
+    def set_rate(rate: str) -> None:
+        for name in (*NAMES, "notebook"):
+            rig.limit(name, rate)
+
+    yield set_rate
+    set_rate("")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """How long runs on several hosts take to start, to notice, to begin again, to end: ``python -m tests.hosts.measure``.
 
-By root, on two namespaces of one machine, so the network costs nothing and all share its cores. Prints a table.
+By root, on namespaces of one machine, so the network costs nothing and all share its cores. Prints a table.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ import numpy as np
 
 import nbddp
 from nbddp import wire
+from nbddp.hosts import suppliers
 from tests.hosts.rig import Rig
 from tests.support import fresh_main, wait_until
 
 ROUNDS = 3
 HOSTS = ["gpu1", "gpu2"]
+MANY = [f"gpu{i + 1}" for i in range(8)]
+SLOW = "100mbit"  # of every cable, for the rows that say so
 Timing = Callable[["Bench"], float]
 
 
@@ -58,8 +61,8 @@ class Bench:
                 for step in range(n): nbddp.log(loss=1.0)
         """)
 
-    def cluster(self, **options: Any) -> nbddp.Cluster:
-        return nbddp.cluster(HOSTS, **{"launcher": self.rig.ssh, **options})
+    def cluster(self, *hosts: str, **options: Any) -> nbddp.Cluster:
+        return nbddp.cluster(list(hosts) or HOSTS, **{"launcher": self.rig.ssh, **options})
 
     def clean(self) -> None:
         for path in self.folder.iterdir():
@@ -224,6 +227,35 @@ def to_the_hosts(bench: Bench) -> float:
         return seconds(lambda: run(bench.names.give, big, hosts=hosts))
 
 
+def to_one(bench: Bench) -> float:
+    return _slowly(bench, MANY[:1])
+
+
+def to_many(bench: Bench) -> float:
+    return _slowly(bench, MANY)
+
+
+def to_each(bench: Bench) -> float:
+    suppliers.Named.chain_from = len(MANY) + 1
+    try:
+        return _slowly(bench, MANY)
+    finally:
+        suppliers.Named.chain_from = suppliers.CHAIN_FROM
+
+
+def _slowly(bench: Bench, names: list[str]) -> float:
+    big = np.ones(37_500_000)
+    with bench.cluster(*names, heartbeat=60.0) as hosts:
+        run(bench.names.nothing, hosts=hosts, nprocs=1)
+        for name in (*names, "notebook"):
+            bench.rig.limit(name, SLOW)
+        try:
+            return seconds(lambda: run(bench.names.give, big, hosts=hosts, nprocs=1))
+        finally:
+            for name in (*names, "notebook"):
+                bench.rig.limit(name)
+
+
 def from_a_host(bench: Bench) -> float:
     with bench.cluster() as hosts:
         run(bench.names.nothing, hosts=hosts)
@@ -253,6 +285,9 @@ WHAT: dict[str, tuple[str, Timing]] = {
     "logout": ("close() → every host clean", logged_out),
     "kernel": ("kernel killed → every host clean", kernel_killed),
     "to": ("500 MB to two hosts, 4 ranks", to_the_hosts),
+    "to-one": (f"300 MB to one host, {SLOW} on every cable", to_one),
+    "to-many": (f"300 MB to {len(MANY)} hosts, from host to host, {SLOW}", to_many),
+    "to-each": (f"300 MB to {len(MANY)} hosts, from the notebook to each, {SLOW}", to_each),
     "to-here": ("500 MB to 2 ranks on this machine", to_ranks_here),
     "from": ("500 MB from a far rank", from_a_host),
 }
@@ -289,7 +324,7 @@ def idle(bench: Bench, for_s: float = 20.0) -> str:
 
 
 def main(parts: list[str]) -> None:
-    with tempfile.TemporaryDirectory() as folder, Rig(Path(folder)) as rig, fresh_main() as cell:
+    with tempfile.TemporaryDirectory() as folder, Rig(Path(folder), MANY) as rig, fresh_main() as cell:
         bench = Bench(rig, Path(folder), cell)
         print(f"{os.cpu_count()} cores, {ROUNDS} rounds\n\n| what | median | least | most |\n| --- | --- | --- | --- |")
         for part, (words, timing) in WHAT.items():

@@ -36,7 +36,8 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parent.parent.parent
-NAMES = ("gpu1", "gpu2", "gpu3")
+NAMES = ("gpu1", "gpu2", "gpu3", "gpu4")
+_IN_SLURM = 3  # of them
 _USERS = ("ada", "bob", "eve")
 _OWN = ("/tmp", "/home")  # of each host
 _TOOLS = ("ip", "ss", "tc", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount")
@@ -333,8 +334,13 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
                     process.kill()  # a session whose client has gone meanwhile
 
     def limit(self, name: str, rate: str = "") -> None:
-        """Let so much per second pass through a host's cable in each direction: ``10mbit``; "": all of it."""
-        for pid, device in ((self._switch, name), (self.hosts[name].pid, "eth0")):
+        """Let so much per second pass through a cable in each direction: ``10mbit``; "": all of it.
+
+        Args:
+            name: of a host, or ``"notebook"`` for this process's own cable.
+        """
+        end = (os.getpid(), self._client) if name == "notebook" else (self.hosts[name].pid, "eth0")
+        for pid, device in ((self._switch, name), end):
             there = ["nsenter", "--target", str(pid), "--net", "--", "tc", "qdisc"]
             _quietly(*there, "del", "dev", device, "root", check=False)
             if rate:
@@ -359,9 +365,10 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
             yield
 
     def passed(self, name: str) -> tuple[int, int]:
-        """Bytes that have gone through a host's cable so far: to it, and from it."""
-        statistics = Path(f"/proc/{self.hosts[name].pid}/net/dev").read_text()
-        words = next(line.split(":")[1].split() for line in statistics.splitlines() if line.strip().startswith("eth0"))
+        """Bytes that have gone through the cable of a host, or of ``"notebook"``, so far: to it, and from it."""
+        pid, device = ("self", self._client) if name == "notebook" else (self.hosts[name].pid, "eth0")
+        statistics = Path(f"/proc/{pid}/net/dev").read_text()
+        words = next(line.split(":")[1].split() for line in statistics.splitlines() if line.strip().startswith(device))
         return int(words[0]), int(words[8])
 
     def plain_ssh(self) -> str:
@@ -382,7 +389,7 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
         return str(folder)
 
     def slurm(self) -> str:
-        """A folder for the front of PATH, with the ``srun`` of an allocation of these hosts, and with ``kubectl``.
+        """A folder for the front of PATH, with the ``srun`` of an allocation of three hosts, and with ``kubectl``.
 
         ``salloc`` grants it when there is an empty file ``granted``, and refuses it with the text that stands there.
         """
@@ -392,7 +399,7 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
             _write_program(folder / "srun", _SRUN.format(enter=enter))
             _write_program(folder / "kubectl", _KUBECTL.format(enter=enter))
             _write_program(folder / "salloc", _SALLOC.format(folder=folder))
-            names = "\\n".join(self.hosts)
+            names = "\\n".join(list(self.hosts)[:_IN_SLURM])
             _write_program(folder / "scontrol", f'[ "$*" = "show hostnames gpu[1-3]" ] && printf "{names}\\n"')
         return str(folder)
 

@@ -177,6 +177,17 @@ def test_frames_queued_after_a_block_follow_its_last_piece(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.parametrize(("start", "expected"), [(0, [0, 4, 8]), (1, [4, 8]), (4, [4, 8]), (5, [8]), (9, [])])
+def test_a_block_is_sent_from_a_start_on_without_the_holes(start: int, expected: list[int]) -> None:
+    block = open_block("block")
+    fill(block, 9 * frames.CHUNK, [(at * frames.CHUNK, memoryview(b"x" * 10)) for at in (0, 4, 8)], lambda: True)
+    pieces = frames.BlockFrames(block, 9 * frames.CHUNK, start=start * frames.CHUNK, kind="piece")
+    parser = frames.Parser()
+    found = [head["at"] for piece in itertools.chain.from_iterable(pieces) for head, _ in parser.feed(piece)]
+    assert found == [at * frames.CHUNK for at in expected]
+    os.close(block)
+
+
 # ---------------------------------------------------------------------------- the sender
 
 

@@ -76,6 +76,8 @@ def test_a_run_on_two_nodes_of_ray_and_again_after_a_loss(folder: str) -> None:
         except nbddp.RankError as error:
             print(error.host == hosts.hosts[1], repr(error.cause))
         print(hosts.run(lambda data: data.sum().item(), (torch.ones(8_000_000),), **options).values)
+        notes = [line for rank in (0, 1) for line in nbddp.last_run().logs(rank).splitlines() if "cannot send" in line]
+        print(hosts._supplier.chain_from, notes)
         before = {process.pid for process in agents()}
         agents()[0].kill()
         until(lambda: len(hosts.present()) == 1)
@@ -86,10 +88,11 @@ def test_a_run_on_two_nodes_of_ray_and_again_after_a_loss(folder: str) -> None:
     """,
         folder,
     )
-    assert done.stdout.splitlines() == [
+    assert [line for line in done.stdout.splitlines() if not line.startswith("waiting for")] == [
         "[2.0, 2.0] 2",
         "True ValueError('boom')",
         "[8000000.0, 8000000.0]",
+        "2 []",
         "[(2.0, 0, 2), (2.0, 1, 2)] 2",
     ], done.stderr
 

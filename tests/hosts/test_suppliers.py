@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_slurm_gives_nodes_to_a_notebook_on_a_login_node_and_gets_them_back(
         assert len(asked(login_node)) == 1
     assert asked(login_node)[0].startswith("--nodes=3 --gpus-per-node=8 --time=2:00:00 --partition=gpu sh -c ")
     assert asked(login_node)[1:] == ["released"]
-    assert "waiting for 3 nodes of Slurm, 0 s: Pending job allocation 4711" in capsys.readouterr().out
+    assert re.search(r"waiting for 3 nodes of Slurm, \d\.\d s: Pending job allocation 4711\n", capsys.readouterr().out)
 
 
 def test_a_refusal_of_slurm_is_quoted(login_node: Path) -> None:
