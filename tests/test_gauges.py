@@ -88,6 +88,9 @@ def test_a_rank_shows_the_memory_of_the_gpu_that_it_sees(driver: Driver) -> None
     seen.read([os.getpid()] * 2)
     assert seen.gpus == {0: (5 * GIB, 16 * GIB), 1: (3 * GIB, 16 * GIB)}
     assert seen.processes.keys() == {0, 1}
+    sharing = gauges.LocalGauges("cuda", {}, gpus=[0, 1, 1])
+    sharing.read([os.getpid()] * 3)
+    assert [used for used, _ in sharing.gpus.values()] == [3 * GIB, 5 * GIB, 5 * GIB]
     on_cpu = gauges.LocalGauges("cpu", {})
     on_cpu.read([os.getpid()])
     assert on_cpu.gpus == {}
@@ -99,9 +102,15 @@ def test_without_a_driver_nothing_is_known_and_nothing_is_printed(
     driver.missing.add("nvmlInit")
     for _ in range(3):
         assert gauges.gpu_memory("0") is None
-    assert gauges.gpu_names() == []
+    assert gauges.gpu_name("0") == ""
     assert driver.inits == 1  # nobody installs a driver under a running notebook
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_line_magic_numbers_the_gpus_as_a_run_does(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(magic, "accelerator", lambda: ("cuda", 1))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert magic._devices_text() == "0, NVIDIA T1, 5120 MiB, 16384 MiB"
 
 
 def test_the_line_magic_lists_all_gpus(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
