@@ -407,6 +407,25 @@ def test_values_logged_after_a_device_tensor_stay_after_it(pipe: tuple[MetricsPi
     assert history["loss"].values.tolist() == [0, 1, 2, 3, 4]
 
 
+class OnFailedDevice(OnDevice):
+    """A tensor of a device whose kernels have failed, as after a device-side assert."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    synchronize = query  # type: ignore[assignment]
+
+
+def test_a_failed_device_loses_its_numbers_and_nothing_else(pipe: tuple[MetricsPipe, History]) -> None:
+    _, history = pipe
+    nbddp.log(loss=1.0)
+    nbddp.log(loss=OnFailedDevice(2.0))
+    metrics.flush()
+    nbddp.log(loss=3.0)
+    metrics.flush()
+    assert history["loss"].values.tolist() == [1, 3]
+
+
 def test_a_signal_handler_can_log_while_its_thread_logs(pipe: tuple[MetricsPipe, History]) -> None:
     made, history = pipe
     packed = made._records
