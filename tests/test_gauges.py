@@ -52,10 +52,13 @@ class Driver:
         self._answer("nvmlDeviceGetName")
         return f"NVIDIA T{self._devices.index(handle)}"  # type: ignore[arg-type]
 
-    def nvmlDeviceGetMemoryInfo(self, handle: object) -> object:
-        self._answer("nvmlDeviceGetMemoryInfo")
+    def nvmlDeviceGetMemoryInfo(self, handle: object, version: int = 0) -> object:
+        self._answer(f"nvmlDeviceGetMemoryInfo{'_v2' * bool(version)}")
         used = USED[self._devices.index(handle)]  # type: ignore[arg-type]
-        return pynvml.c_nvmlMemory_t(total=16 * GIB, free=16 * GIB - used, used=used)
+        if version:
+            assert version == pynvml.nvmlMemory_v2
+            return pynvml.c_nvmlMemory_v2_t(total=16 * GIB, free=15 * GIB - used, used=used, reserved=GIB)
+        return pynvml.c_nvmlMemory_t(total=16 * GIB, free=15 * GIB - used, used=used + GIB)
 
     def _answer(self, name: str) -> None:
         if name in self.missing:
@@ -76,6 +79,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 def test_a_gpu_is_found_by_its_number_and_by_its_uuid(driver: Driver) -> None:
     assert [gauges.gpu_memory(device) for device in ["0", "1", *UUIDS]] == [(used, 16 * GIB) for used in USED * 2]
     assert driver.inits == 1
+
+
+def test_the_memory_that_the_driver_reserves_is_not_in_use_where_the_driver_tells_it_apart(driver: Driver) -> None:
+    assert gauges.gpu_memory("0") == (3 * GIB, 16 * GIB)
+    driver.missing.add("nvmlDeviceGetMemoryInfo_v2")
+    assert gauges.gpu_memory("0") == (4 * GIB, 16 * GIB)
 
 
 @pytest.mark.parametrize("device", ["2", "GPU-3", "MIG-1", "-1", ""])
@@ -117,7 +126,7 @@ def test_the_line_magic_lists_all_gpus(driver: Driver, monkeypatch: pytest.Monke
     monkeypatch.setattr(magic, "accelerator", lambda: ("cuda", 2))
     lines = ["0, NVIDIA T0, 3072 MiB, 16384 MiB", "1, NVIDIA T1, 5120 MiB, 16384 MiB"]
     assert magic._devices_text().splitlines() == lines
-    driver.missing.add("nvmlDeviceGetMemoryInfo")
+    driver.missing |= {"nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"}
     assert magic._devices_text().splitlines() == ["0, NVIDIA T0", "1, NVIDIA T1"]
     driver.missing.add("nvmlDeviceGetName")
     assert magic._devices_text() == "2 × cuda"

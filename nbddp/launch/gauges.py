@@ -31,7 +31,7 @@ def gpu_memory(device: str) -> tuple[int, int] | None:
     if (nvml := _nvml()) is None:
         return None
     with contextlib.suppress(nvml.NVMLError):
-        memory = nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, device))
+        memory = _memory(nvml, _handle(nvml, device))
         return int(memory.used), int(memory.total)
     return None
 
@@ -52,6 +52,13 @@ def name_for_driver(index: int, environ: Mapping[str, str]) -> str:
 
 def _handle(nvml: Any, device: str) -> Any:
     return nvml.nvmlDeviceGetHandleByIndex(int(device)) if device.isdigit() else nvml.nvmlDeviceGetHandleByUUID(device)
+
+
+def _memory(nvml: Any, handle: Any) -> Any:
+    """Return a GPU's memory as nvidia-smi counts it: without what the driver reserves for itself."""
+    with contextlib.suppress(nvml.NVMLError):  # a driver before 510
+        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
 class LocalGauges:
