@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.benchmarks import work
-from tests.benchmarks.kernel import CellFailed, Stamps, prepared, stamps
+from tests.benchmarks.kernel import Cell, CellFailed, Kernel, Stamps, StillRunning, prepared, stamps
 from tests.benchmarks.measure import Table
 from tests.benchmarks.peers import NBDDP, NBDDP_SILENT, TORCHRUN, Peer
 from tests.benchmarks.settings import Settings
@@ -56,7 +56,7 @@ def in_turn(
             kernel = stack.enter_context(prepared(peer, ranks))
             args = (repr(model), str(steps), str(turns), repr(file.path), str(log), str(me), str(len(ways)))
             begun.append((kernel, kernel.begin(peer.cell("train", *args, nprocs=ranks))))
-        file.wait_for(len(ways), _FIRST_TURN_S)
+        _wait_for_first_turns(begun, file)
         time.sleep(1.0)
         work.give(file.path, 0)
         for kernel, cell in begun:
@@ -72,6 +72,17 @@ def in_turn(
         for value in values:
             table.add(peer.name, value, model)
     return {peer.name: _compare(table, model, peer, values, figures[0]) for (peer, _), values in zip(ways, figures)}
+
+
+def _wait_for_first_turns(begun: Sequence[tuple[Kernel, tuple[str, Cell]]], file: Stamps) -> None:
+    """Until every way is ready for its turn; a cell that has ended before has failed."""
+    deadline = time.monotonic() + _FIRST_TURN_S
+    while len(file.lines()) < len(begun):
+        for kernel, cell in begun:
+            with contextlib.suppress(StillRunning):
+                raise CellFailed(f"a cell ended before its turn: {kernel.end_of(cell, 0.05).error}")
+        if time.monotonic() > deadline:
+            raise CellFailed(f"only {len(file.lines())} of {len(begun)} were ready after {_FIRST_TURN_S:.0f} s")
 
 
 def _compare(table: Table, model: str, peer: Peer, values: list[float], first: list[float]) -> float:

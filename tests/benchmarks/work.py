@@ -244,7 +244,7 @@ def notebooks_gpt():
     if device().type == "cuda":
         cells[0] = cells[0].replace(sizes, "context, width, layers, heads = 256, 384, 6, 6")
     found = {}
-    exec(cells[0] + cells[1], found)
+    exec("\n".join(cells[:2]), found)
     batch, context, tokens = 64 if device().type == "cuda" else found["batch"], found["context"], found["tokens"]
     pieces = torch.stack([tokens[i : i + context + 1] for i in range(0, batch * 97, 97)])
     return ClassesSecond(found["GPT"]()), pieces[:, :-1], pieces[:, 1:]

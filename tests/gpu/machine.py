@@ -24,6 +24,7 @@ NEAR = 64 << 20  # two readings of one number, at different moments
 
 def versions(report: Report) -> None:
     report.value("machine", heading())
+    report.value("nbddp", nbddp.__version__)
     report.check("the notebook's process has no context after the devices were counted", _counted_without_context())
     report.value("devices", accelerator())
     report.needs_cuda("no CUDA device was asked for")
