@@ -31,7 +31,8 @@ class Job:
     local_rank: int
     world_size: int
     local_world_size: int
-    device: str  # "cpu", "cuda", ...; the index is local_rank
+    device: str  # "cpu", "cuda", ...
+    device_index: int  # among the devices that the ranks see: local_rank, unless ranks share a device
     backend: str | None  # None: nbddp makes no process group
     store_host: str
     store_port: int

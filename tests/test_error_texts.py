@@ -189,6 +189,20 @@ def test_an_error_between_hosts_names_the_network_interface(text: str, interface
     assert ("NCCL_DEBUG" in advice(RuntimeError(text), "cuda")) == ("NCCL" in text)
 
 
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE) ran for 60010 ms", True),
+        ("Process group watchdog thread terminated with exception: CUDA error: device-side assert triggered", False),
+    ],
+)
+def test_an_abort_by_nccls_watchdog_is_a_timeout_only_if_it_says_so(reason: str, expected: bool) -> None:
+    frames = "".join(f"frame #{number}: c10d::ProcessGroupNCCL::Watchdog::runLoop()\n" for number in range(30))
+    output = SimpleNamespace(last_lines=lambda count: "\n".join(f"[rank0]: {reason}\n{frames}".splitlines()[-count:]))
+    worker: Any = SimpleNamespace(report=None, exitcode=-signal.SIGABRT, output=output)
+    assert failure.is_timeout(worker) == expected
+
+
 def test_the_panel_of_a_failed_run_shows_the_advice(cell: Cells) -> None:
     with pytest.raises(nbddp.RankError) as caught:
         run(cell("import torch\ndef train(): torch.ones(1).cuda()").train)

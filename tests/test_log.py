@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import nbddp
 from nbddp.history.history import History
@@ -405,6 +406,52 @@ def test_values_logged_after_a_device_tensor_stay_after_it(pipe: tuple[MetricsPi
     assert made.last_step() == 4
     metrics.flush()
     assert history["loss"].values.tolist() == [0, 1, 2, 3, 4]
+
+
+class OnFailedDevice(OnDevice):
+    """A tensor of a device whose kernels have failed, as after a device-side assert."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    synchronize = query  # type: ignore[assignment]
+
+
+def test_a_failed_device_loses_its_numbers_and_nothing_else(pipe: tuple[MetricsPipe, History]) -> None:
+    _, history = pipe
+    nbddp.log(loss=1.0)
+    nbddp.log(loss=OnFailedDevice(2.0))
+    metrics.flush()
+    nbddp.log(loss=3.0)
+    metrics.flush()
+    assert history["loss"].values.tolist() == [1, 3]
+
+
+def test_numbers_of_a_device_are_copied_on_its_own_stream_into_memory_pinned_for_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded, blocks, empty = [], [], torch.empty
+
+    def pinned(count: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        blocks.append(count)
+        return empty(count, dtype=dtype)
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def record(self, stream: str) -> None:
+            recorded.append((self.device, stream))
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(metrics_pipe, "_pinned", metrics_pipe._PinnedNumbers())
+    numbers = [metrics_pipe._fetch(torch.tensor([float(i)]))[1] for i in range(600)]
+    assert [number.item() for number in numbers] == list(range(600))
+    assert blocks == [512, 512]
+    assert recorded == [(torch.device("cpu"), "the stream of cpu")] * 600
 
 
 def test_a_signal_handler_can_log_while_its_thread_logs(pipe: tuple[MetricsPipe, History]) -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import nbddp
 from nbddp.forkserver import server as forkserver
+from nbddp.worker import entry, inherited
 from tests.support import Cells, Notebook, run, script, start, wait_until
 
 IS_THERE = """
@@ -261,3 +263,15 @@ def test_preloaded_modules_are_in_a_notebooks_ranks(own_notebook: Notebook) -> N
     shown = "print(nbddp.run(lambda: 'pandas' in sys.modules, nprocs=2, device='cpu', show=False).values)"
     assert own_notebook.ok(f"import nbddp, sys\n{shown}").shown == "[False, False]\n"
     assert own_notebook.ok(f"nbddp.preload('pandas')\n{shown}").shown == "[True, True]\n"
+
+
+def test_a_rank_of_a_server_that_has_initialised_the_driver_starts_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def after_a_fork(index: int) -> None:
+        raise RuntimeError("CUDA driver initialization failed, you might not have a CUDA gpu.")
+
+    monkeypatch.setattr(torch.cuda, "set_device", after_a_fork)
+    with pytest.raises(RuntimeError, match="driver initialization failed"):
+        entry._use_device("cuda", 0)
+    monkeypatch.setattr(inherited, "forked", True)
+    with pytest.raises(entry._UnfitServer):
+        entry._use_device("cuda", 0)

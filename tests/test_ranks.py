@@ -8,11 +8,15 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import nbddp
+from nbddp.kernel import plan as plans
+from nbddp.kernel.options import complete
+from nbddp.launch.devices import device_index
 from tests.support import Cells, run, script
 
 CONTRACT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -412,3 +416,35 @@ def test_gpus_picks_the_device_and_the_result_comes_back_on_the_cpu(cell: Cells)
     assert visible == str(last) or "CUDA_VISIBLE_DEVICES" in os.environ
     assert tensor.device.type == "cpu"
     assert tensor.tolist() == [1.0] * 3
+
+
+@pytest.mark.gpu
+def test_ranks_share_a_gpu_with_gloo(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch, torch.distributed as dist
+        def train():
+            model = nbddp.wrap(torch.nn.Linear(2, 1))
+            model(torch.full((1, 2), nbddp.rank() + 1.0, device=nbddp.device())).sum().backward()
+            return dist.get_backend(), str(nbddp.device()), next(model.parameters()).grad.flatten().tolist()
+    """)
+    values = nbddp.run(names.train, gpus=[0, 0], backend="gloo", show=False).values
+    assert values == [("gloo", "cuda:0", [1.5, 1.5])] * 2
+
+
+def test_ranks_that_share_a_gpu_see_it_once_and_a_notice_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "choose_device", lambda device, gpus: ("cuda", 4))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    plan = plans.make_plan("train", complete({"gpus": [3, 3, 1], "backend": "gloo"}))
+    assert plan.environ["CUDA_VISIBLE_DEVICES"] == "7,5"
+    assert [device_index(rank, plan.gpus) for rank in range(3)] == [0, 0, 1]
+    assert plan.notice == "3 processes with gloo: 2 on GPU 3"
+
+
+@pytest.mark.parametrize("options", [{}, {"init": False}])
+def test_nccl_ranks_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    monkeypatch.setattr(plans, "choose_device", lambda device, gpus: ("cuda", 1))
+    monkeypatch.setattr(plans, "choose_backend", lambda backend, device, local: backend or "nccl")
+    with pytest.raises(nbddp.LaunchError, match="names GPU 0 twice, and NCCL needs a GPU for each rank"):
+        plans.make_plan("train", complete({"gpus": [0, 0], **options}))
+    env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    assert plans.make_plan("train", complete({"gpus": [0, 0], "env": env, **options})).gpus == (0, 0)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 import nbddp
 from nbddp.kernel import state
+from nbddp.worker import process_group
 from tests.support import Surroundings, fresh_main, gone, script, wait_until
 
 SOON_S = 3.0  # with other work on the machine; a rank that is never released stays for 30 minutes
@@ -612,3 +614,43 @@ def test_a_session_stays_in_the_notebook(session: nbddp.Session) -> None:
     with pytest.raises(nbddp.PayloadError, match="a Session stays in the notebook"):
         quiet(session, bind, session)
     assert repr(session).startswith("<Session: 3 ranks on cpu")
+
+
+def test_a_rank_whose_device_has_failed_is_lost_and_the_others_stay() -> None:
+    def break_device() -> None:
+        import __main__
+        from nbddp.worker import regroup
+
+        __main__.model = nbddp.wrap(torch.nn.Linear(1, 1))  # type: ignore[attr-defined]
+
+        def reads_the_device(model: Any) -> int:
+            raise RuntimeError("CUDA error: device-side assert triggered\nFor debugging consider passing ...")
+
+        if nbddp.rank() == 1:
+            regroup.fingerprint = reads_the_device
+        raise ValueError("on purpose")
+
+    with nbddp.session(nprocs=2, device="cpu") as session:
+        pids = quiet(session, os.getpid).values
+        with pytest.raises(nbddp.RankError, match="on purpose"):
+            quiet(session, break_device)
+        with pytest.raises(nbddp.LaunchError, match=r"rank 1.*RuntimeError: CUDA error: device-side assert triggered"):
+            quiet(session, os.getpid)
+        session.restart()
+        assert [pid == before for pid, before in zip(quiet(session, os.getpid).values, pids)] == [True, False]
+
+
+def test_a_rank_is_released_from_nccls_groups_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        aborted = 0
+
+        def abort(self) -> None:
+            self.aborted += 1
+
+    backends = {Group(): "nccl", Group(): "gloo", Group(): "cpu:gloo,cuda:nccl"}
+    world = SimpleNamespace(pg_map=backends)
+    monkeypatch.setattr(process_group.distributed_c10d, "_world", world)
+    monkeypatch.setattr(process_group, "uses_nccl", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", backends.get)
+    process_group.abort_nccl()
+    assert [group.aborted for group in backends] == [1, 0, 1]

@@ -36,6 +36,7 @@ from nbddp.errors import LaunchError
 from nbddp.forkserver import server as forkserver
 from nbddp.hosts.frames import Header
 from nbddp.launch.crew import LocalCrew
+from nbddp.launch.devices import device_index
 from nbddp.launch.environment import RankPosition, environment, threads_of
 from nbddp.launch.gauges import LocalGauges
 from nbddp.launch.output import RankOutput, open_output
@@ -146,7 +147,8 @@ class Agent(SimpleElasticAgent):
         temp_dir = stack.enter_context(forkserver.run_folder()) if method == "forkserver" else ""
         jobs = [self._job(worker, temp_dir) for worker in worker_group.workers]
         crew = self._crew = LocalCrew(method, self._rendezvous_handler.round["keep_children"])
-        reporter = self._reporter = Reporter(crew, self._pipe, LocalGauges(self._order["device"], jobs[0].environ))
+        gauges = LocalGauges(self._order["device"], jobs[0].environ, self._order["gpus"])
+        reporter = self._reporter = Reporter(crew, self._pipe, gauges)
         self._calls = Calls(crew, reporter, lambda *which: self._job_again(worker_group, temp_dir, *which))
         stack.callback(self._calls.close)
         stack.callback(crew.close)
@@ -220,6 +222,7 @@ class Agent(SimpleElasticAgent):
             world_size=world_size,
             local_world_size=order["ranks"],
             device=order["device"],
+            device_index=device_index(local_rank, gpus),
             backend=order["backend"],
             store_host=address,
             store_port=port,

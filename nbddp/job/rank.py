@@ -99,6 +99,7 @@ def _make_job(head: job_file.Head) -> wire.Job:
         world_size=int(contract["WORLD_SIZE"]),
         local_world_size=int(contract["LOCAL_WORLD_SIZE"]),
         device=device,
+        device_index=index,
         backend=dist.Backend.default_device_backend_map.get(device, "gloo"),
         store_host=contract["MASTER_ADDR"],
         store_port=int(contract["MASTER_PORT"]),

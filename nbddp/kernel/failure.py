@@ -25,7 +25,11 @@ _EXIT_DELAY_S = 0.03  # the exit code arrives at most this long after a rank's d
 # gloo: "Timed out waiting 3000ms for recv operation to complete"; torch's barriers and stores use other words.
 _TIMED_OUT = re.compile(r"tim(ed|e) ?-?out", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
-_CONSEQUENCE = re.compile(r"[Cc]onnection (closed|reset) by peer|remote worker crashing|Broken pipe|Socket closed")
+_CONSEQUENCE = re.compile(
+    r"[Cc]onnection (closed|reset) by peer|remote worker crashing|Broken pipe|Socket closed"
+    r"|ncclRemoteError|NCCL communicator was aborted"
+)
+_NCCL_TIMEOUT = "collective operation timeout"  # in the text with which NCCL's watchdog aborts; torch 2.8 to 2.13
 
 
 def has_failed(worker: Rank) -> bool:
@@ -81,7 +85,7 @@ def is_timeout(worker: Rank) -> bool:
     if isinstance(worker.report, wire.Failed):
         return worker.report.phase == "call" and _TIMED_OUT.search(worker.report.summary) is not None
     aborted = worker.report is None and worker.exitcode == -signal.SIGABRT
-    return aborted and "watchdog" in worker.output.last_lines(_LAST_LINES).lower()
+    return aborted and _NCCL_TIMEOUT in worker.output.last_lines(_CRASH_LINES)
 
 
 @dataclass

@@ -13,7 +13,14 @@ from nbddp.errors import LaunchError
 from nbddp.forkserver import process
 from nbddp.forkserver import server as forkserver
 from nbddp.kernel.options import RunOptions
-from nbddp.launch.devices import check_cores, choose_backend, choose_device, choose_nprocs, choose_shares
+from nbddp.launch.devices import (
+    check_cores,
+    check_shared_gpus,
+    choose_backend,
+    choose_device,
+    choose_nprocs,
+    choose_shares,
+)
 from nbddp.launch.environment import CONTRACT, RankPosition, environment, threads_of
 from nbddp.launch.rendezvous import Rendezvous
 from nbddp.panel import frontend
@@ -135,14 +142,15 @@ def make_plan(
     cwd = working_directory()
     _check_options(options, contract, hosts=None if devices is None else len(devices))
     device, gpus, env, backend = options["device"], options["gpus"], options["env"], options["backend"]
+    local = devices is None
     device_type, ranks, shares = _choose_ranks(options, devices)
-    notice = ""
+    chosen = choose_backend(backend, device_type, local=local) if options["init"] else None
+    notice = check_shared_gpus(gpus or (), chosen or backend, {**os.environ, **(env or {})})
     if device is None and gpus is None and device_type == "cpu" and options["nprocs"] is None:
         with_gloo = " with gloo" if options["init"] and backend in (None, "gloo") else ""
         notice = f"no GPU: {ranks} processes on CPU{with_gloo}"
     threads = threads_of(ranks, {**os.environ, **(env or {})})
     start_method = _choose_start_method(options["start_method"], options["keep_children"])
-    local = devices is None
     environ = environment(
         device_type, gpus if local else None, options["deterministic"], threads if contract else None, env
     )
@@ -152,7 +160,7 @@ def make_plan(
         name=name,
         nprocs=ranks,
         device=device_type,
-        backend=choose_backend(backend, device_type, local=local) if options["init"] else None,
+        backend=chosen,
         contract=contract,
         pass_rank=pass_rank,
         seed=options["seed"],

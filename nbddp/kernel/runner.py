@@ -42,7 +42,8 @@ def run(
         nprocs: number of ranks; with several hosts, the number on each host, or a mapping from host to number.
             Default: all visible GPUs, else 2 on the CPU.
         device: ``"cuda"``, ``"cpu"`` or another accelerator of torch. Default: GPUs if there are any.
-        gpus: which GPUs, by number; one rank each.
+        gpus: which GPUs, by number; one rank each. With ``backend="gloo"`` ranks may share one: ``gpus=[0, 0]``. Their
+            device is :func:`nbddp.device`, and not ``cuda:<LOCAL_RANK>``.
         backend: the process group's backend. Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
         init: False: no process group, only torchrun's environment variables.
         seed: seeds python, numpy and torch on each rank with ``seed + rank``.

@@ -14,6 +14,7 @@ from nbddp.forkserver import server as forkserver
 from nbddp.kernel.plan import Plan
 from nbddp.launch.calls import begin_call
 from nbddp.launch.crew import LocalCrew
+from nbddp.launch.devices import device_index
 from nbddp.launch.gauges import LocalGauges
 from nbddp.launch.output import RankOutput
 from nbddp.launch.rendezvous import HOST, Rendezvous, open_rendezvous
@@ -27,7 +28,7 @@ class LocalSite:
     """This machine; see ``launch.interface.Site``."""
 
     def __init__(self, plan: Plan) -> None:
-        self.gauges = LocalGauges(plan.device, plan.environ)
+        self.gauges = LocalGauges(plan.device, plan.environ, plan.gpus)
         self.layout: list[tuple[str, int]] = []
         self._plan = plan
         self._open = contextlib.ExitStack()
@@ -136,6 +137,7 @@ class NotebookCrew(LocalCrew):
                 world_size=plan.nprocs,
                 local_world_size=plan.nprocs,
                 device=plan.device,
+                device_index=device_index(rank, plan.gpus),
                 backend=plan.backend,
                 store_host=HOST,
                 store_port=rendezvous.port,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nbddp.history.history import History
 from nbddp.kernel import state
 from nbddp.kernel.plan import Plan
+from nbddp.launch.devices import device_index
 from nbddp.launch.interface import Site
 from nbddp.panel.view import RankStatus, Status
 from nbddp.text import first_line
@@ -87,7 +88,10 @@ class ViewableRun:
         gauges, layout = self._site.gauges, self._site.layout
         used, total = gauges.gpus.get(rank, (None, None))
         host, local_rank = layout[rank] if rank < len(layout) else ("", rank)
-        device = self._plan.device if self._plan.device == "cpu" else f"{self._plan.device}:{local_rank}"
+        device = self._plan.device
+        if device != "cpu":
+            gpus = self._plan.gpus
+            device += f":{device_index(local_rank % len(gpus) if gpus else local_rank, gpus)}"
         stop = self._state.dialog.stops().get(rank)
         place = stop.place if stop is not None else ""
         return RankStatus(rank, device, state, gauges.processes.get(rank), used, total, host, place)

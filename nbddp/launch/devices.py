@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,6 +15,7 @@ from nbddp.text import short
 CPU_NPROCS = 2  # ranks on a machine without GPUs, unless the user chooses another number
 _ALWAYS_ALLOWED_RANKS = 64  # can always be started
 _MAX_RANKS_PER_CORE = 16
+_NCCL_SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"  # "1": a new NCCL lets ranks share a GPU
 
 
 def choose_device(device: str | torch.device | None, gpus: Sequence[int] | None) -> tuple[str, int]:
@@ -48,6 +50,10 @@ def _type_of(device: str | torch.device, gpus: Sequence[int] | None) -> str:
 
 def accelerator() -> tuple[str, int] | None:
     """Return the type and number of this machine's accelerators; makes no context on them."""
+    # torch counts with NVML where it can. torch.accelerator would initialise the driver in the notebook kernel, whose
+    # forks, such as accelerate's notebook_launcher, could then no longer use CUDA.
+    if count := torch.cuda.device_count():
+        return "cuda", count
     current = torch.accelerator.current_accelerator()
     # MPS has one device and no collectives.
     if current is None or current.type == "mps":
@@ -69,7 +75,7 @@ def choose_nprocs(nprocs: int | None, device_type: str, count: int, gpus: Sequen
     if gpus is not None:
         _check_gpus(gpus, device_type, count)
         if nprocs not in (None, len(gpus)):
-            raise LaunchError(f"nprocs={nprocs}, but gpus={list(gpus)} are {len(gpus)}: one process per GPU")
+            raise LaunchError(f"nprocs={nprocs}, but gpus={list(gpus)} are {len(gpus)}: one process for each")
         return len(gpus)
     if device_type == "cpu":
         return nprocs or CPU_NPROCS
@@ -104,8 +110,33 @@ def _check_gpus(gpus: Sequence[int], device_type: str, count: int) -> None:
     missing = [i for i in gpus if not 0 <= i < count]
     if missing:
         raise LaunchError(f"gpus={list(gpus)}: there is no GPU {missing[0]} here, only {list(range(count))}")
-    if len(set(gpus)) != len(gpus):
-        raise LaunchError(f"gpus={list(gpus)} names a GPU twice: one process per GPU")
+
+
+def check_shared_gpus(gpus: Sequence[int], backend: str | None, environ: Mapping[str, str]) -> str:
+    """Return a notice about ranks that share a GPU; "" if each rank has its own.
+
+    Args:
+        backend: of the process group; None: the function opens its own.
+        environ: the ranks' environment variables.
+
+    Raises:
+        LaunchError: the backend needs a GPU for each rank.
+    """
+    shared = {gpu: count for gpu, count in Counter(gpus).items() if count > 1}
+    if shared and backend != "gloo" and environ.get(_NCCL_SHARES) != "1":
+        raise LaunchError(
+            f"gpus={list(gpus)} names GPU {next(iter(shared))} twice, and NCCL needs a GPU for each rank. "
+            "To try something out with several ranks on one GPU, use backend='gloo', which is slower"
+        )
+    if not shared:
+        return ""
+    where = " and ".join(f"{count} on GPU {gpu}" for gpu, count in shared.items())
+    return f"{len(gpus)} processes{f' with {backend}' if backend else ''}: {where}"
+
+
+def device_index(local_rank: int, gpus: Sequence[int] | None) -> int:
+    """Return the index of a local rank's device among those that the ranks see; ``gpus`` may name one twice."""
+    return local_rank if gpus is None else list(dict.fromkeys(gpus)).index(gpus[local_rank])
 
 
 def choose_shares(

@@ -80,8 +80,9 @@ def environment(
     if deterministic:
         environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if gpus is not None:
+        # Each GPU once: with a repeated one, CUDA sees none.
         visible = [v for v in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in gpus)
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in dict.fromkeys(gpus))
     for key, value in (env or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
             # The text leaves out the value, which may be a secret: errors stay in the saved notebook.

@@ -383,10 +383,12 @@ def _devices_text() -> str:
     if found is None:
         return f"no GPU: runs use {CPU_NPROCS} processes with gloo on a CPU with {os.cpu_count()} cores"
     kind, count = found
-    # From the driver, since torch would make a CUDA context in the notebook.
-    names = gauges.gpu_names() if kind == "cuda" else []
     lines = []
-    for index, name in enumerate(names):
-        memory = gauges.gpu_memory(str(index)) or ()
+    for index in range(count if kind == "cuda" else 0):
+        # From the driver, since torch would make a CUDA context in the notebook.
+        device = gauges.name_for_driver(index, os.environ)
+        if not (name := gauges.gpu_name(device)):
+            break
+        memory = gauges.gpu_memory(device) or ()
         lines.append(", ".join([str(index), name, *(f"{nbytes >> 20} MiB" for nbytes in memory)]))
     return "\n".join(lines) or f"{count} × {kind}"

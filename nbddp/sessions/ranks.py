@@ -177,7 +177,8 @@ class Ranks:
         self._findings = list(self._compare())
 
     def _compare(self) -> Iterator[str]:
-        answers = {worker.rank: worker.regrouped for worker in self.workers if worker.regrouped is not None}
+        found = {worker.rank: worker.regrouped for worker in self.workers}
+        answers = {rank: answer for rank, answer in found.items() if answer is not None and not answer.error}
         if void := sorted({name for answer in answers.values() for name in answer.void}):
             yield f"{', '.join(void)}: groups of before the failure, which no longer work; make them again"
         for name in dict.fromkeys(name for answer in answers.values() for name in answer.models):

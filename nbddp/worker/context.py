@@ -17,6 +17,7 @@ class Context:
     """One rank's identity in its run.
 
     Attributes:
+        device_index: the local rank, unless ranks share a device.
         lost_snapshots: before a restart, rank 0 saved these on a host that is lost: its name and last step, by path.
     """
 
@@ -24,6 +25,7 @@ class Context:
     local_rank: int
     world_size: int
     device_type: str
+    device_index: int
     seed: int | None
     restart_count: int
     lost_snapshots: Mapping[str, tuple[str, int]] = field(default_factory=dict)
@@ -44,7 +46,7 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """Return the rank on this machine, which is also the index of its device; 0 in the notebook."""
+    """Return the rank on this machine; 0 in the notebook. It is the index of its device, unless ranks share one."""
     return _current.local_rank if _current else 0
 
 
@@ -61,7 +63,8 @@ def is_primary() -> bool:
 def device() -> torch.device:
     """Return this rank's device: ``cuda:<local_rank>``, ``cpu`` or another accelerator's.
 
-    In the notebook it is the current accelerator if there is one, else the CPU.
+    With ``gpus=[0, 0]`` the device of both ranks is ``cuda:0``. In the notebook it is the current accelerator if there
+    is one, else the CPU.
     """
     import torch
 
@@ -70,7 +73,7 @@ def device() -> torch.device:
         return accelerator if accelerator is not None else torch.device("cpu")
     if _current.device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(_current.device_type, _current.local_rank)
+    return torch.device(_current.device_type, _current.device_index)
 
 
 def restart_count() -> int:

@@ -11,6 +11,7 @@ import multiprocessing
 import multiprocessing.context
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -53,6 +54,7 @@ from nbddp.worker import (
 )
 
 _EXIT_CHARS = 1000  # longest text of sys.exit() that is reported
+_NOT_AFTER_A_FORK = re.compile(r"initialization (error|failed)", re.IGNORECASE)  # cudaErrorInitializationError
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,7 @@ def set_up(job: wire.Job, ends: Ends) -> ModuleType:
             job.local_rank,
             job.world_size,
             job.device,
+            job.device_index,
             job.seed,
             job.restart_count,
             {path: (host, step) for path, host, step in job.lost_snapshots},
@@ -256,7 +259,7 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     blas.set_num_threads(job.threads, job.environ)
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # else TORCH_DISTRIBUTED_DEBUG is read at import only
     if job.device != "cpu":
-        torch.get_device_module(job.device).set_device(job.local_rank)
+        _use_device(job.device, job.device_index)
     if job.seed is None:
         _draw_fresh_seeds()
     else:
@@ -272,6 +275,17 @@ def _set_up_torch(job: wire.Job, store_file: int | None) -> None:
     if job.backend is not None:
         process_group.open_group_of(job, context.device(), store_file, job.group)
     process_group.wrap_init_process_group()  # after ours, whose store it would take for another
+
+
+def _use_device(kind: str, index: int) -> None:
+    """Make this the current device, which opens a context on it."""
+    try:
+        torch.get_device_module(kind).set_device(index)
+    except RuntimeError as error:
+        # So CUDA answers if the server has initialised the driver without torch.cuda: through torch.accelerator, say.
+        if inherited.forked and _NOT_AFTER_A_FORK.search(str(error)):
+            raise _UnfitServer from error
+        raise
 
 
 class _UnfitServer(Exception):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nbddp.worker import context
+from nbddp.worker import context, process_group
 
 INLINE_NBYTES = 512  # a tensor up to this size is sent with its description
 _SLOT_NBYTES = 1024  # a longer description takes a second exchange
@@ -155,7 +155,7 @@ def from_bytes(memory: bytes, dtype: torch.dtype) -> torch.Tensor:
 
 def group_device() -> torch.device:
     """The device of the tensors that this group's collectives take."""
-    return context.device() if "nccl" in str(dist.get_backend()) else torch.device("cpu")
+    return context.device() if process_group.uses_nccl() else torch.device("cpu")
 
 
 def device_for(x: torch.Tensor) -> torch.device:

@@ -10,6 +10,7 @@ order in which they arrive.
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import itertools
 import os
@@ -17,7 +18,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Union
 
 from nbddp import wire
@@ -155,7 +156,8 @@ class MetricsPipe:
         self._move(_time())
         while self._has_unsent():
             if self._on_device:
-                self._on_device[0].wait()
+                with contextlib.suppress(RuntimeError):  # the device has failed; the next move finds that, too
+                    self._on_device[0].wait()
             select.select([], [self._fd], [])
             self._move(_time())
 
@@ -209,6 +211,8 @@ class MetricsPipe:
                 self._unsent.append(self._records(self._logged.popleft()))
             while self._on_device and self._on_device[0].is_ready():
                 self._unsent.append(self._on_device.popleft().records())
+        except RuntimeError:  # the device has failed, as after a device-side assert: its numbers are lost
+            self._on_device.clear()
         finally:
             self._counting = False
 
@@ -297,10 +301,36 @@ class MetricsFile(MetricsPipe):
 def _fetch(tensor: Any) -> tuple[Any, Any]:
     import torch
 
-    dtype = torch.float32 if tensor.device.type == "mps" else torch.float64  # MPS has no float64
-    pinned = torch.empty((), dtype=dtype, pin_memory=True)
+    pinned = _pinned.take(tensor.device.type)
     # Converted on the device, in stream order; the copy to pinned memory does not block.
-    pinned.copy_(tensor.reshape(()).to(dtype), non_blocking=True)
+    pinned.copy_(tensor.reshape(()).to(pinned.dtype), non_blocking=True)
     event = torch.Event(tensor.device)
-    event.record()
+    # The copy is on this stream, which is not the current device's if the model is spread over several devices.
+    event.record(torch.accelerator.current_stream(tensor.device))
     return event, pinned
+
+
+class _PinnedNumbers:
+    """Pinned memory for numbers, allocated for many at a time: to pin memory may wait for the device.
+
+    A block lives as long as a number in it is still to be read; torch then takes it for another one.
+    """
+
+    _COUNT = 512
+
+    def __init__(self) -> None:
+        self._left: Iterator[Any] = iter(())
+
+    def take(self, device_type: str) -> Any:
+        """Return a tensor of one number."""
+        import torch
+
+        dtype = torch.float32 if device_type == "mps" else torch.float64  # MPS has no float64
+        for number in self._left:
+            if number.dtype == dtype:
+                return number
+        self._left = iter(torch.empty(self._COUNT, dtype=dtype, pin_memory=True).unbind())
+        return next(self._left)
+
+
+_pinned = _PinnedNumbers()

@@ -82,12 +82,39 @@ def replace_group(job: wire.Job, device: torch.device, number: int) -> None:
     """Leave all groups, and open the session's group with this number."""
     before = dist.group.WORLD
     if dist.is_initialized():
-        dist.destroy_process_group()
+        _leave_all_groups()
     _kept_alive[:] = [before]  # and free those before it, whose last backward is long over
     group_sockets.forget()
     hook = sys.excepthook  # torch puts its own around it with each group, and never takes one away
     open_group_of(job, device, _file, number)
     sys.excepthook = hook
+
+
+def _leave_all_groups() -> None:
+    global _met_before
+    abort = getattr(distributed_c10d, "_abort_process_group", None)  # private; torch 2.6 to 2.13
+    if abort is not None and uses_nccl():
+        _met_before = has_met()
+        abort()  # to destroy the groups waits for collectives that other ranks never joined
+    else:
+        dist.destroy_process_group()
+
+
+def uses_nccl() -> bool:
+    """Return whether the default group has NCCL, alone or for some devices."""
+    return dist.is_initialized() and "nccl" in str(dist.get_backend())
+
+
+def abort_nccl() -> None:
+    """Release this rank from a collective of NCCL. Called on any thread; the groups are of no use afterwards.
+
+    An aborted collective leaves the device, and what waits for the device goes on: ``x.item()``, for example.
+    """
+    if not uses_nccl():
+        return
+    for group in list(getattr(distributed_c10d._world, "pg_map", ())):
+        if "nccl" in str(dist.get_backend(group)) and hasattr(group, "abort"):  # torch 2.6 to 2.13
+            group.abort()
 
 
 def _require_threads() -> None:
@@ -260,7 +287,7 @@ def _free_port() -> str:
 
 def close_group() -> None:
     """Destroy a group that holds device memory. A gloo group ends with its process (destroying it takes 40 ms)."""
-    if dist.is_initialized() and "nccl" in str(dist.get_backend()):
+    if uses_nccl():
         dist.destroy_process_group()
 
 

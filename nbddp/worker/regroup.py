@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from nbddp import wire
+from nbddp.text import in_a_line
 from nbddp.worker import context, process_group
 
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -40,9 +41,9 @@ def join_group(job: wire.Job, number: int) -> wire.Regrouped:
             process_group.replace_group(job, context.device(), number)
             for model in list(_models):
                 _put_into_new_group(model)
+        return wire.Regrouped(void, fingerprints())  # reads the device, which may have failed
     except Exception as error:  # a rank that is not in the group is lost; the notebook kernel says so
-        return wire.Regrouped(void, fingerprints(), f"{type(error).__name__}: {error}")
-    return wire.Regrouped(void, fingerprints())
+        return wire.Regrouped(void, {}, in_a_line(error))
 
 
 def _put_into_new_group(model: Any) -> None:

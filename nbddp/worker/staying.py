@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nbddp import wire
-from nbddp.worker import debugger, group_sockets, regroup
+from nbddp.worker import debugger, group_sockets, process_group, regroup
 
 ENDS = b"E"  # on the socket of a rank that stays: the file descriptors of the next call
 FREE = b"F"  # release this rank from a collective whose other ranks will not come
@@ -40,6 +40,7 @@ class Ends:
                 return
             if kind == FREE:
                 group_sockets.shut()
+                process_group.abort_nccl()
             else:
                 for fd in fds:
                     os.set_inheritable(fd, False)

@@ -33,6 +33,10 @@ class CellFailed(Exception):
     """The cell raised, or did not end in time."""
 
 
+class StillRunning(CellFailed):
+    """The cell did not end in time."""
+
+
 @dataclass
 class Cell:
     """A cell that was run; times are monotonic.
@@ -96,7 +100,7 @@ class Kernel:
             try:
                 message = self._client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
             except queue.Empty:
-                raise CellFailed(f"not over within {timeout_s:.0f} s") from None
+                raise StillRunning(f"not over within {timeout_s:.0f} s") from None
             now = time.monotonic()
             if message["parent_header"].get("msg_id") != message_id:
                 continue

@@ -6,6 +6,8 @@ on Linux is one clock for all processes.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -56,6 +58,15 @@ def join_group(rank, nprocs, port):
         dist.init_process_group("gloo", rank=rank, world_size=nprocs)
 
 
+def open_group():
+    """In a script: gloo, or NCCL on the rank's own GPU if NBDDP_BENCH_DEVICE says so."""
+    if os.environ.get("NBDDP_BENCH_DEVICE") == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("gloo")
+
+
 def torchrun(nprocs, function, *args, options=()):
     """What a user does in a terminal. Its exit code says nothing: torch 2.13 now and then aborts at exit."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nprocs}", *options]
@@ -74,9 +85,20 @@ def stamp(path, text=""):
         file.write(f"{time.monotonic()} {os.getpid()} {text}\n")
 
 
+def device():
+    """Where this rank's tensors are: on its GPU if its group has NCCL."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def wait_for_the_device():
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
 def together():
     if dist.is_initialized():
-        total = torch.ones(1)
+        total = torch.ones(1, device=device())
         dist.all_reduce(total)
         assert total.item() == dist.get_world_size(), total
     return dist.get_rank() if dist.is_initialized() else 0
@@ -213,8 +235,36 @@ class CharGPT(torch.nn.Module):
         return self.blocks(self.token(text) + self.place(torch.arange(text.shape[1]))).transpose(1, 2)
 
 
+def notebooks_gpt():
+    """The GPT of notebooks/chargpt.ipynb, of the size for GPUs where there is one, and a batch of its text."""
+    with open("notebooks/chargpt.ipynb") as file:
+        cells = ["".join(cell["source"]) for cell in json.load(file)["cells"] if cell["cell_type"] == "code"]
+    sizes = "context, width, layers, heads = 64, 64, 2, 4"
+    assert sizes in cells[0]
+    if device().type == "cuda":
+        cells[0] = cells[0].replace(sizes, "context, width, layers, heads = 256, 384, 6, 6")
+    found = {}
+    exec("\n".join(cells[:2]), found)
+    batch, context, tokens = 64 if device().type == "cuda" else found["batch"], found["context"], found["tokens"]
+    pieces = torch.stack([tokens[i : i + context + 1] for i in range(0, batch * 97, 97)])
+    return ClassesSecond(found["GPT"]()), pieces[:, :-1], pieces[:, 1:]
+
+
+class ClassesSecond(torch.nn.Module):
+    """Gives cross_entropy the classes where it looks for them."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).transpose(1, 2)
+
+
 def model_and_batch(name):
-    """A small MLP, the worst case for overhead; a CNN on images of MNIST's size; a small GPT."""
+    """A small MLP, the worst case for overhead; a CNN on images of MNIST's size; a small GPT; the notebook's GPT."""
+    if name == "chargpt":
+        return notebooks_gpt()
     if name == "gpt":
         text = torch.randint(64, (16, 65))
         return CharGPT(), text[:, :-1], text[:, 1:]
@@ -235,7 +285,11 @@ def train(name, steps, turns, path, log, me, jobs):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, x, y = model_and_batch(name)
+    model, x, y = model.to(device()), x.to(device()), y.to(device())
     model = torch.nn.parallel.DistributedDataParallel(model)
+    if name == "chargpt":  # as one trains it on a GPU
+        model = torch.compile(model)
+    half = torch.autocast(device().type, torch.bfloat16) if name == "chargpt" else contextlib.nullcontext()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if log:
         import nbddp
@@ -244,13 +298,16 @@ def train(name, steps, turns, path, log, me, jobs):
             wait_for(path, turn * jobs + me)
         for step in range(steps + 5):
             if step == 5:
+                wait_for_the_device()
                 began = time.perf_counter()
-            loss = torch.nn.functional.cross_entropy(model(x), y)
+            with half:
+                loss = torch.nn.functional.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             if log:
                 nbddp.log(loss=loss)
+        wait_for_the_device()
         if dist.get_rank() == 0:
             stamp(path, f"{me} {turn} {steps / (time.perf_counter() - began)}")
             if turn >= 0:
@@ -265,7 +322,7 @@ def give(path, turn):
 
 
 def wait_for(path, turn):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         if os.path.exists(path + ".turn"):
             with open(path + ".turn") as file:

@@ -1,0 +1,127 @@
+"""``python -m tests.gpu`` runs every part, whatever one of them does; how it ends here, without a GPU, is tried too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import wheels
+from tests.gpu.parts import MOST_S, PARTS, Part
+from tests.gpu.report import Report, Skip
+from tests.gpu.runner import ROOT, Results, run_all
+from tests.support import gone, wait_until
+
+
+def passes(report: Report) -> None:
+    report.value("figure", 1 / 3, "s")
+    report.check("it holds", True)
+
+
+def finds_something_wrong(report: Report) -> None:
+    report.check("this does not hold", False, [1, 2])
+    report.check("this holds", True)
+
+
+def raises(report: Report) -> None:
+    print("what was printed")
+    raise ValueError("on purpose")
+
+
+def is_killed(report: Report) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def needs_a_gpu(report: Report) -> None:
+    report.check("it holds without one", True)
+    report.needs_cuda("a device is needed")
+
+
+def takes_for_ever(report: Report) -> None:
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    report.value("child", child.pid)
+    time.sleep(1000)
+
+
+def part(function: Any, limit_s: float = 60.0) -> Part:
+    return Part(function.__name__, f"{__name__}:{function.__name__}", limit_s, "")
+
+
+def run(folder: Path, *parts: Part, within_s: float = 1000.0) -> tuple[int, dict[str, Any]]:
+    failed = run_all(parts, Results(folder, "cpu"), "cpu", within_s)
+    return failed, json.loads((folder / "gpu.json").read_text())["parts"]
+
+
+def test_a_part_that_fails_does_not_end_the_others_and_the_file_has_every_part(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    parts = [part(each) for each in (raises, is_killed, finds_something_wrong, needs_a_gpu, passes)]
+    failed, found = run(tmp_path, *parts)
+    assert failed == 3
+    assert {name: (each["state"], each["why"]) for name, each in found.items()} == {
+        "raises": ("failed", "ValueError: on purpose"),
+        "is_killed": ("failed", "its process ended with exit code -9"),
+        "finds_something_wrong": ("failed", "this does not hold"),
+        "needs_a_gpu": ("skipped", "a device is needed"),
+        "passes": ("passed", ""),
+    }
+    assert found["passes"]["results"][0] == {"name": "figure", "value": 0.333333, "unit": "s"}
+    assert found["finds_something_wrong"]["results"][0] == {"name": "this does not hold", "ok": False, "found": [1, 2]}
+    shown = capfd.readouterr().out
+    assert "    figure: 0.333333 s\n" in shown
+    assert "    FAIL this does not hold: [1, 2]\n" in shown
+    assert "    | what was printed\n" in shown
+
+
+def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    failed, found = run(tmp_path, part(takes_for_ever, 15.0))
+    assert (failed, found["takes_for_ever"]["state"]) == (1, "timed out")
+    (child,) = (each["value"] for each in found["takes_for_ever"]["results"])
+    wait_until(lambda: gone(child))
+
+
+def test_a_second_call_goes_on_with_the_parts_that_have_no_result(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, found = run(tmp_path, part(needs_a_gpu, 50.0), part(passes, 120.0), within_s=100.0)
+    assert {name: each["state"] for name, each in found.items()} == {"needs_a_gpu": "skipped", "passes": "not begun"}
+    assert "120 s do not fit" in found["passes"]["why"]
+    _, found = run(tmp_path, part(needs_a_gpu, 50.0), part(passes, 60.0), within_s=100.0)
+    assert {name: each["state"] for name, each in found.items()} == {"needs_a_gpu": "skipped", "passes": "passed"}
+    assert "needs_a_gpu: has a result already" in capfd.readouterr().out
+
+
+def test_every_part_is_there_and_fits_into_one_command() -> None:
+    names = "machine nccl shared server before memory failures sessions debugger suite log gauges training transfer "
+    assert [each.name for each in PARTS] == [*names.split(), "quickstart", "starts", "nccl_shared"]
+    for each in PARTS:
+        assert callable(each.function())
+        assert 0 < each.limit_s <= MOST_S
+
+
+def test_the_command_lists_its_parts_and_skips_with_a_reason_here(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu"]
+    listed = subprocess.run([*command, "--list"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == [each.name for each in PARTS]
+    command += [str(tmp_path), "--device", "cpu", "--part", "gauges"]
+    assert "skipped" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["parts"]["gauges"]["why"] == "nvidia-smi needs a GPU"
+
+
+def test_the_wheels_are_those_that_a_torch_image_may_lack() -> None:
+    found = wheels.needs("3.12")
+    assert {"cloudpickle", "tblib", "ipykernel", "ipywidgets", "pytest", "pyzmq", "traitlets"} <= set(found)
+    assert not {"torch", "numpy", "nbddp", "scipy", "exceptiongroup", "tomli"} & set(found)
+
+
+def test_a_skip_has_a_reason() -> None:
+    with pytest.raises(Skip, match="because"):
+        Report("cpu", lambda finding: None).needs_cuda("because")
