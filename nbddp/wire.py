@@ -244,6 +244,9 @@ KIND_SAMPLES = 3  # value: samples that this rank's loader has yielded so far
 
 KIND_SAVED = 5  # save_snapshot has written the file of this name; step: the last step (-1 none). Only in a pipe
 
+KIND_SHOWN = 6  # a piece of what show() sends: whether more pieces follow, and SHOWN_PIECE_BYTES. Only in a pipe
+SHOWN_PIECE_BYTES = 38
+
 KIND_BEGIN = 4  # only in a metrics file: the records of a rank's new process begin here; see BEGIN
 
 NAME_PIECE_BYTES = 36

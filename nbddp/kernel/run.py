@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from nbddp import doors, errors, payload
 from nbddp.errors import NbddpError
 from nbddp.forkserver import server as forkserver
+from nbddp.history.album import Album
 from nbddp.history.history import History
 from nbddp.kernel import state as run_state
 from nbddp.kernel.metrics_out import MetricsOut
@@ -108,6 +109,11 @@ class Run(Generic[R]):
             advice = "wait() for it" if self.state in ("starting", "running") else "it has no value"
             raise NbddpError(f"{self.name} is {self.state}: {advice}")
         return self._state.values
+
+    @property
+    def figures(self) -> Album:
+        """What the ranks have shown so far with :func:`nbddp.show`: ``run.figures["samples"][-1]`` is the newest."""
+        return self.history.figures
 
     @property
     def world_size(self) -> int:

@@ -55,7 +55,8 @@ class RunViews:
         except KeyboardInterrupt:
             self.open()  # it shows how the run is stopped
             raise
-        if not over or self._state.phase != "finished" or self._viewable.history.names:
+        history = self._viewable.history
+        if not over or self._state.phase != "finished" or history.names or history.figures:
             return self.open()
         writer = OutputWriter()
         if notice := self._viewable.status().notice:
@@ -91,9 +92,10 @@ class RunViews:
 
     def html(self) -> str | None:
         """Return the picture of the run as HTML; None in the cell that shows the run anyway, and without a metric."""
-        if not self._viewable.history.names or (self._cell is not None and self._cell == cell_number()):
+        history = self._viewable.history
+        if not (history.names or history.figures) or (self._cell is not None and self._cell == cell_number()):
             return None
-        return Picture(self._viewable.history, self._viewable.status(), self._viewable).bundle()["text/html"]
+        return Picture(history, self._viewable.status(), self._viewable).bundle()["text/html"]
 
     def show_the_end(self) -> None:
         """Update the views of a background run: no thread updates lines of text, and a thread may come too late.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbddp.history.history import History
-from nbddp.panel import numbers, ranks, summary
+from nbddp.panel import figures, numbers, ranks, summary
 from nbddp.panel.curves import (
     BROKEN_COLOR,
     MARK_COLOR,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _MAX_SVG_BYTES = 64_000  # the notebook file holds the SVG as base64, with tables beside it: 100 kB in all
 _LEAST_POINT_BYTES = 8  # of the SVG
+_MAX_FIGURE_BYTES = 200_000  # of what the ranks have shown, as base64
 MAX_ROWS = 40  # in a table
 NAME_CHARS = 60
 _LOG_LINES = 12
@@ -64,6 +65,7 @@ class Picture:
         names: the metrics to draw; () for all.
         log: use a logarithmic axis for the values.
         max_bytes: of the SVG; curves that are larger get fewer points.
+        figure_bytes: of what the ranks have shown, as base64; images that are larger are scaled down.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Picture:
         names: Sequence[str] = (),
         log: bool = False,
         max_bytes: int = _MAX_SVG_BYTES,
+        figure_bytes: int = _MAX_FIGURE_BYTES,
     ) -> None:
         self._max_bytes = max_bytes
+        self._figure_bytes = figure_bytes
         self._names = names
         self._log = log
         self._history = history
@@ -118,7 +122,7 @@ class Picture:
         Args:
             name: an additional CSS class of the outer element.
         """
-        parts = [*self._heading(), *self._tiles(), *self._hang(), *self._charts(), *self._metrics()]
+        parts = [*self._heading(), *self._tiles(), *self._hang(), *self._charts(), *self._figures(), *self._metrics()]
         parts += [*(self._hosts_table() or self._ranks_table()), *self._last_output()]
         html = f'<div class="{f"nbddp-picture {name}".strip()}" style="{_CARD}">{"".join(parts)}</div>'
         return {"text/html": html, "text/plain": repr(self)}
@@ -192,6 +196,9 @@ class Picture:
     def _charts(self) -> list[str]:
         """Each chart with its title and legend, which are the page's text: the browser lays them out."""
         return self._within(self._max_bytes * 4 // 3, _charts_html)  # in base64, three bytes are four
+
+    def _figures(self) -> Iterable[str]:
+        return figures.html(self._history.figures, self._figure_bytes) if self._status else ()
 
     def _ranks_table(self) -> Iterable[str]:
         rows = ranks.rows(self._status, self._history, time.time()) if self._status else []
