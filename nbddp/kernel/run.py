@@ -25,6 +25,7 @@ from nbddp.kernel.views import RunViews
 from nbddp.launch.interface import Site
 from nbddp.launch.output import labelled
 from nbddp.panel import frontend
+from nbddp.panel.card import Card
 from nbddp.sinks.interface import Sink
 from nbddp.text import duration
 
@@ -216,6 +217,16 @@ class Run(Generic[R]):
     def show(self) -> None:
         """Show the run here, also when it is over: the live panel, a picture, or a line of text."""
         self._views.open(again=True)
+
+    def card(self, *, dark: bool = False) -> Card:
+        """Return a picture for sharing, 1200 x 630 pixels: name, ranks, time, last metrics, one or two charts.
+
+        A notebook displays it; ``run.card().save("card.svg")`` writes a file, also ``.png`` if cairosvg is installed.
+
+        Args:
+            dark: True: light text on a dark page.
+        """
+        return self._views.card(dark=dark)
 
     def debug(self, rank: int = 0) -> None:
         """Stop a rank of this run, which is in the background, and open the debugger under the calling cell.

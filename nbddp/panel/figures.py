@@ -67,9 +67,10 @@ class FiguresFeed:
         older = [each for shown in names for each in shown[:-1] if id(each) not in self._sent]
         chosen, nbytes = [], 0
         for each in [*missing, *sorted(older, key=lambda one: -one.step)]:
-            if nbytes + len(each.data) <= allowed:
-                chosen.append(each)
-                nbytes += len(each.data)
+            if nbytes + len(each.data) > allowed:
+                break  # and save up for it, or small ones would go before it for ever
+            chosen.append(each)
+            nbytes += len(each.data)
         self._allowance -= nbytes
         return chosen
 

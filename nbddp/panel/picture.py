@@ -52,7 +52,7 @@ _TILE = "display:inline-block;margin:0 16px 4px 0;padding-right:16px;border-righ
 _CHART = "display:inline-block;box-sizing:border-box;width:50%;min-width:300px;padding-right:16px;vertical-align:top"
 _WIDE_CHART = "padding-right:16px"
 _MAX_KEYS = 8  # in a legend
-_STATE_COLORS = {"finished": "#22994f", "failed": "#d9453d", "stopped": "#b07a10"}
+STATE_COLORS = {"finished": "#22994f", "failed": "#d9453d", "stopped": "#b07a10"}
 
 
 class Picture:
@@ -146,7 +146,7 @@ class Picture:
         status = self._status
         if status is None:
             return
-        color = _STATE_COLORS.get(status.state, _COLOR)
+        color = STATE_COLORS.get(status.state, _COLOR)
         rate = summary.progress(self._history).throughput
         throughput = f"{rate:,.0f} samples/s" if rate else ""
         facts = (plain(status.summary), _clock(status.seconds), throughput, summary.restart_count(status))
@@ -309,7 +309,7 @@ def _failing_name(name: str, text: str) -> str:
 
 
 def _state(state: str) -> str:
-    return f'<span style="color:{_STATE_COLORS.get(state, _COLOR)}">●</span> {escape(state)}'
+    return f'<span style="color:{STATE_COLORS.get(state, _COLOR)}">●</span> {escape(state)}'
 
 
 def value(value: float) -> str:

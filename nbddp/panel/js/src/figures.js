@@ -4,8 +4,9 @@ import { h, setText, show } from "./dom.js";
 import { count } from "./numbers.js";
 
 const HTML = "text/html";
-const SMALL_PX = 160; // an image with fewer pixels on its longer side is drawn larger, pixel by pixel
-const MAX_HEIGHT_PX = 340;
+const SMALL_PX = 180; // an image with fewer pixels on its longer side is drawn larger, pixel by pixel
+const MAX_HEIGHT_PX = 280;
+const TABLES = "table { border-collapse: collapse } table, td, th { border: 0 } td, th { padding: 3px 12px 3px 0; text-align: right }";
 
 /** The images of one run by name and step, shared by all views of a model. */
 export class Album {
@@ -83,7 +84,7 @@ class Card {
     this._name = name;
     this._steps = [];
     this._chosen = null; // a step; null: the newest
-    this._drawn = null;
+    this._drawn = this._theme = null;
     this._stage = h("div", { class: "nbddp-stage" });
     this._step = h("span", { class: "nbddp-figure-step" });
     this._slider = h("input", { type: "range", min: 0, step: 1, "aria-label": `Step of ${name}` });
@@ -116,8 +117,9 @@ class Card {
     this._slider.setAttribute("aria-valuetext", text);
     setText(this._step, index === last ? text : `${text}, newest ${count(this._steps[last])}`);
     const image = this._shown.get(step);
-    if (image === this._drawn) return;
-    this._drawn = image;
+    const theme = image.kind === HTML && this.el.closest("[data-theme]")?.dataset.theme;
+    if (image === this._drawn && theme === this._theme) return;
+    [this._drawn, this._theme] = [image, theme];
     if (image.kind === HTML) this._drawHtml(image.text);
     else this._drawImage(image.url, `${this._name}, ${text}`);
   }
@@ -145,13 +147,13 @@ class Card {
   _drawHtml(text) {
     const frame = h("iframe", { sandbox: "allow-same-origin", tabindex: -1, title: this._name });
     const { color, fontFamily } = getComputedStyle(this.el);
-    const look = `<style>body { margin: 0; color: ${color}; font: 13px ${fontFamily} } td, th { padding: 2px 8px; text-align: right }</style>`;
-    frame.srcdoc = look + text;
+    frame.srcdoc = `<!doctype html><style>body { margin: 0; color: ${color}; font: 13px/1.4 ${fontFamily} } ${TABLES}</style>${text}`;
+    frame.style.height = this._stage.firstChild?.style.height ?? "0";
     frame.addEventListener("load", () => {
-      const height = frame.contentDocument?.documentElement.scrollHeight ?? MAX_HEIGHT_PX;
+      const height = frame.contentDocument?.body.scrollHeight ?? MAX_HEIGHT_PX;
       frame.style.height = `${Math.min(height, MAX_HEIGHT_PX)}px`;
     });
-    this._stage.dataset.html = true;
+    this.el.dataset.html = true;
     this._stage.replaceChildren(frame);
   }
 }
