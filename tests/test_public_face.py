@@ -21,7 +21,8 @@ PROMISED = {
     "broadcast", "cluster", "compare",
     "device", "export", "gather", "is_primary", "join", "last_run", "load_result",
     "load_snapshot", "loader", "local_rank", "log", "main_first", "preload", "print", "progress", "rank", "reduce",
-    "restart_count", "run", "run_script", "runs", "save_snapshot", "session", "show", "shutdown", "spawn", "world_size", "wrap",
+    "restart_count", "run", "run_script", "runs", "save_snapshot", "session", "show", "shutdown", "spawn",
+    "world_size", "wrap",
 }  # fmt: skip
 
 _OF_A_RUN = (
