@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_SIDE = 1200  # pixels; larger images are scaled down
+MAX_OF_BATCH = 64  # images in a grid
+_LINE, _GREY = 2, 128  # between the images of a grid: pixels, and their value
 _LEAST_SIDE = 24
 _SHRINK = 0.9  # at least, between two tries
 _FEW_COLORS = 4096  # of a drawing; a photograph has more
@@ -32,22 +34,14 @@ def pixels_of(array: Any) -> npt.NDArray[np.uint8]:
     """The image as bytes 0 to 255 of shape (H, W), (H, W, 3) or (H, W, 4).
 
     Args:
-        array: of shape (H, W), (H, W, C) or (C, H, W) with 1, 3 or 4 channels; bool, integers 0 to 255, or floats 0
-            to 1. Values outside of the range are clipped, NaN is 0.
+        array: of shape (H, W), (H, W, C) or (C, H, W) with 1, 3 or 4 channels, or a batch (N, H, W, C) or
+            (N, C, H, W), which becomes a grid of its first images; bool, integers 0 to 255, or floats 0 to 1. Values
+            outside of the range are clipped, NaN is 0.
 
     Raises:
         TypeError, ValueError: it is of another type or shape.
     """
-    found = np.asarray(array)
-    if found.ndim == 3 and found.shape[-1] not in _CHANNELS and found.shape[0] in _CHANNELS:
-        found = np.moveaxis(found, 0, -1)
-    if found.ndim == 3 and found.shape[-1] == 1:
-        found = found[..., 0]
-    if 0 in found.shape or not (found.ndim == 2 or (found.ndim == 3 and found.shape[-1] in _CHANNELS)):
-        raise ValueError(
-            f"an image has the shape (H, W), (H, W, 3) or (3, H, W), not {tuple(np.shape(array))}; show the images of "
-            "a batch one by one, or as one grid"
-        )
+    found = _with_channels_last(np.asarray(array))
     if found.dtype.kind == "f":
         found = np.nan_to_num(found, nan=0.0, posinf=1.0, neginf=0.0).clip(0.0, 1.0) * 255 + 0.5
     elif found.dtype.kind == "b":
@@ -56,7 +50,35 @@ def pixels_of(array: Any) -> npt.NDArray[np.uint8]:
         found = found.clip(0, 255)
     else:
         raise TypeError(f"the pixels of an image are floats 0 to 1 or integers 0 to 255, not {found.dtype}")
-    return np.ascontiguousarray(found.astype(np.uint8))
+    pixels = found.astype(np.uint8)
+    return np.ascontiguousarray(_grid(pixels) if pixels.ndim == 4 else pixels)
+
+
+def _with_channels_last(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Of shape (H, W), (H, W, C), or a batch (N, H, W, C); raises ValueError for anything else."""
+    found = array
+    if found.ndim in (3, 4) and found.shape[-1] not in _CHANNELS and found.shape[-3] in _CHANNELS:
+        found = np.moveaxis(found, -3, -1)
+    if 0 in found.shape or not (found.ndim == 2 or (found.ndim in (3, 4) and found.shape[-1] in _CHANNELS)):
+        raise ValueError(
+            f"an image has the shape (H, W), (H, W, 3) or (3, H, W), and a batch one dimension more, not {array.shape}"
+        )
+    if found.ndim == 4:
+        return found[:MAX_OF_BATCH]
+    return found[..., 0] if found.ndim == 3 and found.shape[-1] == 1 else found
+
+
+def _grid(batch: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """The images beside and below each other, with grey lines between them."""
+    count, height, width, channels = batch.shape
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    down, across = height + _LINE, width + _LINE
+    grid = np.full((rows * down - _LINE, columns * across - _LINE, channels), _GREY, np.uint8)
+    for i, image in enumerate(batch):
+        y, x = i // columns * down, i % columns * across
+        grid[y : y + height, x : x + width] = image
+    return grid[..., 0] if channels == 1 else grid
 
 
 def encoded(pixels: npt.NDArray[np.uint8], limit: int) -> Encoded | None:

@@ -5,7 +5,7 @@
     kernel ── NextCall, Regroup ───────────────▶ worker      only to ranks that stay: of a session
     kernel ── Answer, Look, HoldTimeouts ──────▶ worker      the debugger
     kernel ◀── Asks, GoesOn ────────────────────── worker
-    kernel ◀── metric records (RECORD) ────────── worker      one pipe per rank, never blocks the rank
+    kernel ◀── records of metrics and images ──── worker      one pipe per rank, never blocks the rank
     kernel ◀── bytes of stdout and stderr ─────── worker      one unlinked file per rank
 
 A message holds only numbers, strings and bytes. Large data and the user's objects are passed in a block of memory that

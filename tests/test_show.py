@@ -109,6 +109,16 @@ def test_every_kind_of_pixels_is_drawn_exactly(with_pillow: bool, monkeypatch: p
     assert images.pixels_of(np.array([[True, False]])).tolist() == [[255, 0]]
 
 
+def test_a_batch_becomes_a_grid_of_its_first_64_images() -> None:
+    batch = np.zeros((100, 3, 4, 6), np.uint8) + np.arange(100, dtype=np.uint8)[:, None, None, None]
+    grid = images.pixels_of(batch)
+    assert grid.shape == (8 * 6 - 2, 8 * 8 - 2, 3)
+    assert [int(grid[6 * (i // 8), 8 * (i % 8), 0]) for i in range(64)] == list(range(64))
+    assert (grid[4:6] == 128).all(), "the line between two rows"
+    assert images.pixels_of(batch[:5, :1]).shape == (2 * 6 - 2, 3 * 8 - 2)
+    assert (images.pixels_of(np.moveaxis(batch, 1, -1)) == grid).all()
+
+
 @pytest.mark.parametrize("with_pillow", [True, False])
 def test_a_large_image_is_scaled_down_to_the_limits(with_pillow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not with_pillow:
@@ -125,7 +135,8 @@ def test_a_large_image_is_scaled_down_to_the_limits(with_pillow: bool, monkeypat
     ("fig", "options", "error", "text"),
     [
         (3, {}, TypeError, "show() takes a matplotlib figure, a PIL image, an array or tensor, .* not int"),
-        (torch.zeros(8, 3, 32, 32), {}, ValueError, "not (8, 3, 32, 32); show the images of a batch one by one"),
+        (torch.zeros(8, 5, 32, 32), {}, ValueError, "and a batch one dimension more, not (8, 5, 32, 32)"),
+        (torch.zeros(3), {}, ValueError, "not (3,)"),
         (np.zeros((0, 4)), {}, ValueError, "not (0, 4)"),
         (np.zeros((4, 4), complex), {}, TypeError, "floats 0 to 1 or integers 0 to 255, not complex128"),
         (np.zeros((4, 4)), {"name": 3}, TypeError, "show(name=3): a name must be a string"),
@@ -218,7 +229,7 @@ def test_after_a_restart_no_image_of_a_later_step_is_left(cell: Cells, in_folder
                 if step == 7 and not state:
                     raise ValueError("once")
     """)
-    figures = run(names.train, max_restarts=1).figures
+    figures = run(names.train, nprocs=1, max_restarts=1).figures
     kept = {image.step: int(pixels(image)[0, 0]) for image in figures["x"]}
     assert kept == {0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 1, 7: 1}
 

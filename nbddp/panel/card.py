@@ -96,7 +96,7 @@ class Card:
 
 def _as_png(svg: str) -> bytes:
     try:
-        import cairosvg  # type: ignore[import-not-found,unused-ignore]
+        import cairosvg
     except (ImportError, OSError) as error:  # the second: without the library of its name
         raise NbddpError(
             f"a card is saved as .png with the package cairosvg, which cannot be imported here ({error}): "

@@ -31,8 +31,9 @@ def show(fig: Any, name: str | None = None, *, step: int | None = None) -> None:
 
     Args:
         fig: a matplotlib figure, or what has one, such as its axes; a PIL image; an array or a tensor on any device, of
-            shape (H, W), (H, W, 3) or (3, H, W) (or with 1 or 4 channels), with integers 0 to 255 or floats 0 to 1;
-            or an object that a notebook shows as PNG, SVG or HTML. HTML runs no scripts.
+            shape (H, W), (H, W, 3) or (3, H, W) (or with 1 or 4 channels), with integers 0 to 255 or floats 0 to 1,
+            or a batch of them, whose first 64 become a grid; or an object that a notebook shows as PNG, SVG or HTML.
+            HTML runs no scripts.
         name: what it is, "figure" by default; a matplotlib figure's default is its label, as in ``plt.figure("loss")``.
         step: default: the step of the last ``log()``; before the first, images are counted. A step that is shown
             again replaces the old image.
