@@ -23,7 +23,7 @@ from nbddp.panel.view import Status
 from nbddp.text import duration
 
 WIDTH, HEIGHT = 1200, 630
-_SHOWN_WIDTH = 720  # pixels in a notebook
+_FRAME = "width:720px;max-width:100%;border:1px solid rgba(128,128,128,.4);border-radius:8px"  # in a notebook
 _MARGIN = 60
 _INNER = WIDTH - 2 * _MARGIN
 _ACCENT = "#3b7df0"
@@ -90,7 +90,7 @@ class Card:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         source = f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
-        image = f'<img src="{source}" alt="{escape(self._text)}" style="width:{_SHOWN_WIDTH}px;max-width:100%">'
+        image = f'<img src="{source}" alt="{escape(self._text)}" style="{_FRAME}">'
         return {"text/html": image, "text/plain": repr(self)}
 
 
@@ -203,13 +203,13 @@ def _legend(family: Family, x: float, y: float, width: float, theme: _Theme) -> 
     yield _text(title, x, y, _KEY_SIZE + 2, width, theme.text, bold=True)
     at = x + _text_width(title, (_KEY_SIZE + 2) * _BOLD) + 24
     for line in family.lines:
-        alone = len(family.lines) == 1
-        label = numbers.metric(line.last) if alone else plain(line.metric.label)
+        alone = len(family.lines) == 1 and line.metric.label.lower() == line.metric.family
+        label = f"{'' if alone else plain(line.metric.label) + ' '}{numbers.metric(line.last)}"
         left = x + width - at - 30
         if left < min(80, _text_width(label, _KEY_SIZE)):
             return
         label = _cut(label, _KEY_SIZE, left)
-        color = BROKEN_COLOR if alone and not math.isfinite(line.last) else theme.soft
+        color = theme.soft if math.isfinite(line.last) else BROKEN_COLOR
         yield f'<path d="M{at:g} {y - 6:g}h20" stroke="{line.color}" stroke-width="4" stroke-linecap="round"/>'
         yield _text(label, at + 30, y, _KEY_SIZE, left + 1, color)
         at += 30 + _text_width(label, _KEY_SIZE) + 26

@@ -17,8 +17,8 @@ from nbddp.shown import Shown
 _BYTES_PER_S = 300_000  # to the page, on average; Jupyter servers drop messages above 1 MB/s
 _AT_ONCE = 600_000
 _LAST_BYTES = 1_500_000  # at the end, or to a page that has been reloaded afterwards
-_HEIGHT = 340  # of an image in the picture, in pixels
-_SMALL = 160  # an image with fewer pixels on its longer side is drawn larger
+_HEIGHT = 280  # of an image in the picture, in pixels
+_SMALL = 180  # an image with fewer pixels on its longer side is drawn larger
 
 
 class FiguresFeed:

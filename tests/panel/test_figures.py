@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_named_in_the_picture(monkeypatch: pytest.MonkeyPat
 def test_a_small_image_is_drawn_in_whole_pixels() -> None:
     data = images.encoded(np.eye(28, dtype=np.uint8) * 255, 10_000)
     assert data is not None
-    assert 'style="width:140px;height:140px;image-rendering:pixelated"' in html_of(run_with(Shown("x", 0, *data)))
+    assert 'style="width:168px;height:168px;image-rendering:pixelated"' in html_of(run_with(Shown("x", 0, *data)))
 
 
 def test_more_than_20_names_are_counted_in_the_picture() -> None:
