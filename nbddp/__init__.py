@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from nbddp.worker.model import accumulate as accumulate
     from nbddp.worker.model import join as join
     from nbddp.worker.model import wrap as wrap
+    from nbddp.worker.show import show as show
     from nbddp.worker.snapshot import load_snapshot as load_snapshot
     from nbddp.worker.snapshot import save_snapshot as save_snapshot
 
@@ -115,6 +116,7 @@ _HOMES = {
     "nbddp.worker.debugger": ("breakpoint",),
     "nbddp.worker.metrics": ("log", "progress"),
     "nbddp.worker.model": ("accumulate", "join", "wrap"),
+    "nbddp.worker.show": ("show",),
     "nbddp.worker.snapshot": ("load_snapshot", "save_snapshot"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -5,7 +5,7 @@
     kernel ── NextCall, Regroup ───────────────▶ worker      only to ranks that stay: of a session
     kernel ── Answer, Look, HoldTimeouts ──────▶ worker      the debugger
     kernel ◀── Asks, GoesOn ────────────────────── worker
-    kernel ◀── metric records (RECORD) ────────── worker      one pipe per rank, never blocks the rank
+    kernel ◀── records of metrics and images ──── worker      one pipe per rank, never blocks the rank
     kernel ◀── bytes of stdout and stderr ─────── worker      one unlinked file per rank
 
 A message holds only numbers, strings and bytes. Large data and the user's objects are passed in a block of memory that
@@ -244,6 +244,9 @@ KIND_PROGRESS = 2  # step: total (-1 unknown), value: done, weight: nesting leve
 KIND_SAMPLES = 3  # value: samples that this rank's loader has yielded so far
 
 KIND_SAVED = 5  # save_snapshot has written the file of this name; step: the last step (-1 none). Only in a pipe
+
+KIND_SHOWN = 6  # a piece of what show() sends: whether more pieces follow, and SHOWN_PIECE_BYTES. Only in a pipe
+SHOWN_PIECE_BYTES = 38
 
 KIND_BEGIN = 4  # only in a metrics file: the records of a rank's new process begin here; see BEGIN
 

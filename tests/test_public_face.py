@@ -21,7 +21,8 @@ PROMISED = {
     "broadcast", "cluster", "compare",
     "device", "export", "gather", "is_primary", "join", "last_run", "load_result",
     "load_snapshot", "loader", "local_rank", "log", "main_first", "preload", "print", "progress", "rank", "reduce",
-    "restart_count", "run", "run_script", "runs", "save_snapshot", "session", "shutdown", "spawn", "world_size", "wrap",
+    "restart_count", "run", "run_script", "runs", "save_snapshot", "session", "show", "shutdown", "spawn",
+    "world_size", "wrap",
 }  # fmt: skip
 
 _OF_A_RUN = (
@@ -38,6 +39,7 @@ SIGNATURES = {
     "Run.logs": "(self, rank=None)",
     "Run.stacks": "(self)",
     "Run.show": "(self)",
+    "Run.card": "(self, *, dark=False)",
     "Run.debug": "(self, rank=0)",
     "breakpoint": "(*, rank=None, when=True)",
     "session": f"({_OF_A_RUN})",
@@ -62,6 +64,7 @@ SIGNATURES = {
     "load_result": "(path)",
     "log": "(values=None, /, *, step=None, reduce=None, weight=1, **metrics)",
     "progress": "(iterable, total=None, desc=None)",
+    "show": "(fig, name=None, *, step=None)",
     "wrap": "(model, **ddp)",
     "loader": (
         "(dataset, batch_size=1, *, shuffle=False, split_batch=False, exact=False, sampler=None, "
@@ -97,7 +100,7 @@ SIGNATURES = {
 
 RUN_HAS = {
     "value", "values", "history", "state", "seconds", "error", "remark", "logs", "stacks", "stop", "wait", "__await__",
-    "show", "result", "exception", "done", "cancel", "world_size", "pids", "restarts",
+    "show", "result", "exception", "done", "cancel", "world_size", "pids", "restarts", "figures", "card",
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from nbddp import doors, wire
 from nbddp.history import metrics_file
+from nbddp.history.album import Album
 from nbddp.history.columns import Series
 from nbddp.history.combine import Counts, Spread
 from nbddp.history.finite import Broken
@@ -91,6 +92,9 @@ class History(Mapping[str, Series]):
 
     The first ``reduce=`` with which the lowest rank logged a metric counts for the whole run; a different one is
     listed in ``notices``.
+
+    Attributes:
+        figures: what the ranks have shown with :func:`nbddp.show`.
     """
 
     def __init__(self, world_size: int = 1) -> None:
@@ -104,6 +108,7 @@ class History(Mapping[str, Series]):
         self._names_left_out: set[str] = set()  # names beyond MAX_METRICS
         self._names_logged: dict[int, int] = {}  # number of names by rank
         self.ranks = [RankProgress() for _ in range(world_size)]
+        self.figures = Album()
         self._snapshots: dict[str, int] = {}
         self.snapshots = 0  # how many rank 0 has written
 
@@ -322,12 +327,14 @@ class History(Mapping[str, Series]):
             self.ranks[rank].arrived_at = arrived_at
             reader = self._readers.setdefault(rank, RankReader())
             records = reader.feed(data)
+            for shown in reader.shown(records):
+                self.figures.add(shown)
             metrics = records[records["kind"] == wire.KIND_METRIC]
             if len(metrics):
                 self._mark_restarts(rank, int(metrics["step"][0]))
             for ident in dict.fromkeys(metrics["id"].tolist()):
                 self._add(rank, reader.name(ident), metrics[metrics["id"] == ident])
-            for record in records[records["kind"] > wire.KIND_METRIC]:
+            for record in records[(records["kind"] > wire.KIND_METRIC) & (records["kind"] < wire.KIND_SHOWN)]:
                 self._add_progress(self.ranks[rank], reader.name(int(record["id"])), record)
 
     def take_snapshots(self) -> dict[str, int]:
@@ -345,6 +352,7 @@ class History(Mapping[str, Series]):
             for rank in self._readers:  # only these have logged anything
                 self.ranks[rank] = self.ranks[rank].after_restart()
             self._readers.clear()
+            self.figures.restart()
             for metric in self._metrics.values():
                 metric.restart(self._world_size)
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nbddp import wire
+from nbddp.shown import Shown, ShownReader
 
 RECORD_DTYPE = np.dtype(
     [("kind", "u1"), ("op", "u1"), ("id", "<u2"), ("counted", "u1"), ("unused", "V3")]
@@ -22,6 +23,7 @@ class RankReader:
         self._rest = b""
         self._names: dict[int, str] = {}
         self._pieces: dict[int, bytes] = {}  # by id, of names that are not complete yet
+        self._shown = ShownReader()
 
     def feed(self, data: bytes) -> npt.NDArray[Any]:
         data = self._rest + data
@@ -36,6 +38,11 @@ class RankReader:
             else:
                 self._names[ident] = text.rstrip(b"\0").decode("utf-8", "replace")
         return records
+
+    def shown(self, records: npt.NDArray[Any]) -> list[Shown]:
+        """What ``show()`` has sent, as far as it is complete with these records of :meth:`feed`."""
+        pieces = records[records["kind"] == wire.KIND_SHOWN]
+        return self._shown.feed(pieces.view(np.uint8).reshape(-1, wire.RECORD.size)) if len(pieces) else []
 
     def name(self, ident: int) -> str:
         return self._names[ident]

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from nbddp import doors, errors, payload
 from nbddp.errors import NbddpError
 from nbddp.forkserver import server as forkserver
+from nbddp.history.album import Album
 from nbddp.history.history import History
 from nbddp.kernel import state as run_state
 from nbddp.kernel.metrics_out import MetricsOut
@@ -24,6 +25,7 @@ from nbddp.kernel.views import RunViews
 from nbddp.launch.interface import Site
 from nbddp.launch.output import labelled
 from nbddp.panel import frontend
+from nbddp.panel.card import Card
 from nbddp.sinks.interface import Sink
 from nbddp.text import duration
 
@@ -108,6 +110,11 @@ class Run(Generic[R]):
             advice = "wait() for it" if self.state in ("starting", "running") else "it has no value"
             raise NbddpError(f"{self.name} is {self.state}: {advice}")
         return self._state.values
+
+    @property
+    def figures(self) -> Album:
+        """What the ranks have shown so far with :func:`nbddp.show`: ``run.figures["samples"][-1]`` is the newest."""
+        return self.history.figures
 
     @property
     def world_size(self) -> int:
@@ -210,6 +217,16 @@ class Run(Generic[R]):
     def show(self) -> None:
         """Show the run here, also when it is over: the live panel, a picture, or a line of text."""
         self._views.open(again=True)
+
+    def card(self, *, dark: bool = False) -> Card:
+        """Return a picture for sharing, 1200 x 630 pixels: name, ranks, time, last metrics, one or two charts.
+
+        A notebook displays it; ``run.card().save("card.svg")`` writes a file, also ``.png`` if cairosvg is installed.
+
+        Args:
+            dark: True: light text on a dark page.
+        """
+        return self._views.card(dark=dark)
 
     def debug(self, rank: int = 0) -> None:
         """Stop a rank of this run, which is in the background, and open the debugger under the calling cell.

@@ -6,6 +6,7 @@ from nbddp.kernel.prompt import Prompt
 from nbddp.kernel.supervisor import Supervisor
 from nbddp.kernel.viewable import ViewableRun
 from nbddp.latch import start_thread
+from nbddp.panel.card import Card
 from nbddp.panel.choose import view_for
 from nbddp.panel.frontend import cell_number
 from nbddp.panel.picture import Picture
@@ -55,7 +56,8 @@ class RunViews:
         except KeyboardInterrupt:
             self.open()  # it shows how the run is stopped
             raise
-        if not over or self._state.phase != "finished" or self._viewable.history.names:
+        history = self._viewable.history
+        if not over or self._state.phase != "finished" or history.names or history.figures:
             return self.open()
         writer = OutputWriter()
         if notice := self._viewable.status().notice:
@@ -91,9 +93,14 @@ class RunViews:
 
     def html(self) -> str | None:
         """Return the picture of the run as HTML; None in the cell that shows the run anyway, and without a metric."""
-        if not self._viewable.history.names or (self._cell is not None and self._cell == cell_number()):
+        history = self._viewable.history
+        if not (history.names or history.figures) or (self._cell is not None and self._cell == cell_number()):
             return None
-        return Picture(self._viewable.history, self._viewable.status(), self._viewable).bundle()["text/html"]
+        return Picture(history, self._viewable.status(), self._viewable).bundle()["text/html"]
+
+    def card(self, *, dark: bool) -> Card:
+        """Return the picture of the run for sharing."""
+        return Card(self._viewable.history, self._viewable.status(), dark=dark)
 
     def show_the_end(self) -> None:
         """Update the views of a background run: no thread updates lines of text, and a thread may come too late.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbddp.panel import frontend
 from nbddp.panel.feed import Feed
+from nbddp.panel.figures import FiguresFeed
 from nbddp.panel.frontend import is_jupyter, kernel_id, say_busy
 from nbddp.panel.picture import Picture
 from nbddp.panel.text import OutputWriter, TextView
@@ -33,7 +34,7 @@ class ExecutedView(TextView):
     def _write_end(self, status: Status) -> None:
         from IPython.display import display
 
-        if self._run.history.latest():
+        if self._run.history.latest() or self._run.history.figures:
             picture = Picture(self._run.history, status, self._run)
             display(picture.bundle(), raw=True)  # type: ignore[no-untyped-call]
         else:
@@ -81,6 +82,7 @@ class PanelView:
     def __init__(self, run: Viewable, *, with_output: bool = True, stays_live: bool = False) -> None:
         self._source = _Source(run)
         self._feed = Feed(self._source)
+        self._figures = FiguresFeed(run.history.figures)
         self._writer = OutputWriter() if with_output else None
         self._stays_live = stays_live
         self._place = f"nbddp-{uuid.uuid4().hex}" if is_jupyter() else ""
@@ -103,6 +105,7 @@ class PanelView:
             frame = self._feed.frame(status)
             if frame is not None:
                 self._send(frame)
+            self._send_figures(over=status.over)
             self._resend_to_silent_page()
             if self._writer is not None:  # a cell waits for the run
                 self._stay_busy()
@@ -147,6 +150,10 @@ class PanelView:
         assert self._widget is not None
         self._widget.send(content, buffers=[data])
 
+    def _send_figures(self, *, over: bool) -> None:
+        if message := self._figures.message(over=over):
+            self._send(message)
+
     def _on_message(self, _widget: object, content: Any, _buffers: object) -> None:
         """Handle a message from the page. While a cell runs this is another thread, so it may only make requests."""
         assert self._widget is not None
@@ -157,6 +164,9 @@ class PanelView:
         elif content.get("kind") == "hello":
             self._pages.add(str(content.get("page")))
             self._send(self._feed.snapshot())
+            self._figures.again()
+            if self._closed:
+                self._send_figures(over=True)
 
     def _resend_to_silent_page(self) -> None:
         """Send snapshots unasked: ipykernel 6 receives no message during a cell, and a slow page misses frames."""
@@ -166,6 +176,7 @@ class PanelView:
         if time.monotonic() - self._began >= self._resends_due[0]:
             del self._resends_due[0]
             self._send(self._feed.snapshot())
+            self._figures.again()
 
     def _stay_busy(self) -> None:
         assert self._widget is not None

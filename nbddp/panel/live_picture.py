@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from nbddp.panel import frontend
+from nbddp.panel.figures import html as figures_html
 from nbddp.panel.picture import Picture
 from nbddp.panel.text import OutputWriter
 from nbddp.panel.view import Status, Viewable
@@ -16,6 +17,7 @@ _INTERVAL_S = 1.0  # between two pictures
 _BYTES_PER_S = 8_000  # on average: 4.8 MB in ten minutes
 _HTML_BYTES = 14_000  # of a picture while the run goes on, so that it is at most 1.75 s old
 _LEAST_SVG_BYTES = 2_000
+_FIGURE_BYTES = 24_000  # of all that the ranks have shown; a picture with so many comes every 5 s
 _TRIES = 3  # to find the size of the curves in one picture
 
 
@@ -54,7 +56,8 @@ class PictureView:
         self._show(Picture(self._run.history, status, self._run).bundle())
 
     def _renew(self, status: Status) -> None:
-        shown = (dataclasses.replace(status, seconds=0.0, ranks=()), self._run.history.changes())
+        history = self._run.history
+        shown = (dataclasses.replace(status, seconds=0.0, ranks=()), history.changes(), history.figures.changes)
         if shown == self._shown:
             return
         self._shown = shown
@@ -68,9 +71,13 @@ class PictureView:
         stop = "■ ends the run" if status.blocking else "run.stop() ends it"
         remark = " · ".join(filter(None, [status.notice, f"as of {time.strftime('%H:%M:%S')}", stop]))
         status = dataclasses.replace(status, remark=remark)
+        figures = sum(map(len, figures_html(self._run.history.figures, _FIGURE_BYTES)))
         for _ in range(_TRIES):
-            data = Picture(self._run.history, status, self._run, max_bytes=self._svg_bytes).bundle()
-            excess = len(data["text/html"].encode()) - _HTML_BYTES
+            picture = Picture(
+                self._run.history, status, self._run, max_bytes=self._svg_bytes, figure_bytes=_FIGURE_BYTES
+            )
+            data = picture.bundle()
+            excess = len(data["text/html"].encode()) - figures - _HTML_BYTES
             if excess <= 0:
                 self._svg_bytes += min(-excess, _HTML_BYTES) // 4  # there may be room for more points next time
                 break

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbddp.history.history import History
-from nbddp.panel import numbers, ranks, summary
+from nbddp.panel import figures, numbers, ranks, summary
 from nbddp.panel.curves import (
     BROKEN_COLOR,
     MARK_COLOR,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _MAX_SVG_BYTES = 64_000  # the notebook file holds the SVG as base64, with tables beside it: 100 kB in all
 _LEAST_POINT_BYTES = 8  # of the SVG
+_MAX_FIGURE_BYTES = 200_000  # of what the ranks have shown, as base64
 MAX_ROWS = 40  # in a table
 NAME_CHARS = 60
 _LOG_LINES = 12
@@ -51,7 +52,7 @@ _TILE = "display:inline-block;margin:0 16px 4px 0;padding-right:16px;border-righ
 _CHART = "display:inline-block;box-sizing:border-box;width:50%;min-width:300px;padding-right:16px;vertical-align:top"
 _WIDE_CHART = "padding-right:16px"
 _MAX_KEYS = 8  # in a legend
-_STATE_COLORS = {"finished": "#22994f", "failed": "#d9453d", "stopped": "#b07a10"}
+STATE_COLORS = {"finished": "#22994f", "failed": "#d9453d", "stopped": "#b07a10"}
 
 
 class Picture:
@@ -64,6 +65,7 @@ class Picture:
         names: the metrics to draw; () for all.
         log: use a logarithmic axis for the values.
         max_bytes: of the SVG; curves that are larger get fewer points.
+        figure_bytes: of what the ranks have shown, as base64; images that are larger are scaled down.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Picture:
         names: Sequence[str] = (),
         log: bool = False,
         max_bytes: int = _MAX_SVG_BYTES,
+        figure_bytes: int = _MAX_FIGURE_BYTES,
     ) -> None:
         self._max_bytes = max_bytes
+        self._figure_bytes = figure_bytes
         self._names = names
         self._log = log
         self._history = history
@@ -118,7 +122,7 @@ class Picture:
         Args:
             name: an additional CSS class of the outer element.
         """
-        parts = [*self._heading(), *self._tiles(), *self._hang(), *self._charts(), *self._metrics()]
+        parts = [*self._heading(), *self._tiles(), *self._hang(), *self._charts(), *self._figures(), *self._metrics()]
         parts += [*(self._hosts_table() or self._ranks_table()), *self._last_output()]
         html = f'<div class="{f"nbddp-picture {name}".strip()}" style="{_CARD}">{"".join(parts)}</div>'
         return {"text/html": html, "text/plain": repr(self)}
@@ -142,7 +146,7 @@ class Picture:
         status = self._status
         if status is None:
             return
-        color = _STATE_COLORS.get(status.state, _COLOR)
+        color = STATE_COLORS.get(status.state, _COLOR)
         rate = summary.progress(self._history).throughput
         throughput = f"{rate:,.0f} samples/s" if rate else ""
         facts = (plain(status.summary), _clock(status.seconds), throughput, summary.restart_count(status))
@@ -192,6 +196,9 @@ class Picture:
     def _charts(self) -> list[str]:
         """Each chart with its title and legend, which are the page's text: the browser lays them out."""
         return self._within(self._max_bytes * 4 // 3, _charts_html)  # in base64, three bytes are four
+
+    def _figures(self) -> Iterable[str]:
+        return figures.html(self._history.figures, self._figure_bytes) if self._status else ()
 
     def _ranks_table(self) -> Iterable[str]:
         rows = ranks.rows(self._status, self._history, time.time()) if self._status else []
@@ -302,7 +309,7 @@ def _failing_name(name: str, text: str) -> str:
 
 
 def _state(state: str) -> str:
-    return f'<span style="color:{_STATE_COLORS.get(state, _COLOR)}">●</span> {escape(state)}'
+    return f'<span style="color:{STATE_COLORS.get(state, _COLOR)}">●</span> {escape(state)}'
 
 
 def value(value: float) -> str:

@@ -28,13 +28,13 @@ from nbddp.panel.curves import (
 
 _TEXT = "#767676"  # the darkest grey with a contrast of 4.2 on JupyterLab's dark page; it has 4.5 on white
 _GRID = "#808080"
-_FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',sans-serif"
+FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',sans-serif"
 _LINE_CHARS = 300
 _LABEL_PX = 6.2  # the width of a character of a mark's label, about
 
 WIDTH = 744  # of the whole picture
 _HEIGHT = 218  # of one row of charts
-_ALONE_TOP = 8  # above a chart without a title
+CHART_TOP = 8  # above a chart without a title
 _NOTE_HEIGHT = 22  # below the charts
 _NOTE_CHARS = WIDTH // 6  # that fit into a line at this font's size
 _GAP = 22  # between two charts
@@ -70,7 +70,7 @@ def draw(drawn: Charts) -> str:
     parts: list[str] = []
     for i, group in enumerate(groups):
         x, y = (i % columns) * (width + _GAP), (i // columns) * _HEIGHT
-        parts += [_legend(group, x, y + 16, width), *_chart(group, drawn.marks, x, y + _TOP, width)]
+        parts += [_legend(group, x, y + 16, width), *chart(group, drawn.marks, x, y + _TOP, width)]
     if drawn.note:
         note = drawn.note if len(drawn.note) <= _NOTE_CHARS else drawn.note[: _NOTE_CHARS - 1] + "…"
         parts.append(f'<text x="0" y="{height + 14}">{escape(note)}</text>')
@@ -84,7 +84,7 @@ def draw_each(drawn: Charts) -> list[str]:
     found = []
     for i, group in enumerate(drawn.families):
         width = WIDTH if has_row(i, count) else (WIDTH - _GAP) / 2
-        found.append(_document(width, _HEIGHT - _TOP + _ALONE_TOP, _chart(group, drawn.marks, 0, _ALONE_TOP, width)))
+        found.append(_document(width, _HEIGHT - _TOP + CHART_TOP, chart(group, drawn.marks, 0, CHART_TOP, width)))
     return found
 
 
@@ -96,11 +96,11 @@ def has_row(index: int, count: int) -> bool:
 def _document(width: float, height: float, parts: Iterable[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" font-family="{_FONT}" font-size="11" fill="{_TEXT}">{"".join(parts)}</svg>'
+        f'height="{height:g}" font-family="{FONT}" font-size="11" fill="{_TEXT}">{"".join(parts)}</svg>'
     )
 
 
-def _chart(group: Family, marks: list[summary.Mark], x: float, y: float, width: float) -> list[str]:
+def chart(group: Family, marks: list[summary.Mark], x: float, y: float, width: float) -> list[str]:
     """The axes and curves; ``y`` is where the highest value is."""
     heights = y_range(group)
     left = max(_LEFT, 12 + _LABEL_PX * max(map(len, _y_ticks(heights, group.log)[1]), default=0))

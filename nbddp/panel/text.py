@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import TextIO
 
 from nbddp.history.history import Bar, History
-from nbddp.panel import frontend, numbers, ranks, summary, terminal
+from nbddp.panel import figures, frontend, numbers, ranks, summary, terminal
 from nbddp.panel.summary import counts_epochs, hang_lines, plain, restart_count, restart_text, slowest
 from nbddp.panel.view import Status, Viewable
+from nbddp.shown import Shown
 from nbddp.text import duration, fold
 
 _LINE_INTERVAL_S = 2.0
@@ -101,6 +102,8 @@ class TextView:
         self._epoch = 0
         self._restarts = 0
         self._hangs = False
+        self._figures: dict[str, Shown] = {}  # the newest of each name, as far as there is a line about it
+        self._figures_at = float("-inf")
         self._waits = False  # has been written, where it is a line of its own
 
     def update(self, status: Status) -> None:
@@ -113,6 +116,7 @@ class TextView:
             for line in (f"{status.name}: {first}", *rest):
                 self._writer.line(line)
         self._hangs = bool(status.hang)
+        self._write_figures(status)
         if status.state != self._state:
             self._state = status.state
             self._write_state(status)
@@ -122,6 +126,17 @@ class TextView:
             self._write_progress()
         elif status.state == "starting" and status.waits_for:
             self._write_wait(f"{status.name}: {status.waits_for}", status.seconds)
+
+    def _write_figures(self, status: Status) -> None:
+        """A line for each figure that is new: nothing more can be shown here."""
+        if not status.over and self._clock() - self._figures_at < _LINE_INTERVAL_S:
+            return
+        newest = figures.newest(self._run.history.figures)
+        for name, shown in newest.items():
+            if self._figures.get(name) is not shown:
+                self._figures_at = self._clock()
+                self._writer.line(f"{status.name}: {figures.line(shown)}")
+        self._figures = newest
 
     def _write_wait(self, line: str, seconds: float) -> None:
         """Say what the start waits for, if somebody may read it meanwhile: not in a file, or an executed notebook."""

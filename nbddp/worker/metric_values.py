@@ -12,15 +12,15 @@ from nbddp.text import short
 FIRST_STEP, LAST_STEP = -(2**63), 2**63 - 1  # a record's step is a signed 64-bit integer
 
 
-def checked_step(step: Any) -> int:
-    """The step as an int. Raises TypeError or ValueError."""
+def checked_step(step: Any, call: str = "log") -> int:
+    """The step as an int. Raises TypeError or ValueError, in the words of this function."""
     try:
         number = operator.index(step)
     except TypeError:
         advice = "pass the number of batches so far, e.g. step=epoch * len(loader) + i"
-        raise TypeError(f"log(step={step!r}): a step must be an integer; {advice}") from None
+        raise TypeError(f"{call}(step={step!r}): a step must be an integer; {advice}") from None
     if not FIRST_STEP <= number <= LAST_STEP:
-        raise ValueError(f"log(step={step!r}): a step must fit into 64 bits")
+        raise ValueError(f"{call}(step={step!r}): a step must fit into 64 bits")
     return number
 
 

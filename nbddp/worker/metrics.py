@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import stat
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from nbddp import wire
 from nbddp.listening.curves import Curves
 from nbddp.listening.libraries import listen_to_libraries
+from nbddp.shown import Shown
 from nbddp.worker.metric_values import FIRST_STEP, LAST_STEP, check_value, checked_step, checked_weight
 from nbddp.worker.metrics_pipe import MetricsFile, MetricsPipe
 
@@ -26,6 +28,7 @@ _OPS = wire.REDUCE_OPS
 _pipe: MetricsPipe | None = None
 _open_bars = 0
 _curves: Curves | None = None  # of what other libraries log
+_shown: collections.Counter[str] = collections.Counter()  # images by name, of those without a step
 
 
 def log(
@@ -133,6 +136,23 @@ def report_snapshot(name: str) -> None:
             _pipe.record(wire.KIND_SAVED, name, -1 if step is None else step, 0.0)
 
 
+def show(shown: Shown) -> bool:
+    """Send an image to the notebook. Returns whether this is a rank, which has a pipe to it."""
+    if _pipe is None:
+        return False
+    _pipe.show(shown)
+    return True
+
+
+def step_to_show(name: str) -> int:
+    """The latest step; before the first, the number of images that were shown under this name."""
+    step = last_step()
+    if step is None:
+        step = _shown[name]
+        _shown[name] += 1
+    return step
+
+
 def last_step() -> int | None:
     """The latest step; None before the first, and outside a run."""
     return _pipe.last_step() if _pipe is not None else None
@@ -180,6 +200,7 @@ def begin_again(fd: int) -> None:
     assert _pipe is not None
     os.set_blocking(fd, False)
     _pipe.begin_again(fd)
+    _shown.clear()
     if _curves is not None:
         _curves.begin_again()
 

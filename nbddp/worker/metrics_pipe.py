@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Union
 
 from nbddp import wire
+from nbddp.shown import Shown, records_of
 from nbddp.worker.metric_values import LAST_STEP, refusal
 
 _BATCH_S = 0.002  # records younger than this may wait for the next call, to share its write
@@ -29,6 +30,7 @@ _POLL_S = 0.1  # how often the helper checks device copies and a full pipe; each
 _MAX_BATCH = 256  # calls of log() whose records are joined
 _MAX_WRITE = select.PIPE_BUF // wire.RECORD.size * wire.RECORD.size
 _MAX_NAMES = 1 << 16  # a record's id has 16 bits
+_MAX_UNREAD_BYTES = 8 << 20  # with more in front of it, an image is left out: the notebook does not read
 _PACK = wire.RECORD.pack
 _SIZE = wire.RECORD.size
 _METRIC = wire.KIND_METRIC
@@ -109,6 +111,14 @@ class MetricsPipe:
             self._define(name)
         self._logged.append(_PACK(kind, 0, self._ids[name], False, weight, step, value, now))
         self._move(now)
+
+    def show(self, shown: Shown) -> None:
+        """Send an image at once, unless too much waits already for a notebook that does not read."""
+        with self._lock:
+            unread = sum(map(len, self._unsent))
+        if unread <= _MAX_UNREAD_BYTES:
+            self._logged.append(records_of(shown))
+            self._move(_time())
 
     def begin_again(self, fd: int) -> None:
         """Write into another pipe from now on, with new ids and steps; closes the present one."""
@@ -284,6 +294,9 @@ class MetricsFile(MetricsPipe):
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self._failed = False
+
+    def show(self, shown: Shown) -> None:
+        """The file holds numbers alone: a job may show images for weeks."""
 
     def _put(self, records: bytes) -> None:
         if self._failed:

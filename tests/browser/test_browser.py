@@ -304,6 +304,86 @@ def test_a_tab_in_the_background_shows_progress_and_the_end(notebook: Notebook, 
     wait_until(lambda: page.title() == bare)
 
 
+SHOW = """
+import torch
+
+class Table:
+    def __init__(self, step):
+        self.step = step
+
+    def _repr_html_(self):
+        run = "parent.document.title = 'it ran'"
+        return f"<script>{run}</script><img src=x onerror=\\"{run}\\"><table><tr><td>row {self.step}</td></tr></table>"
+
+def paint(steps, pause=0.3):
+    for step in nbddp.progress(range(1, steps + 1), desc="step"):
+        nbddp.log(loss=1 / step, step=step)
+        nbddp.show(torch.full((8, 12), step, dtype=torch.uint8), "a <b>name</b>")
+        nbddp.show(Table(step), "table")
+        time.sleep(pause)
+"""
+SHADE = """image => {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+  const context = canvas.getContext("2d");
+  context.drawImage(image, 0, 0);
+  return context.getImageData(0, 0, 1, 1).data[0];
+}"""
+
+
+def test_the_slider_goes_back_through_the_steps_of_a_figure(notebook: Notebook) -> None:
+    notebook.open(SHOW + "nbddp.run(paint, (200,), nprocs=2, device='cpu');")
+    notebook.run(1)
+    page, figure = notebook.page, notebook.panel.locator(".nbddp-figure").first
+    title, slider, image = figure.locator("strong"), figure.locator("input"), figure.locator("img")
+    expect(title).to_have_text("a <b>name</b>", timeout=30_000)
+    wait_until(lambda: int(slider.get_attribute("max") or 0) >= 4)
+    place = "e => [e.offsetTop, e.offsetLeft, e.offsetWidth, e.offsetHeight]"
+    before = figure.locator(".nbddp-stage").evaluate(place)
+    newest = image.evaluate(SHADE)
+    wait_until(lambda: image.evaluate(SHADE) > newest)  # at its right end it follows the newest
+    slider.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowLeft")
+    chosen = number((slider.get_attribute("aria-valuetext") or "").removeprefix("step "))
+    expect(image).to_have_attribute("alt", f"a <b>name</b>, step {chosen}")
+    assert image.evaluate(SHADE) == chosen
+    wait_until(lambda: "newest" in figure.locator(".nbddp-figure-step").inner_text())
+    page.wait_for_timeout(1200)
+    assert image.evaluate(SHADE) == chosen, "it stays, whatever comes"
+    page.keyboard.type("dd")  # in JupyterLab, these delete a cell
+    page.keyboard.press("End")
+    wait_until(lambda: image.evaluate(SHADE) > chosen + 3)
+    assert figure.locator(".nbddp-stage").evaluate(place) == before, "nothing has moved"
+    expect(page.locator(".jp-Notebook .jp-CodeCell")).to_have_count(2)
+    notebook.panel.get_by_role("button", name="Stop").click()
+    expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Stopped", timeout=20_000)
+
+
+def test_a_table_is_shown_without_its_scripts_and_figures_survive_a_reload(notebook: Notebook) -> None:
+    notebook.open(SHOW + "nbddp.run(paint, (5, 0.05), nprocs=2, device='cpu');")
+    notebook.run_to_end(1)
+    page = notebook.page
+    frame = notebook.panel.frame_locator("iframe")
+    expect(frame.locator("td")).to_have_text("row 5")
+    assert frame.locator("td").evaluate("e => getComputedStyle(e).color") == notebook.panel.evaluate(
+        "e => getComputedStyle(e).color"
+    )
+    notebook.panel.locator(".nbddp-figure input").nth(1).focus()
+    page.keyboard.press("Home")
+    expect(frame.locator("td")).to_have_text("row 1")
+    assert "it ran" not in page.title()
+    page.keyboard.press("Control+s")
+    page.wait_for_timeout(1000)
+    saved = (notebook.lab.notebooks / "test.ipynb").read_text()
+    assert "data:image/png;base64," in saved
+    assert "left out here (HTML)" in saved
+    page.reload()
+    slider = notebook.panel.locator(".nbddp-figure input").first
+    expect(slider).to_have_attribute("max", "4", timeout=60_000)
+    expect(notebook.panel.locator(".nbddp-figure img")).to_have_attribute("alt", "a <b>name</b>, step 5")
+
+
 def test_the_page_requests_nothing_from_another_host(notebook: Notebook) -> None:
     asked: list[str] = []
     notebook.page.on("request", lambda request: asked.append(request.url))

@@ -43,6 +43,21 @@ def test_two_hosts_end_with_the_same_weights_as_one(cell: Cells, warm: nbddp.Clu
         assert there.history[name].values.tolist() == here.history[name].values.tolist()
 
 
+def test_what_the_ranks_of_two_hosts_show_is_here(cell: Cells, warm: nbddp.Cluster) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            for step in range(5):
+                nbddp.log(loss=1.0, step=step)
+                nbddp.show(torch.rand(3, 250, 250), "noise of rank {rank}")
+                nbddp.show(torch.full((4, 4), nbddp.rank() / 255), "all")
+    """)
+    figures = run(names.train, hosts=warm).figures
+    assert set(figures) == {"all", *(f"noise of rank {rank}" for rank in range(4))}
+    assert all([image.step for image in shown] == [0, 1, 2, 3, 4] for shown in figures.values())
+    assert all(len(image.data) > 100_000 for image in figures["noise of rank 3"])
+
+
 def _quickstart(cell: Cells) -> object:
     """The notebook's cells up to its training function and the one that it calls."""
     path = Path(__file__).parent.parent.parent / "notebooks" / "quickstart.ipynb"

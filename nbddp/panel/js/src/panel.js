@@ -2,8 +2,10 @@
 
 import "uplot/dist/uPlot.min.css";
 import "./panel.css";
+import "./figures.css";
 import { Chart } from "./chart.js";
 import { h, passCommandKeys, setText, show } from "./dom.js";
+import { Figures } from "./figures.js";
 import { Logs } from "./logs.js";
 import { Notices } from "./notices.js";
 import { count, duration, metric } from "./numbers.js";
@@ -43,6 +45,7 @@ class Panel {
     this._logs = new Logs(store);
     this._table = new RankTable();
     this._notices = new Notices();
+    this._figures = new Figures(store.figures);
     this._title = new Title(store);
     this._build();
     root.append(this.el);
@@ -111,7 +114,7 @@ class Panel {
     this._more.addEventListener("click", () => this._showAll());
     const ranks = h("div", { class: "nbddp-scroll" }, this._table.el);
     this.el.append(this._header(), this._bar, this._error, this._names, ...this._notices.els);
-    this.el.append(this._tiles, this._grid, this._more, this._tools(), ranks);
+    this.el.append(this._tiles, this._grid, this._more, this._tools(), this._figures.el, ranks);
     this._live = h("p", { class: "nbddp-live", "aria-live": "polite" });
     this.el.append(this._live, this._logs.el, this._held, this._notices.remark); // what comes at the end pushes nothing down
   }
@@ -212,6 +215,7 @@ class Panel {
     this._drawHeader();
     this._drawTiles();
     this._drawCharts();
+    this._figures.update();
     this._announce();
     const { rows, hosts, failed_rank: failed } = this._store.head;
     this._table.update(rows, hosts ?? []);
@@ -226,7 +230,7 @@ class Panel {
   /** Whether nothing but the first line is of interest: there are no metrics, and the run has just begun or was short. */
   get _isShort() {
     const { head, over, seconds, series } = this._store;
-    if (head.error || series.some(({ column }) => column.n) || seconds * 1000 > BRIEF_MS) return false;
+    if (head.error || !this._figures.empty || series.some(({ column }) => column.n) || seconds * 1000 > BRIEF_MS) return false;
     return over || performance.now() - this._made < BRIEF_MS;
   }
 

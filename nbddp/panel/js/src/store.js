@@ -1,5 +1,6 @@
 // The data of one run: appends the kernel's frames to columns and logs. Shared by all views of a model.
 
+import { Album } from "./figures.js";
 import { Column, Lines } from "./numbers.js";
 
 const HELLO_EVERY_MS = 300;
@@ -17,6 +18,7 @@ export class Store {
     this.headAt = 0;
     this.series = []; // { name, label, family, title, column, low, high }
     this.logs = new Map();
+    this.figures = new Album();
     this.hang = []; // lines of the report about a run that hangs
     this.version = 0; // of the curves
     this.notified = false; // a notification has said that the run is over
@@ -40,6 +42,7 @@ export class Store {
     this.model.off("msg:custom", this._onMessage);
     this.model.off("change:snapshot", this._onSnapshot);
     this._views.clear();
+    this.figures.dispose();
   }
 
   subscribe(view) {
@@ -71,6 +74,12 @@ export class Store {
   }
 
   _receive(content, data) {
+    if (content.kind === "figures") this.figures.receive(content, data);
+    else this._receiveRun(content, data);
+    for (const view of this._views) view.update();
+  }
+
+  _receiveRun(content, data) {
     if (content.kind === "snapshot") {
       if (content.seq < this._seq) return;
       this._begin();
@@ -79,7 +88,6 @@ export class Store {
     }
     if (content.head) this._setHead(content.head);
     if (content.kind === "snapshot" || this._follows(content.seq)) this._apply(content, data);
-    for (const view of this._views) view.update();
   }
 
   /** Whether this frame can be appended. If frames before it are missing, requests a snapshot from the kernel. */
