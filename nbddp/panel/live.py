@@ -10,6 +10,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from nbddp.panel import frontend
+from nbddp.panel.csv_parts import CsvParts
 from nbddp.panel.feed import Feed
 from nbddp.panel.frontend import is_jupyter, kernel_id, say_busy
 from nbddp.panel.picture import Picture
@@ -45,6 +46,7 @@ class _Source:
 
     def __init__(self, run: Viewable) -> None:
         self.history = run.history
+        self.earlier = run.earlier
         self._run: Viewable | None = run
         self._last: Status | None = None
 
@@ -81,6 +83,7 @@ class PanelView:
     def __init__(self, run: Viewable, *, with_output: bool = True, stays_live: bool = False) -> None:
         self._source = _Source(run)
         self._feed = Feed(self._source)
+        self._csv = CsvParts(run.history)
         self._writer = OutputWriter() if with_output else None
         self._stays_live = stays_live
         self._place = f"nbddp-{uuid.uuid4().hex}" if is_jupyter() else ""
@@ -157,6 +160,8 @@ class PanelView:
         elif content.get("kind") == "hello":
             self._pages.add(str(content.get("page")))
             self._send(self._feed.snapshot())
+        elif content.get("kind") == "csv":
+            self._send(self._csv.part(str(content.get("request")), int(content.get("start", 0))))
 
     def _resend_to_silent_page(self) -> None:
         """Send snapshots unasked: ipykernel 6 receives no message during a cell, and a slow page misses frames."""
