@@ -109,6 +109,7 @@ class History(Mapping[str, Series]):
         self._names_logged: dict[int, int] = {}  # number of names by rank
         self.ranks = [RankProgress() for _ in range(world_size)]
         self.figures = Album()
+        self.over = False  # no more bytes will be fed
         self._snapshots: dict[str, int] = {}
         self.snapshots = 0  # how many rank 0 has written
 
@@ -373,6 +374,7 @@ class History(Mapping[str, Series]):
             broken_off: the run did not reach its end: leave out the last points, which not every rank had reached.
         """
         with self._lock:
+            self.over = True
             for metric in self._metrics.values():
                 metric.settle(broken_off=broken_off)
 

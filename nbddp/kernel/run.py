@@ -16,6 +16,7 @@ from nbddp.errors import NbddpError
 from nbddp.forkserver import server as forkserver
 from nbddp.history.album import Album
 from nbddp.history.history import History
+from nbddp.kernel import earlier
 from nbddp.kernel import state as run_state
 from nbddp.kernel.metrics_out import MetricsOut
 from nbddp.kernel.plan import Plan
@@ -57,6 +58,7 @@ class Run(Generic[R]):
         *,
         blocking: bool = False,
         sinks: Sequence[Sink] = (),
+        subject: str = "",
     ) -> None:
         self.name = plan.name
         self.nprocs = plan.nprocs
@@ -66,6 +68,7 @@ class Run(Generic[R]):
         self._state = self._supervisor.state
         self._state.dialog.attended = plan.attended
         self._blocking = blocking
+        self._subject = subject
         self._viewable = ViewableRun(plan, self._state, self.history, site, blocking=blocking)
         self._views = RunViews(plan.name, self._viewable, self._supervisor, blocking=blocking)
         self._metrics_out = MetricsOut(sinks, self.history, self._state)
@@ -294,6 +297,7 @@ class Run(Generic[R]):
         if remember:
             _last = self
             _all.add(self)
+            self._viewable.earlier = earlier.begin(self._subject, self.name, self.history)
         if show is None and self._blocking and self._plan.stays:
             self._views.open_unless_short()
         elif show is not False:

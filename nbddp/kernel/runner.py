@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbddp import doors, folders, payload
+from nbddp.kernel import earlier
 from nbddp.kernel.options import RunOptions, takes_options
 from nbddp.kernel.plan import Call, Plan, checked_call, make_plan
 from nbddp.kernel.run import R, Run
@@ -125,7 +126,9 @@ def launch(plan: Plan, site: Site, call: Call, options: RunOptions, *, remember:
         pickled = _pickle_call(plan, call)
         if len(pickled.packed.inherited) > _MAX_FORK_SERVER_FDS:
             plan = dataclasses.replace(plan, start_method="spawn")
-        started: Run[Any] = Run(plan, pickled, site, blocking=options["wait"], sinks=sinks)
+        started: Run[Any] = Run(
+            plan, pickled, site, blocking=options["wait"], sinks=sinks, subject=earlier.subject_of(call)
+        )
         unless_begun.pop_all()
     started.begin(show=options["show"], remember=remember)
     return started

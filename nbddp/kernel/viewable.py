@@ -7,7 +7,7 @@ from nbddp.kernel import state
 from nbddp.kernel.plan import Plan
 from nbddp.launch.devices import device_index
 from nbddp.launch.interface import Site
-from nbddp.panel.view import RankStatus, Status
+from nbddp.panel.view import Earlier, RankStatus, Status
 from nbddp.text import first_line
 
 
@@ -16,6 +16,7 @@ class ViewableRun:
 
     def __init__(self, plan: Plan, run_state: state.RunState, history: History, site: Site, *, blocking: bool) -> None:
         self.history = history
+        self.earlier: Earlier | None = None
         self._blocking = blocking
         self._plan = plan
         self._site = site

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from nbddp.history.history import Cursor, Series, Spread
 from nbddp.panel import ranks, summary, thinning
+from nbddp.panel.ghost import Ghost
 from nbddp.panel.view import Status, Viewable
 
 _HEAD_INTERVAL_S = 1.0  # an unchanged head is sent again after this time, for the page's clock
@@ -59,6 +60,7 @@ class Feed:
         self._lock = threading.RLock()
         self._seq = 0
         self._lines: list[_Line] = []
+        self._ghost = Ghost(source.earlier)
         self._logs: list[_Log] = []
         self._head: dict[str, Any] = {}
         self._head_at = float("-inf")
@@ -67,7 +69,9 @@ class Feed:
     def frame(self, status: Status) -> tuple[dict[str, Any], bytes] | None:
         """The changes since the last frame; None if there are none."""
         with self._lock:
+            known = len(self._lines)
             entries, defs, arrays = self._new_points()
+            ghosts, behind = self._ghosts(self._lines[known:])
             logs = self._new_logs(status)
             rest = self._new_head(status)
             hang = summary.hang_lines(status, _HANG_CHARS)
@@ -77,7 +81,7 @@ class Feed:
                 return None
             self._seq += 1
             content = {"kind": "frame", "seq": self._seq, "defs": defs, "series": entries, "logs": logs, **rest}
-            return content, _packed(arrays)
+            return content | {"ghosts": ghosts}, _packed(arrays + behind)
 
     def snapshot(self) -> tuple[dict[str, Any], bytes]:
         """Everything that the frames so far contained, thinned for the screen."""
@@ -86,12 +90,13 @@ class Feed:
             for line in self._lines:
                 series, spread = self._thinned(*self._source.history.points_up_to(line.name, line.cursor))
                 arrays += [*series, *spread]
-                entries.append(_entry(line, series, spread, fresh=False))
+                entries.append(self._entry(line, series, spread, fresh=False))
+            ghosts, behind = self._ghosts(self._lines)
             logs = [[rank, log.tail, True] for rank, log in enumerate(self._logs) if log.tail]
             head = self._head_of(self._source.status())
             content = {"kind": "snapshot", "seq": self._seq, "head": head, "logs": logs, "hang": self._hang}
-            content |= {"defs": [_definition(line) for line in self._lines], "series": entries}
-            return content, _packed(arrays)
+            content |= {"defs": [_definition(line) for line in self._lines], "series": entries, "ghosts": ghosts}
+            return content, _packed(arrays + behind)
 
     # ------------------------------------------------------------------ curves
 
@@ -108,7 +113,7 @@ class Feed:
             series, spread, fresh = self._points_to_send(line)
             if fresh or len(series.steps) or len(spread.steps):
                 arrays += [*series, *spread]
-                entries.append(_entry(line, series, spread, fresh=fresh))
+                entries.append(self._entry(line, series, spread, fresh=fresh))
         return entries, defs, arrays
 
     def _points_to_send(self, line: _Line) -> tuple[Series, Spread, bool]:
@@ -127,6 +132,22 @@ class Feed:
         points = _SNAPSHOT_POINTS // max(1, len(self._lines))
         thin, band = thinning.forward(series), thinning.forward(spread)
         return thinning.thin(thin, points), thinning.thin_spread(band, points // 2)
+
+    def _ghosts(self, lines: list[_Line]) -> tuple[list[Any], list[npt.NDArray[Any]]]:
+        """The earlier run's curves of these metrics, which are sent after all other points."""
+        entries, arrays = [], []
+        for line in lines:
+            series = self._ghost.points(line.name)
+            if len(series.steps):
+                arrays += [*series]
+                entries.append({"index": line.index, "points": len(series.steps)})
+        return entries, arrays
+
+    def _entry(self, line: _Line, series: Series, spread: Spread, *, fresh: bool) -> dict[str, Any]:
+        points, band = len(series.steps), len(spread.steps)
+        before = self._ghost.near(line.name, int(series.steps[-1])) if points else None
+        sizes = {"index": line.index, "points": points, "spread": band}
+        return {**sizes, "stride": line.stride, "fresh": fresh, "before": before}
 
     # ------------------------------------------------------------------ output and numbers
 
@@ -175,6 +196,7 @@ class Feed:
             "marks": [dataclasses.asdict(mark) for mark in summary.marks(history)],
             "failed_rank": status.failed_rank,
             "blocking": status.blocking,
+            "earlier": self._ghost.description(),
             **dataclasses.asdict(self._progress(status)),
             "rows": [dataclasses.asdict(row) for row in rows],
             "hosts": [dataclasses.asdict(host) for host in ranks.hosts(rows)],
@@ -184,11 +206,6 @@ class Feed:
 def _definition(line: _Line) -> dict[str, Any]:
     words = dataclasses.asdict(summary.describe(line.name)) | {"name": summary.plain(line.name)}
     return {"index": line.index, **{key: text[:_NAME_CHARS] for key, text in words.items()}}
-
-
-def _entry(line: _Line, series: Series, spread: Spread, *, fresh: bool) -> dict[str, Any]:
-    points, band = len(series.steps), len(spread.steps)
-    return {"index": line.index, "points": points, "spread": band, "stride": line.stride, "fresh": fresh}
 
 
 def _packed(arrays: list[npt.NDArray[Any]]) -> bytes:

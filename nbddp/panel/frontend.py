@@ -34,6 +34,11 @@ def cell_number() -> int | None:
     return current.execution_count if current is not None else None
 
 
+def cell_id() -> str:
+    """The front end's id of the running cell, which stays the same when the cell is run again; "" if not known."""
+    return str(_request().get("metadata", {}).get("cellId", ""))
+
+
 def is_marimo() -> bool:
     """Whether a cell of a marimo notebook is running."""
     marimo = sys.modules.get("marimo")  # imported in every process of its notebooks
@@ -113,7 +118,7 @@ def is_jupyter() -> bool:
 
     In Colab, each output is a frame of its own. VS Code is recognized by the addresses that it uses as cell ids.
     """
-    cell = str(_request().get("metadata", {}).get("cellId", ""))
+    cell = cell_id()
     return bool(cell) and ":" not in cell and "google.colab" not in sys.modules
 
 

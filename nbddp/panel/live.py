@@ -10,6 +10,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from nbddp.panel import frontend
+from nbddp.panel.csv_parts import CsvParts
 from nbddp.panel.feed import Feed
 from nbddp.panel.figures import FiguresFeed
 from nbddp.panel.frontend import is_jupyter, kernel_id, say_busy
@@ -46,6 +47,7 @@ class _Source:
 
     def __init__(self, run: Viewable) -> None:
         self.history = run.history
+        self.earlier = run.earlier
         self._run: Viewable | None = run
         self._last: Status | None = None
 
@@ -83,6 +85,7 @@ class PanelView:
         self._source = _Source(run)
         self._feed = Feed(self._source)
         self._figures = FiguresFeed(run.history.figures)
+        self._csv = CsvParts(run.history)
         self._writer = OutputWriter() if with_output else None
         self._stays_live = stays_live
         self._place = f"nbddp-{uuid.uuid4().hex}" if is_jupyter() else ""
@@ -167,6 +170,8 @@ class PanelView:
             self._figures.again()
             if self._closed:
                 self._send_figures(over=True)
+        elif content.get("kind") == "csv":
+            self._send(self._csv.part(str(content.get("request")), int(content.get("start", 0))))
 
     def _resend_to_silent_page(self) -> None:
         """Send snapshots unasked: ipykernel 6 receives no message during a cell, and a slow page misses frames."""

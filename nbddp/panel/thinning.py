@@ -46,6 +46,23 @@ def kept(series: Series, points: int) -> npt.NDArray[np.int64]:
     return np.array(sorted(found))
 
 
+def thin_from_start(series: Series, points: int) -> Series:
+    """About ``points`` points, as many of the first half as of the second, and so on: each beginning looks the same.
+
+    A chart may show only the beginning of the curve.
+    """
+    count, halvings = len(series.steps), 0
+    if count <= points:
+        return series
+    while count >> halvings > points // (halvings + 1):
+        halvings += 1
+    each = points // (halvings + 1)
+    edges = [0, *(count >> power for power in range(halvings, -1, -1))]
+    pieces = [Series(series.steps[start:end], series.values[start:end]) for start, end in itertools.pairwise(edges)]
+    steps, values = zip(*(thin(piece, each) for piece in pieces))
+    return Series(np.concatenate(steps), np.concatenate(values))
+
+
 def thin_spread(spread: Spread, points: int) -> Spread:
     """At most ``points`` points of a spread, each with the lowest and the highest value up to the next point."""
     count = len(spread.steps)

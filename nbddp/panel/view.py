@@ -81,11 +81,29 @@ class Status:
         return self.state in ("finished", "failed", "stopped")
 
 
+@dataclass(frozen=True)
+class Earlier:
+    """An earlier run of the same function or cell, which is over.
+
+    Attributes:
+        name: the run's name.
+        began: unix time.
+    """
+
+    name: str
+    began: float
+    history: History
+
+
 class Viewable(Protocol):
     """A run, as far as a view may read and control it. May be used from any thread."""
 
     @property
     def history(self) -> History: ...
+
+    @property
+    def earlier(self) -> Earlier | None:
+        """The run to compare this one with, if there is one."""
 
     def status(self) -> Status: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib.metadata
 import json
@@ -190,20 +191,26 @@ new PerformanceObserver((list) => {
 """
 
 
-@pytest.mark.parametrize("width", [1100, 1700])  # two charts beside each other: no space is reserved for a second row
-def test_nothing_in_the_panel_moves_after_the_first_second(notebook: Notebook, width: int) -> None:
-    late = "def late():\n    time.sleep(1.5)\n    return train(2, 150)\nnbddp.run(late, nprocs=2, device='cpu');"
-    notebook.open(late)
+# Two charts beside each other: no space is reserved for a second row.
+@pytest.mark.parametrize(("width", "again"), [(1100, False), (1700, False), (1100, True)])
+def test_nothing_in_the_panel_moves_after_the_first_second(notebook: Notebook, width: int, again: bool) -> None:
+    late = "def late():\n    time.sleep(1.5)\n    return train(2, 150)\n"
+    notebook.open(
+        late + f"if {again}: nbddp.run(late, show=False, name='learning rate 0.1')",
+        "nbddp.run(late, nprocs=2, device='cpu');",
+    )
+    notebook.run_to_end(1)
     notebook.page.set_viewport_size({"width": width, "height": 1000})
     notebook.page.wait_for_timeout(500)
     notebook.page.evaluate(WATCH_SHIFTS)
-    notebook.run(1)
+    notebook.run(2)
     notebook.panel.wait_for(timeout=30_000)
     began = notebook.page.evaluate("performance.now()")
     expect(notebook.panel.locator(".nbddp-waiting")).to_be_visible(timeout=30_000)  # there is no metric yet
     expect(notebook.panel.locator(".nbddp-chart")).to_have_count(2, timeout=30_000)
     expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Finished", timeout=60_000)
-    expect(notebook.panel.locator(".nbddp-remark")).to_be_visible()  # "no rank took part in a collective"
+    expect(notebook.panel.locator(".nbddp-remark").first).to_be_visible()  # "no rank took part in a collective"
+    expect(notebook.panel.get_by_role("button", name="Earlier run")).to_have_count(int(again))
     notebook.page.wait_for_timeout(500)
     moved = [what for at, *what in notebook.page.evaluate("shifts") if at > began + 1000]
     assert not moved
@@ -1149,6 +1156,184 @@ def test_ranks_are_grouped_by_host_and_fold_by_keyboard(notebook: Notebook) -> N
     expect(panel).to_have_attribute("data-theme", "dark")
     panel.screenshot(path=ARTEFACTS / "hosts-dark.png")
     assert not notebook.problems
+
+
+# ---------------------------------------------------------------------------- the run before, and files
+
+INKS = """(canvas) => {
+    const { data, width, height } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    const found = { grey: 0, blue: 0, blueRows: 0 };
+    for (let y = 0; y < height; y++) {
+        let blue = 0;
+        for (let x = 61; x < width; x++) {  // right of the labels
+            const [r, g, b, a] = data.slice((y * width + x) * 4, (y * width + x) * 4 + 4);
+            if (a > 220 && Math.abs(r - 143) < 3 && r === g && g === b) found.grey += 1;
+            if (a > 220 && r === 0x25 && g === 0x63 && b === 0xeb) blue += 1;
+        }
+        found.blue += blue;
+        found.blueRows += Number(blue > 0);
+    }
+    return { ...found, height };
+}"""
+DIFFERENCES = """
+for name in ("train/loss", "train/acc", "val/loss"):
+    old, new = (each.history[name].values[-1] for each in (before, after))
+    print(name, f"{old:.4f}", f"{'▲' if new > old else '▼'} {abs(new - old):.4f}")
+"""
+
+
+def test_a_second_run_shows_the_first_one_in_grey_and_the_differences(notebook: Notebook) -> None:
+    notebook.open(
+        "def fit(scale):\n    log = nbddp.log\n    nbddp.log = lambda values, **k: log("
+        "{n: v * scale for n, v in values.items()}, **k)\n    return train(2, 100)\n"
+        "before = nbddp.run(fit, (1.0,), nprocs=2, device='cpu')",
+        "after = nbddp.run(fit, (0.8,), nprocs=2, device='cpu', name='scaled')",
+        DIFFERENCES,
+    )
+    for cell in (1, 2, 3):
+        notebook.run_to_end(cell)
+    first, second = (notebook.output(cell).locator(".nbddp") for cell in (1, 2))
+    expect(first.locator("canvas")).to_have_count(2)
+    expect(first.locator(".nbddp-before")).to_have_count(0)
+    expect(first.get_by_role("button", name="Earlier run")).to_have_count(0)
+    button = second.get_by_role("button", name="Earlier run: fit")
+    expect(button).to_have_attribute("aria-pressed", "true")
+    told = [line.split(" ", 2) for line in notebook.output(3).inner_text().splitlines()]
+    assert {sign[0] for *_, sign in told} <= {"▲", "▼"}
+    olds = {name: old for name, old, _ in told}
+    expect(second.locator(".nbddp-before")).to_have_text(["before", "before"])
+    tiles = second.locator(".nbddp-tiles > div")
+    for name, _, difference in told[:2]:  # as many as this width has tiles for
+        shown = tiles.filter(has_text=name.replace("/", " ").capitalize()).locator(".nbddp-change")
+        expect(shown).to_have_text(difference)
+        expect(shown).to_have_attribute("title", f"{olds[name]} at step 200 of the earlier run")
+    canvas, places = second.locator("canvas").first, lambda: [each.bounding_box() for each in tiles.all()]
+    assert canvas.evaluate(INKS)["grey"] > 100
+    assert first.locator("canvas").first.evaluate(INKS)["grey"] == 0
+    plot = second.locator(".nbddp-plot").first
+    plot.focus()
+    for _ in range(11):
+        notebook.page.keyboard.press("PageUp")
+    start = first_loss(0)
+    value = rf"{0.8 * start:.4f} \((mean [\d.]+, )?before {start:.4f}\)"
+    expect(plot).to_have_attribute("aria-label", re.compile(f"at step 1: train {value}"))
+    expect(second.locator(".nbddp-value").first).to_have_text(re.compile(value))
+    notebook.page.keyboard.press("Escape")
+    ARTEFACTS.mkdir(exist_ok=True)
+    second.screenshot(path=ARTEFACTS / "earlier.png")
+    stood = places()
+    button.click()
+    expect(second.locator(".nbddp-before")).to_have_count(0)
+    expect(second.locator(".nbddp-change").first).to_have_text("")
+    assert (canvas.evaluate(INKS)["grey"], places()) == (0, stood)
+    button.click()
+    expect(second.locator(".nbddp-before")).to_have_count(2)
+
+
+def test_an_earlier_run_that_was_longer_and_diverged_leaves_the_new_curve_in_view(notebook: Notebook) -> None:
+    before = "old = History()\nRank(old).log('loss', range(6_000), [1.0 + s * s for s in range(6_000)])\n"
+    run = "Rank(new.history).log('loss', range(60), [1 - s / 80 for s in range(60)]); view = show(new)"
+    notebook.open(
+        FAKES + "from nbddp.panel.view import Earlier",
+        before + "new = FakeRun(earlier=Earlier('train', 0.0, old))\n" + run,
+    )
+    notebook.run_to_end(1)
+    notebook.run_to_end(2)
+    panel = notebook.panel
+    expect(panel.locator(".nbddp-change", has_text="▼")).to_have_attribute(
+        "title", "3,482 at step 59 of the earlier run"
+    )
+    ink = panel.locator("canvas").evaluate(INKS)
+    assert ink["blue"] > 100
+    assert ink["blueRows"] > 0.12 * ink["height"]
+    panel.locator(".nbddp-plot").focus()
+    notebook.page.keyboard.press("ArrowRight")
+    expect(panel.locator(".nbddp-step")).to_have_text("step 59")
+
+
+def test_a_cell_that_is_executed_again_shows_its_own_run_before(notebook: Notebook) -> None:
+    body = "import time\nfor step in range(30):\n    nbddp.log(loss=1 / (step + 1))\n    time.sleep(0.02)"
+    cell = f"%%ddp -n 2 --device cpu\n{body}"
+    notebook.open("%load_ext nbddp", cell, cell)
+    for index in (1, 2, 3):
+        notebook.run_to_end(index)
+    expect(notebook.output(3).locator("canvas")).to_have_count(1)
+    expect(notebook.output(3).locator(".nbddp-before")).to_have_count(0)
+    notebook.run_to_end(2)
+    panel = notebook.output(2).locator(".nbddp")
+    expect(panel.get_by_role("button", name="Earlier run: In[3]")).to_be_visible()
+    expect(panel.locator(".nbddp-before")).to_have_text("before")
+    expect(panel.locator(".nbddp-change").filter(has_text="before")).to_have_text("= before")
+
+
+SIZE = """async (text) => {
+    const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    const bitmap = await createImageBitmap(new Blob([bytes], { type: "image/png" }));
+    const canvas = new OffscreenCanvas(bitmap.width, bitmap.height);
+    const context = canvas.getContext("2d");
+    context.drawImage(bitmap, 0, 0);
+    const { data } = context.getImageData(0, 0, bitmap.width, bitmap.height);
+    const same = (r, g, b) => { let n = 0; for (let i = 0; i < data.length; i += 4) {
+        n += Number(data[i] === r && data[i + 1] === g && data[i + 2] === b); } return n; };
+    return { width: bitmap.width, height: bitmap.height, white: same(255, 255, 255), blue: same(0x25, 0x63, 0xeb) };
+}"""
+
+
+def _saved(panel: Any, kind: str) -> tuple[str, bytes]:
+    with panel.page.expect_download() as download:
+        panel.get_by_role("button", name=f"Save as {kind}").click()
+    return download.value.suggested_filename, Path(download.value.path()).read_bytes()
+
+
+def test_the_panel_is_saved_as_a_picture_and_its_metrics_as_a_file(notebook: Notebook) -> None:
+    name = "lr 0.1/a"
+    notebook.open(
+        f"run = nbddp.run(train, (2, 100), nprocs=2, device='cpu', name={name!r})\nrun.history.to_csv('own.csv')"
+    )
+    notebook.run_to_end(1)
+    page, panel = notebook.page, notebook.panel
+    go_dark(page)
+    expect(panel).to_have_attribute("data-theme", "dark")
+    name, png = _saved(panel, "PNG")
+    assert name == "lr_0.1_a.png"
+    picture = page.evaluate(SIZE, base64.b64encode(png).decode())
+    assert picture["width"] == 2 * 744
+    assert 600 < picture["height"] < 900
+    assert picture["white"] > 0.8 * picture["width"] * picture["height"], "light, whatever the page's theme"
+    assert picture["blue"] > 1_000
+    ARTEFACTS.mkdir(exist_ok=True)
+    (ARTEFACTS / "saved.png").write_bytes(png)
+    expect(page.locator(".nbddp-sheet")).to_have_count(0)
+    own = (notebook.lab.notebooks / "own.csv").read_bytes()
+    assert _saved(panel, "CSV") == ("lr_0.1_a.csv", own)
+    expect(panel.locator(".nbddp-remark").last).to_be_hidden()
+    os.kill(notebook.lab.kernel_pid(), signal.SIGKILL)
+    assert _saved(panel, "CSV") == ("lr_0.1_a-thinned.csv", own), "this page has all of its few points"
+    said = "The kernel did not answer, so lr_0.1_a-thinned.csv has only the 402 points that this page has."
+    expect(panel.locator(".nbddp-remark").last).to_have_text(said)
+
+
+def test_a_large_file_comes_whole_through_the_servers_limit(notebook: Notebook) -> None:
+    many = "big = FakeRun(now=status('finished'))\nRank(big.history).log('loss', range(200_000), "
+    many += "[s / 7 for s in range(200_000)])\nbig.history.to_csv('own.csv'); view = show(big)"
+    notebook.open(FAKES, many)
+    notebook.run_to_end(1)
+    notebook.run_to_end(2)
+    own = (notebook.lab.notebooks / "own.csv").read_bytes()
+    assert len(own) > 4_000_000
+    assert _saved(notebook.panel, "CSV") == ("train.csv", own)
+
+
+def test_the_metrics_so_far_are_saved_while_the_cell_is_busy(notebook: Notebook) -> None:
+    notebook.open(LONG)
+    notebook.run(1)
+    expect(notebook.panel.locator("canvas")).to_have_count(2, timeout=30_000)
+    _, text = _saved(notebook.panel, "CSV")
+    rows = text.decode().splitlines()
+    assert rows[0] == "step,train/loss,train/acc"
+    assert rows[1].startswith(f"1,{first_loss(0)},")
+    assert int(rows[-1].split(",")[0]) == len(rows) - 1
+    notebook.panel.get_by_role("button", name="Stop").click()
 
 
 # ---------------------------------------------------------------------------- the look and the hands

@@ -8,7 +8,7 @@ from typing import Any
 
 from nbddp import wire
 from nbddp.history.history import History
-from nbddp.panel.view import RankStatus, Status
+from nbddp.panel.view import Earlier, RankStatus, Status
 
 
 class Rank:
@@ -48,6 +48,7 @@ class FakeRun:
     now: Status = dataclasses.field(default_factory=lambda: status("running"))
     printed: dict[int, str] = dataclasses.field(default_factory=dict)
     stops: int = 0
+    earlier: Earlier | None = None
 
     def status(self) -> Status:
         return self.now

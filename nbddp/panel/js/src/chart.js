@@ -1,21 +1,23 @@
-// One chart: the metrics of one family over steps, with faint raw values, smoothed lines and a band for the ranks.
+// One chart: the metrics of one family over steps, with faint raw values, smoothed lines and a band for the ranks; behind
+// them, the curves of an earlier run as thin grey lines.
 
 import uPlot from "uplot";
 import { h, setText, show } from "./dom.js";
-import { Marks, marksText } from "./marks.js";
-import { count, extent, join, logSplits, logTicks, lowerBound, metric, padded, ticks } from "./numbers.js";
+import { Marks, marksText, within } from "./marks.js";
+import { count, extent, join, logSplits, logTicks, lowerBound, metric, padded, ticks, widened } from "./numbers.js";
 import { colorIndices, faint } from "./theme.js";
 
 const HEIGHT_PX = 180;
 const GUTTER_PX = 61; // for the labels of the values: seven characters have space without a jump
-const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
+export const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
 const PER_LINE = 4; // columns for each line in uPlot's table: raw, line, high, low
 const MAX_LINES = 8; // the number of colours; a button shows the other lines
 const WHOLE = [1, 2, 5].flatMap((digit) => Array.from({ length: 16 }, (_, power) => digit * 10 ** power)).sort((a, b) => a - b);
 const SPARSE = 30; // with fewer points, or under a fifth of the densest line's, a line is dots without smoothing
 
 export class Chart {
-  /** Reads from `panel`: smoothing, log, zoom, colors, key, marks. Calls: onCursor(x), onZoom([from, to] | null). */
+  /** Reads from `panel`: smoothing, log, zoom, colors, key, marks, earlier (whether to show the earlier run),
+   * scale (of everything that is drawn, 1 on the screen). Calls: onCursor(x), onZoom([from, to] | null). */
   constructor(panel, family) {
     this.panel = panel;
     this.series = [];
@@ -57,7 +59,12 @@ export class Chart {
     this._u?.destroy();
     this._u = null;
     this._log = this.log;
+    this._earlier = this.panel.earlier;
     this._recolor();
+  }
+
+  get _height() {
+    return HEIGHT_PX * this.panel.scale;
   }
 
   get log() {
@@ -67,11 +74,14 @@ export class Chart {
   draw() {
     const width = this.plot.clientWidth;
     if (!width) return;
-    if (this._log !== this.log) this.rebuild();
+    if (this._log !== this.log || this._earlier !== this.panel.earlier) {
+      this._rebuildLegend();
+      this.rebuild();
+    }
     const data = this._table(width);
     if (this._u === null) this._u = new uPlot(this._options(width), data, this.plot);
     else {
-      if (this._u.width !== width) this._u.setSize({ width, height: HEIGHT_PX });
+      if (this._u.width !== width) this._u.setSize({ width, height: this._height });
       this._u.setData(data);
     }
     this._updateValues();
@@ -121,35 +131,56 @@ export class Chart {
       lines.push(pick(high, high.visible(from, to, width / 2)));
       lines.push(pick(low, low.visible(from, to, width / 2)));
     });
-    return join(this._log ? lines.map(positive) : lines);
+    const all = [...this._ghosts().map(([series, i]) => this._ghostLine(series.ghost, i, width)), ...lines];
+    return join(this._log ? all.map(positive) : all);
   }
 
-  /** The last value as it was logged; with a cursor, the value of the nearest point and the mean that the line shows. */
+  /** The series with a curve of the earlier run to show, each with its index. */
+  _ghosts() {
+    return this._earlier ? this.series.flatMap((series, i) => (series.ghost ? [[series, i]] : [])) : [];
+  }
+
+  get _hasBefore() {
+    return this.panel.earlier && this.series.some(({ ghost }) => ghost);
+  }
+
+  /** The curve of the earlier run, as smooth as the new one's may be. */
+  _ghostLine(ghost, i, width) {
+    const [from, to] = this.bounds;
+    const reach = this.sparse[i] ? 0 : ghost.reach(from, to, this.panel.smoothing);
+    const indices = ghost.visible(from, to, width / 2);
+    return { x: indices.map((k) => ghost.x[k]), y: indices.map((k) => (reach ? ghost.mean(k, reach) : ghost.y[k])) };
+  }
+
+  /** The last value as it was logged; with a cursor, the nearest point's, the mean that the line shows, and the one before. */
   _valueText(i, x) {
-    const { column } = this.series[i];
+    const { column, ghost } = this.series[i];
     if (x === null || !column.n) return metric(column.last);
     const index = nearest(column, x);
-    const reach = this._reach?.[i];
-    return metric(column.y[index]) + (reach ? ` (mean ${metric(column.mean(index, reach))})` : "");
+    const mean = this._reach?.[i] ? [`mean ${metric(column.mean(index, this._reach[i]))}`] : [];
+    const before = ghost && this._earlier && reaches(ghost, x) ? [`before ${metric(ghost.y[nearest(ghost, x)])}`] : [];
+    const more = [...mean, ...before].join(", ");
+    return metric(column.y[index]) + (more && ` (${more})`);
   }
 
   // ---------------------------------------------------------------- uPlot
 
   _options(width) {
-    const { colors } = this.panel;
+    const { colors, scale } = this.panel;
+    const values = { size: (u, texts) => this._widest(texts), space: 34 * scale, ...this._logAxis() };
     return {
       width,
-      height: HEIGHT_PX,
-      padding: [8, 10, 0, 0],
+      height: this._height,
+      padding: [8 * scale, 10 * scale, 0, 0],
       legend: { show: false },
       scales: {
         x: { time: false, range: () => this.bounds },
         y: { distr: this._log ? 3 : 1, range: (u) => this._yRange(u) },
       },
-      axes: [axis(colors, { size: 26, space: 60, incrs: WHOLE }), axis(colors, { size: (u, values) => this._widest(values), space: 34, ...this._logAxis() })],
-      series: [{}, ...this.series.flatMap((_, i) => this._lines(i))],
+      axes: [axis(colors, scale, { size: 26 * scale, space: 60 * scale, incrs: WHOLE }), axis(colors, scale, values)],
+      series: [{}, ...this._ghosts().map(() => this._ghostStyle()), ...this.series.flatMap((_, i) => this._lines(i))],
       bands: this.series.map((_, i) => ({
-        series: [i * PER_LINE + 3, i * PER_LINE + 4],
+        series: [this._first + i * PER_LINE + 2, this._first + i * PER_LINE + 3],
         fill: faint(this._color(i), 0.18),
       })),
       cursor: this._cursor(),
@@ -173,19 +204,29 @@ export class Chart {
   _widest(values) {
     const chars = Math.max(1, ...(values ?? []).map((text) => text.length));
     this._gutter = Math.max(this._gutter, 14 + 6.6 * chars);
-    return this._gutter;
+    return this._gutter * this.panel.scale;
+  }
+
+  /** The index in uPlot's table of the first column that belongs to a line of this run. */
+  get _first() {
+    return 1 + this._ghosts().length;
+  }
+
+  _ghostStyle() {
+    return { stroke: this.panel.colors.ghost, width: 1.25 * this.panel.scale, spanGaps: true, points: { show: false } };
   }
 
   _lines(i) {
     const color = this._color(i);
+    const { scale, colors } = this.panel;
     const hidden = { spanGaps: true, points: { show: false }, width: 0 };
     return [
-      { ...hidden, stroke: faint(color, 0.38), width: 1 },
+      { ...hidden, stroke: faint(color, 0.38), width: scale },
       {
         stroke: color,
-        width: 2,
+        width: 2 * scale,
         spanGaps: true,
-        points: { show: () => this.sparse[i], size: 6, width: 1.5, stroke: color, fill: this.panel.colors.surface },
+        points: { show: () => this.sparse[i], size: 6 * scale, width: 1.5 * scale, stroke: color, fill: colors.surface },
       },
       { ...hidden, stroke: "transparent" },
       { ...hidden, stroke: "transparent" },
@@ -204,23 +245,24 @@ export class Chart {
         },
       },
       points: {
-        show: (u, at) => (at % PER_LINE === 2 ? h("div", { class: "u-cursor-pt" }) : null),
+        show: (u, at) => (at > this._first && (at - this._first) % PER_LINE === 1 ? h("div", { class: "u-cursor-pt" }) : null),
         size: 9,
         width: 1.5,
         stroke: () => this.panel.colors.surface,
-        fill: (u, at) => this._color((at - 2) / PER_LINE),
+        fill: (u, at) => this._color((at - this._first - 1) / PER_LINE),
       },
       dataIdx: (u, at, index) => nearestFilled(u.data[at], index),
     };
   }
 
   _yRange(u) {
+    const [own, all] = [this._first, 1].map((from) => extent(u.data.slice(from), this._log));
     if (this._log) {
-      const [low, high] = extent(u.data.slice(1), true);
+      const [low, high] = widened(own.map(Math.log), all.map(Math.log)).map(Math.exp);
       const margin = high > low ? (high / low) ** 0.06 : Math.sqrt(10);
       return [low / margin, high * margin];
     }
-    return padded(extent(u.data.slice(1)));
+    return padded(widened(own, all));
   }
 
   _moved(u) {
@@ -277,10 +319,32 @@ export class Chart {
       return h("span", { class: "nbddp-key", title: s.name }, this._dashes[i], label, this._values[i]);
     });
     this.legend.replaceChildren(...keys);
+    if (this._hasBefore) this.legend.append(beforeKey());
     if (this._undrawn || this._all) this.legend.append(this._button);
     this._button.setAttribute("aria-expanded", String(this._all));
     setText(this._button, this._all ? `only ${MAX_LINES}` : `and ${this._undrawn} more`);
     this.legend.dataset.all = this._all;
+  }
+
+  /** What the legend says, for a picture: for each line its color and a text, and the text's tone: "", "soft" or "bad". */
+  keys() {
+    const alone = this.series.length === 1 && this.series[0].label.toLowerCase() === this.family;
+    const text = (s, i) => `${alone ? "" : `${s.label} `}${this._valueText(i, null)}`;
+    const tone = ({ column }) => (Number.isFinite(column.last) ? "" : "bad");
+    const own = this.series.map((s, i) => ({ color: this._color(i), text: text(s, i), tone: tone(s) }));
+    return this._hasBefore ? [...own, { color: this.panel.colors.ghost, text: "before", tone: "soft" }] : own;
+  }
+
+  /** Why no line can be seen; "" if one can. */
+  get empty() {
+    return this.series.every(({ column }) => column.n && !hasFinite(column)) ? this._empty.textContent : "";
+  }
+
+  /** The canvas, and the marks on it with their places in its pixels. */
+  image() {
+    const { ctx, scales, bbox } = this._u;
+    const marks = within(this._ownMarks, [scales.x.min, scales.x.max]);
+    return { canvas: ctx.canvas, box: bbox, marks: marks.map((mark) => ({ ...mark, x: this._u.valToPos(mark.step, "x", true) })) };
   }
 
   _toggle() {
@@ -297,12 +361,18 @@ export class Chart {
       setText(element, this._valueText(i, this.cursorX));
       element.dataset.finite = this.cursorX !== null || Number.isFinite(this.series[i].column.last ?? 0);
     });
-    show(this._empty, this.series.every(({ column }) => column.n && !hasFinite(column)));
+    show(this._empty, Boolean(this.empty));
     const parts = this.series.slice(0, MAX_LINES).map((s, i) => `${s.label} ${this._valueText(i, this.cursorX)}`);
     const where = this.cursorX === null ? "" : ` at step ${count(this._stepAt(this.cursorX))}`;
     const all = `Chart of ${this.series[0].title}${where}: ${parts.join(", ")}`;
     this.plot.setAttribute("aria-label", all + marksText(this._ownMarks, this.bounds));
   }
+}
+
+/** In the legend, the key of the earlier run's curves. */
+function beforeKey() {
+  const dash = h("i", { class: "nbddp-dash", "aria-hidden": "true" });
+  return h("span", { class: "nbddp-key nbddp-before", title: "the earlier run" }, dash, "before");
 }
 
 function pick(column, indices) {
@@ -322,6 +392,10 @@ function hasFinite(column) {
   return column.y.subarray(0, column.n).some(Number.isFinite);
 }
 
+function reaches(column, x) {
+  return column.n > 0 && x >= column.x[0] && x <= column.x[column.n - 1];
+}
+
 function nearest(column, x) {
   const i = lowerBound(column.x, column.n, x);
   if (i === 0) return 0;
@@ -337,12 +411,12 @@ function nearestFilled(column, index) {
   return index;
 }
 
-function axis(colors, options) {
-  const line = { stroke: colors.grid, width: 1 };
+function axis(colors, scale, options) {
+  const line = { stroke: colors.grid, width: scale };
   return {
     stroke: colors.text,
-    font: FONT,
-    gap: 6,
+    font: `${Math.round(11 * scale)}px ${FONT}`, // uPlot reads whole numbers only
+    gap: 6 * scale,
     ticks: { show: false },
     grid: line,
     border: { show: true, ...line },

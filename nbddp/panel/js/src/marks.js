@@ -28,7 +28,8 @@ export function marksText(marks, bounds) {
     .join("");
 }
 
-function within(marks, [from, to]) {
+/** The marks between two steps, the newest if they are many. */
+export function within(marks, [from, to]) {
   return marks.filter(({ step }) => step >= from && step <= to).slice(-MAX_SHOWN);
 }
 

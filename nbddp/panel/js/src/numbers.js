@@ -202,6 +202,22 @@ export function padded([low, high]) {
   return [bottom, high + margin];
 }
 
+/** A range for data in which `other` data are shown, too, as far as they take twice the height above and below. */
+export function widened([low, high], [otherLow, otherHigh]) {
+  const room = 2 * (high - low) || Math.abs(high) || 1;
+  return [Math.max(Math.min(low, otherLow), low - room), Math.min(Math.max(high, otherHigh), high + room)];
+}
+
+/** How a value differs from the one before, without a judgement: "▼ 0.0412", and in words. */
+export function change(value, before) {
+  const difference = value - before;
+  if (!Number.isFinite(difference)) return { text: "", words: "" };
+  if (difference === 0) return { text: "= before", words: "as before" };
+  const size = metric(Math.abs(difference));
+  const [sign, word] = difference > 0 ? ["▲", "higher"] : ["▼", "lower"];
+  return { text: `${sign} ${size}`, words: `${size} ${word} than before` };
+}
+
 /** A metric's value: about five digits, with an exponent only for very small and very large values. */
 export function metric(value) {
   if (value === undefined || value === null) return "–";

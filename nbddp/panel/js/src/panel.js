@@ -8,19 +8,17 @@ import { h, passCommandKeys, setText, show } from "./dom.js";
 import { Figures } from "./figures.js";
 import { Logs } from "./logs.js";
 import { Notices } from "./notices.js";
-import { count, duration, metric } from "./numbers.js";
+import { count, duration } from "./numbers.js";
 import { Place } from "./place.js";
+import { Save } from "./save.js";
 import { Stop } from "./stop.js";
 import { SILENT_S, Store } from "./store.js";
 import { RankTable } from "./table.js";
 import { isDark, isForced, palette, watchTheme } from "./theme.js";
+import { Tiles, spoken } from "./tiles.js";
 import { Title } from "./title.js";
 
 const MAX_CHARTS = 6; // a button shows the charts of the other families
-const [TILE_PX, MIN_TILES, MAX_TILES] = [114, 6, 8]; // tiles keep their places: their number depends on the width alone
-const [PADDING_PX, TWO_COLUMNS_PX] = [28, 390]; // in a panel that is narrower, tiles are in two columns
-const WIDE_TILE = 1.45; // the first one, and the last but one: those with a unit
-const THROUGHPUT_CHARS = 5; // have a place from the start
 const BRIEF_MS = 900; // a run without metrics is a line for so long, and for ever if it ends before
 const CLOCK_MS = 1000;
 const [SMOOTHING, MAX_SMOOTHING] = [0.02, 0.2]; // the share of the points in view over which a mean reaches
@@ -35,6 +33,8 @@ class Panel {
     this.smoothing = SMOOTHING;
     this.log = false;
     this.zoom = null;
+    this.scale = 1;
+    this.earlier = true; // show the earlier run, if there is one
     this._cutAt = 0; // when the front end closed the connection to the kernel
     this._charts = new Map();
     this._all = false;
@@ -46,6 +46,8 @@ class Panel {
     this._table = new RankTable();
     this._notices = new Notices();
     this._figures = new Figures(store.figures);
+    this._save = new Save(this, store);
+    this._tiles = new Tiles();
     this._title = new Title(store);
     this._build();
     root.append(this.el);
@@ -107,16 +109,16 @@ class Panel {
     this._held = h("details", { class: "nbddp-held", hidden: true }, h("summary", {}, "Names on rank 0"), this._heldNames);
     this._fill = h("i");
     this._bar = h("div", { class: "nbddp-progress", role: "progressbar", "aria-label": "Progress" }, this._fill);
-    this._tiles = h("div", { class: "nbddp-tiles", role: "list" });
     this._waiting = h("p", { class: "nbddp-waiting" }, "Curves of what log() gets appear here");
     this._grid = h("div", { class: "nbddp-charts" }, this._waiting);
     this._more = h("button", { type: "button", class: "nbddp-button", hidden: true });
     this._more.addEventListener("click", () => this._showAll());
     const ranks = h("div", { class: "nbddp-scroll" }, this._table.el);
     this.el.append(this._header(), this._bar, this._error, this._names, ...this._notices.els);
-    this.el.append(this._tiles, this._grid, this._more, this._tools(), this._figures.el, ranks);
+    this.el.append(this._tiles.el, this._grid, this._more, this._tools(), this._figures.el, ranks);
     this._live = h("p", { class: "nbddp-live", "aria-live": "polite" });
-    this.el.append(this._live, this._logs.el, this._held, this._notices.remark); // what comes at the end pushes nothing down
+    this.el.append(this._live, this._logs.el, this._held);
+    this.el.append(this._notices.remark, this._save.remark); // what comes at the end pushes nothing down
   }
 
   _header() {
@@ -147,12 +149,22 @@ class Panel {
       this._logButton.setAttribute("aria-pressed", String(this.log));
       this._drawCharts();
     });
+    this._earlierName = h("span", {}, "Earlier run");
+    this._earlierButton = h("button", { type: "button", class: "nbddp-button nbddp-earlier", "aria-pressed": "true", hidden: true });
+    this._earlierButton.append(h("i", { class: "nbddp-dash", "aria-hidden": "true" }), this._earlierName);
+    this._earlierButton.addEventListener("click", () => {
+      this.earlier = !this.earlier;
+      this._earlierButton.setAttribute("aria-pressed", String(this.earlier));
+      this._drawTiles();
+      this._drawCharts();
+    });
     this._unzoom = h("button", { type: "button", class: "nbddp-button", hidden: true }, "Reset zoom");
     this._unzoom.addEventListener("click", () => this.onZoom(null));
     this._step = h("span", { class: "nbddp-step" });
     const smoothing = h("label", {}, "Smoothing", this._slider);
     this._paintSlider();
-    this._toolbar = h("div", { class: "nbddp-tools" }, smoothing, this._logButton, this._unzoom, this._step);
+    this._toolbar = h("div", { class: "nbddp-tools" }, smoothing, this._logButton, this._earlierButton, this._unzoom);
+    this._toolbar.append(h("span", { class: "nbddp-end" }, this._step, this._save.el));
     return this._toolbar;
   }
 
@@ -243,11 +255,12 @@ class Panel {
   _drawHeader() {
     const { head } = this._store;
     if (!head) return;
-    const state = this._shownState;
+    const state = this.shownState;
     if (state !== this.el.dataset.state) this._drawTiles(); // the time left depends on it
     this.el.dataset.state = state;
     setText(this._state, state[0].toUpperCase() + state.slice(1));
     setText(this._name, head.name);
+    this.el.dataset.earlier = Boolean(head.earlier); // the tiles have a line for the differences from the start
     setText(this._summary, `${head.summary} · ${duration(state === "lost" ? head.seconds : this._store.seconds)}`);
     setText(this._error, head.error);
     show(this._error, Boolean(head.error));
@@ -255,6 +268,7 @@ class Panel {
     show(this._names, Boolean(head.names?.length));
     drawNames(this._heldNames, head.held ?? []);
     show(this._held, Boolean(head.held?.length));
+    if (head.earlier) this._nameEarlier(head.earlier);
     this._notices.update(head.restarted ?? "", this._store.hang, head.remark ?? "");
     this._drawStop(state);
     show(this._details, this._brief && this._store.over);
@@ -265,16 +279,21 @@ class Panel {
     else this._bar.setAttribute("aria-valuenow", Math.round(fraction * 100));
   }
 
+  _nameEarlier({ name, began }) {
+    setText(this._earlierName, name === this._store.head.name ? "Earlier run" : `Earlier run: ${name}`);
+    this._earlierButton.title = `${name}, started ${new Date(began * 1000).toLocaleString()}`;
+  }
+
   /** The run's state, or what the page knows better: "stopping" or "lost". */
-  get _shownState() {
+  get shownState() {
     const { head, model, over } = this._store;
     if (over) return head.state;
-    if (this._lost) return "lost";
+    if (this.lost) return "lost";
     return model.get("stopping") ? "stopping" : head.state;
   }
 
   /** Whether the kernel has restarted, died or fallen silent. Any later message shows that it has not. */
-  get _lost() {
+  get lost() {
     const { headAt, silence } = this._store;
     return silence > LOST_S || this._cutAt > headAt;
   }
@@ -297,60 +316,29 @@ class Panel {
   }
 
   _drawTiles() {
-    const { head, over } = this._store;
-    const before = [];
-    const after = [];
-    const going = !over && !this._lost;
-    if (head.step !== null || going) before.push(counted(head.step_label, head.step, head.steps));
-    if (head.outer !== null) before.push(counted(head.outer_label, head.outer, head.outers));
-    if (head.throughput) after.push(["Throughput", count(head.throughput), "samples/s", THROUGHPUT_CHARS]);
-    if (head.left !== null || going) after.push(["Time left", going && head.left !== null ? duration(head.left) : "–", "", 0]);
-    const places = this._tilePlaces();
-    const metrics = tileOrder(this._store.series).slice(0, Math.max(0, places - before.length - after.length));
-    const first = [...before, ...metrics.map(({ tile, column }) => [tile, metric(column.last), "", 0])];
-    const free = Array.from({ length: Math.max(0, places - first.length - after.length) }, () => null);
-    this._setTiles([...first, ...free, ...after]);
-    show(this._tiles, free.length < places || !over);
+    const going = !this._store.over && !this.lost;
+    this._tiles.draw(this._store, this.el.clientWidth, going, this.earlier);
   }
 
-  /** Arrange the places of the tiles for the present width; their number. */
-  _tilePlaces() {
-    const width = this.el.clientWidth - PADDING_PX;
-    const fitting = Math.min(MAX_TILES, Math.floor(width / TILE_PX));
-    const oneRow = fitting > MIN_TILES - 2;
-    const columns = oneRow ? fitting : width < TWO_COLUMNS_PX ? 2 : 3;
-    const shares = Array.from({ length: columns }, (_, i) => (oneRow && (i === 0 || i === columns - 2) ? WIDE_TILE : 1));
-    this._tiles.style.gridTemplateColumns = shares.map((share) => `minmax(0, ${share}fr)`).join(" ");
-    return oneRow ? columns : MIN_TILES;
-  }
-
-  _setTiles(tiles) {
-    while (this._tiles.children.length > tiles.length) this._tiles.lastChild.remove();
-    while (this._tiles.children.length < tiles.length) {
-      this._tiles.append(h("div", { role: "listitem" }, h("span"), h("div", {}, h("b"), h("small"))));
-    }
-    tiles.forEach((tile, i) => {
-      const [label, value, unit, chars] = tile ?? ["", "", "", 0];
-      const element = this._tiles.children[i];
-      const [name, line] = element.children;
-      element.dataset.free = tile === null;
-      element.ariaHidden = String(tile === null);
-      setText(name, label);
-      name.title = label;
-      setText(line.children[0], value);
-      line.children[0].style.minWidth = unit ? `${chars}ch` : "";
-      setText(line.children[1], unit || "");
-    });
-  }
-
-  _drawCharts() {
+  /** The metrics by chart, in the order of the charts. */
+  _byFamily() {
     const families = new Map();
     for (const series of this._store.series) {
       if (!series.column.n) continue;
       if (!families.has(series.family)) families.set(series.family, []);
       families.get(series.family).push(series);
     }
-    const shown = [...families].slice(0, this._all ? families.size : MAX_CHARTS);
+    return families;
+  }
+
+  /** The metrics of each chart that is shown. */
+  get families() {
+    const families = this._byFamily();
+    return [...families].slice(0, this._all ? families.size : MAX_CHARTS);
+  }
+
+  _drawCharts() {
+    const [families, shown] = [this._byFamily(), this.families];
     for (const [family, series] of shown) this._chart(family).update(series);
     const undrawn = families.size - shown.length;
     setText(this._more, `Show ${undrawn} more chart${undrawn === 1 ? "" : "s"}`);
@@ -360,6 +348,8 @@ class Panel {
     show(this._grid, expected);
     show(this._toolbar, expected);
     this._toolbar.dataset.empty = families.size === 0;
+    const earlier = this._store.head?.earlier && (families.size === 0 || this._store.series.some(({ ghost }) => ghost));
+    show(this._earlierButton, Boolean(earlier)); // from the start, since the tools may need a second line for it
   }
 
   /** Say the newest values when an epoch or a tenth of the run is over, but not too often. */
@@ -369,7 +359,7 @@ class Panel {
     const now = performance.now();
     if (about === this._said.about || (now - this._said.at < SAY_MS && !over)) return;
     this._said = { at: now, about };
-    const values = tileOrder(series).slice(0, MAX_TILES).map(({ tile, column }) => `${tile} ${metric(column.last)}`);
+    const values = spoken(series);
     if (values.length) this.say(`Step ${head.step === null ? "unknown" : count(head.step)}: ${values.join(", ")}`);
   }
 
@@ -392,20 +382,6 @@ class Panel {
 function drawNames(list, names) {
   if (list.childElementCount === 2 * names.length) return;
   list.replaceChildren(...names.flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]));
-}
-
-/** The tile of a loop; the number has space for as many digits as the total. */
-function counted(label, done, total) {
-  return [label, done === null ? "–" : count(done), total ? `of ${count(total)}` : "", total ? count(total).length : 0];
-}
-
-/** The metrics for the tiles, in order: first one of each family, and of later families the validation metric. */
-function tileOrder(series) {
-  const used = series.filter(({ column }) => column.n);
-  const families = new Map();
-  for (const each of used) families.set(each.family, [...(families.get(each.family) ?? []), each]);
-  const heads = [...families.values()].map((family, i) => (i && family.find(({ label }) => /^val/.test(label))) || family[0]);
-  return [...heads, ...used.filter((each) => !heads.includes(each))];
 }
 
 export default () => {

@@ -8,6 +8,10 @@ const GAP_TIMEOUT_MS = 5000; // a kernel that receives nothing sends no snapshot
 // JupyterLab opens its connection to a busy kernel (a subshell) shortly after the model; earlier messages wait.
 const HELLO_AGAIN_MS = [400, 1200, 3000];
 
+const PART_MS = 700; // between two parts of a file: a Jupyter server drops messages beyond 1 MB a second
+const ANSWER_MS = 2000; // after this time without any answer, none will come
+const WRITE_MS = 60_000; // the kernel has the request, and writes the file
+
 /** The kernel sends every second; after this time without a message it is gone, or very busy. */
 export const SILENT_S = 5;
 
@@ -16,7 +20,9 @@ export class Store {
     this.model = model;
     this.head = null;
     this.headAt = 0;
-    this.series = []; // { name, label, family, title, column, low, high }
+    // { name, label, family, title, column, low, high }; of the earlier run: its points in `ghost`, and in `before` its step
+    // and value that are nearest to the last step of `column`; null without them.
+    this.series = [];
     this.logs = new Map();
     this.figures = new Album();
     this.hang = []; // lines of the report about a run that hangs
@@ -27,6 +33,7 @@ export class Store {
     this._seq = -1;
     this._gapAt = null; // since when frames are missing
     this._views = new Set();
+    this._asked = new Map(); // by request, what waits for the kernel's answer
     this._helloAt = 0;
     this._onMessage = (content, buffers) => this._receive(content, buffers?.[0]);
     this._onSnapshot = () => this._readSnapshot();
@@ -64,6 +71,43 @@ export class Store {
     return ["finished", "failed", "stopped"].includes(this.head?.state);
   }
 
+  /** The metrics as a CSV file in parts, from the kernel; null if it does not answer. */
+  async csv() {
+    const request = Math.random().toString(36).slice(2);
+    const parts = [];
+    for (let [start, size] = [0, 1]; start < size; ) {
+      if (start) await new Promise((resolve) => setTimeout(resolve, PART_MS));
+      const part = await this._ask({ kind: "csv", request, start });
+      if (!part?.size) return null;
+      parts.push(part.bytes);
+      [start, size] = [start + part.bytes.byteLength, part.size];
+    }
+    return parts;
+  }
+
+  /** Send a request and wait for the kernel's answer; null if none comes. */
+  _ask(content) {
+    const heard = this.model.get("heard");
+    const giveUp = () => this._answer(content.request, null);
+    return new Promise((resolve) => {
+      const waiting = { resolve };
+      waiting.timer = setTimeout(() => {
+        if (this.model.get("heard") === heard) giveUp();
+        else waiting.timer = setTimeout(giveUp, WRITE_MS);
+      }, ANSWER_MS);
+      this._asked.set(content.request, waiting);
+      this.send(content);
+    });
+  }
+
+  _answer(request, answer) {
+    const waiting = this._asked.get(request);
+    if (!waiting) return;
+    clearTimeout(waiting.timer);
+    this._asked.delete(request);
+    waiting.resolve(answer);
+  }
+
   send(content) {
     this.model.send(content);
   }
@@ -74,6 +118,10 @@ export class Store {
   }
 
   _receive(content, data) {
+    if (content.kind === "csv") {
+      this._answer(content.request, { size: content.size, bytes: data });
+      return;
+    }
     if (content.kind === "figures") this.figures.receive(content, data);
     else this._receiveRun(content, data);
     for (const view of this._views) view.update();
@@ -103,7 +151,7 @@ export class Store {
     this._gapAt = null;
     if (content.hang) this.hang = content.hang;
     this._define(content.defs ?? []);
-    if (content.series?.length) this._append(content.series, numbers(data));
+    this._append(content.series ?? [], content.ghosts ?? [], data ? numbers(data) : []);
     for (const [rank, text, fresh] of content.logs ?? []) this._log(rank, text, fresh);
   }
 
@@ -120,16 +168,16 @@ export class Store {
 
   _define(defs) {
     for (const { index, ...def } of defs) {
-      const series = { ...def, column: new Column(), low: new Column(), high: new Column() };
+      const series = { ...def, column: new Column(), low: new Column(), high: new Column(), ghost: null, before: null };
       this._byIndex.set(index, series);
       this.series.push(series);
     }
   }
 
-  _append(entries, values) {
+  _append(entries, ghosts, values) {
     let at = 0;
     const next = (n) => values.subarray(at, (at += n));
-    for (const { index, points, spread, stride, fresh } of entries) {
+    for (const { index, points, spread, stride, fresh, before } of entries) {
       const series = this._byIndex.get(index);
       if (!series) {
         at += 2 * points + 3 * spread; // the definition was in a lost frame
@@ -137,10 +185,16 @@ export class Store {
       }
       if (fresh) Object.assign(series, { column: new Column(), low: new Column(), high: new Column() });
       if (stride) series.column.stride = stride;
+      if (points) series.before = before ?? null;
       series.column.append(next(points), next(points));
       const steps = next(spread);
       series.low.append(steps, next(spread));
       series.high.append(steps, next(spread));
+    }
+    for (const { index, points } of ghosts) {
+      const ghost = new Column();
+      ghost.append(next(points), next(points));
+      this._byIndex.get(index).ghost = ghost;
     }
     this.version += 1;
   }

@@ -65,12 +65,13 @@ export function colorIndices(labels) {
 }
 
 export function palette(dark, forced) {
-  if (forced) return { lines: dark ? DARK : LIGHT, grid: "GrayText", text: "CanvasText", surface: "Canvas" };
+  if (forced) return { lines: dark ? DARK : LIGHT, grid: "GrayText", text: "CanvasText", surface: "Canvas", ghost: "GrayText" };
   return {
     lines: dark ? DARK : LIGHT,
     grid: dark ? "rgba(255,255,255,0.13)" : "rgba(0,0,0,0.10)",
     text: dark ? "#a3a3a3" : "#6b6b6b",
     surface: dark ? "#212121" : "#ffffff",
+    ghost: dark ? "#8a8a8a" : "#8f8f8f",
   };
 }
 

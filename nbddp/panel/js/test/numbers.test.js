@@ -6,6 +6,7 @@ import {
   Column,
   Lines,
   bytes,
+  change,
   duration,
   extent,
   join,
@@ -16,6 +17,7 @@ import {
   padded,
   stepTime,
   ticks,
+  widened,
 } from "../src/numbers.js";
 
 // The cases of nbddp/panel/numbers.py, too: panel, picture and text write numbers alike.
@@ -182,4 +184,19 @@ test("output is kept up to a limit, and dropped lines are counted", () => {
   assert.equal(lines.dropped, 900);
   lines.append("x".repeat(1_000_000));
   assert.ok(lines.all().at(-1).length <= 65536);
+});
+
+test("other data widen a range until the own data have a fifth of it", () => {
+  assert.deepEqual(widened([1, 2], [0.5, 3]), [0.5, 3]);
+  assert.deepEqual(widened([1, 2], [1.2, 1.4]), [1, 2]);
+  assert.deepEqual(widened([1, 2], [-1e9, 1e9]), [-1, 4]);
+  assert.deepEqual(widened([3, 3], [0, 100]), [0, 6], "of a constant");
+  assert.deepEqual(widened([0, 0], [-9, 9]), [-1, 1]);
+});
+
+test("a difference says up or down, and not better or worse", () => {
+  assert.deepEqual(change(0.31, 0.35), { text: "▼ 0.0400", words: "0.0400 lower than before" });
+  assert.deepEqual(change(1500, 250), { text: "▲ 1,250", words: "1,250 higher than before" });
+  assert.deepEqual(change(0.5, 0.5), { text: "= before", words: "as before" });
+  assert.deepEqual(change(NaN, 0.5), { text: "", words: "" });
 });

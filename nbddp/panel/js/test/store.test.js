@@ -144,3 +144,39 @@ test("a curve that is sent again after a restart replaces the old one", (t) => {
   const { column, low } = store.series[0];
   assert.deepEqual([Array.from(column.y.subarray(0, column.n)), low.n], [[5, 8], 0]);
 });
+
+test("the earlier run's points come once after all others, and its value with each new one", (t) => {
+  const model = new Model();
+  const store = stored(t, model);
+  const first = points(2, { spread: 1, before: [1, 9] });
+  model.receive({ kind: "frame", seq: 0, head: HEAD, defs: [DEF], series: first, ghosts: [{ index: 0, points: 3 }] }, [0, 1, 5, 6, 0, 4, 7, 0, 1, 2, 8, 9, 10]);
+  const [series] = store.series;
+  assert.deepEqual([series.ghost.n, series.ghost.last, series.before], [3, 10, [1, 9]]);
+  model.receive({ kind: "frame", seq: 1, series: points(1, { before: null }) }, [3, 4]);
+  assert.deepEqual([series.ghost.n, series.before], [3, null], "the earlier run ended before step 3");
+  model.receive({ kind: "snapshot", seq: 1, head: HEAD, defs: [DEF], series: points(1), ghosts: [] }, [3, 4]);
+  assert.equal(store.series[0].ghost, null);
+});
+
+test("a file comes in parts, each asked for after the one before", async (t) => {
+  const model = new Model({ heard: 0 });
+  const store = stored(t, model);
+  const file = store.csv();
+  const answer = (text) => {
+    const { request, start } = model.sent.at(-1);
+    model.listeners["msg:custom"]({ kind: "csv", request, size: 10 }, [new DataView(new TextEncoder().encode(text).buffer)]);
+    return start;
+  };
+  assert.equal(answer("step,x"), 0);
+  while (model.sent.at(-1).start !== 6) await new Promise((resolve) => setTimeout(resolve, 10));
+  assert.equal(answer("\n1,2"), 6);
+  assert.equal(await new Blob(await file).text(), "step,x\n1,2");
+});
+
+test("without an answer there is no file", async (t) => {
+  t.mock.timers.enable({ apis: ["setTimeout"] });
+  const store = stored(t, new Model({ heard: 0 }));
+  const file = store.csv();
+  t.mock.timers.tick(2000);
+  assert.equal(await file, null);
+});
