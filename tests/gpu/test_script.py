@@ -16,7 +16,6 @@ from tests.gpu.report import Report, Skip
 from tests.gpu.runner import ROOT, Results, run_all
 from tests.support import gone, wait_until
 
-
 ALL = (trial.raises, trial.is_killed, trial.finds_something_wrong, trial.needs_a_gpu, trial.passes)
 
 
