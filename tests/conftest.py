@@ -30,6 +30,7 @@ from jupyter_core.utils import ensure_event_loop
 
 from nbddp.forkserver import server as forkserver
 from nbddp.kernel import run as runs
+from nbddp.launch import gauges
 from nbddp.payload import huge_pages
 from tests import support
 from tests.support import (
@@ -74,6 +75,9 @@ def _warm() -> None:
     os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
     ensure_event_loop()  # of the blocking client
     get_temp_dir()  # multiprocessing's own folder
+    if torch.cuda.is_available():  # the driver's file descriptors, and a variable that torch sets
+        torch.zeros(1, device="cuda")
+        gauges.gpu_memory("0")
     huge_pages.begin(wait_s=GONE_S)
     with fresh_main() as cells:
         assert run(cells("def nothing(): return 1").nothing).values == [1, 1]

@@ -432,8 +432,8 @@ def test_numbers_of_a_device_are_copied_on_its_own_stream_into_memory_pinned_for
 ) -> None:
     recorded, blocks, empty = [], [], torch.empty
 
-    def pinned(count: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
+    def pinned(count: int, *, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:
+        assert (device, pin_memory) == ("cpu", True)
         blocks.append(count)
         return empty(count, dtype=dtype)
 
@@ -448,7 +448,9 @@ def test_numbers_of_a_device_are_copied_on_its_own_stream_into_memory_pinned_for
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")
     monkeypatch.setattr(metrics_pipe, "_pinned", metrics_pipe._PinnedNumbers())
-    numbers = [metrics_pipe._fetch(torch.tensor([float(i)]))[1] for i in range(600)]
+    with torch.inference_mode():  # a validation
+        numbers = [metrics_pipe._fetch(torch.zeros(1))[1]]
+    numbers += [metrics_pipe._fetch(torch.tensor([float(i)]))[1] for i in range(1, 600)]
     assert [number.item() for number in numbers] == list(range(600))
     assert blocks == [512, 512]
     assert recorded == [(torch.device("cpu"), "the stream of cpu")] * 600

@@ -29,7 +29,7 @@ _CONSEQUENCE = re.compile(
     r"[Cc]onnection (closed|reset) by peer|remote worker crashing|Broken pipe|Socket closed"
     r"|ncclRemoteError|NCCL communicator was aborted"
 )
-_NCCL_TIMEOUT = "collective operation timeout"  # in the text with which NCCL's watchdog aborts; torch 2.8 to 2.13
+_NCCL_TIMEOUT = "collective operation timeout"  # in the text with which NCCL's watchdog aborts
 
 
 def has_failed(worker: Rank) -> bool:

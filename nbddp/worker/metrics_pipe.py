@@ -342,7 +342,9 @@ class _PinnedNumbers:
         for number in self._left:
             if number.dtype == dtype:
                 return number
-        self._left = iter(torch.empty(self._COUNT, dtype=dtype, pin_memory=True).unbind())
+        with torch.inference_mode(False):  # else it could be written to in inference mode alone
+            block = torch.empty(self._COUNT, dtype=dtype, device="cpu", pin_memory=True)
+            self._left = iter(block.unbind())
         return next(self._left)
 
 

@@ -92,7 +92,7 @@ def replace_group(job: wire.Job, device: torch.device, number: int) -> None:
 
 def _leave_all_groups() -> None:
     global _met_before
-    abort = getattr(distributed_c10d, "_abort_process_group", None)  # private; torch 2.6 to 2.13
+    abort = getattr(distributed_c10d, "_abort_process_group", None)  # private; torch 2.13
     if abort is not None and uses_nccl():
         _met_before = has_met()
         abort()  # to destroy the groups waits for collectives that other ranks never joined
@@ -113,7 +113,7 @@ def abort_nccl() -> None:
     if not uses_nccl():
         return
     for group in list(getattr(distributed_c10d._world, "pg_map", ())):
-        if "nccl" in str(dist.get_backend(group)) and hasattr(group, "abort"):  # torch 2.6 to 2.13
+        if "nccl" in str(dist.get_backend(group)) and hasattr(group, "abort"):  # private; torch 2.13
             group.abort()
 
 

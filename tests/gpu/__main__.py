@@ -7,7 +7,8 @@ A machine that is there for a short time, has torch and no network:
 
   here    python -m tests.gpu wheels wheels        downloads the other packages, for Python 3.12
           copy the clone and the folder wheels there
-  there   python -m tests.gpu /tmp/gpu --wheels wheels --within 560        once or more, until no part is left
+  there   python -m tests.gpu /tmp/gpu --wheels wheels        within ten minutes; again, until no part is left
+          take gpu.json and gpu.log back
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ def versions(report: Report) -> None:
     report.value("nbddp", nbddp.__version__)
     report.check("the notebook's process has no context after the devices were counted", _counted_without_context())
     report.value("devices", accelerator())
+    report.value("C compiler, which torch.compile needs", shutil.which("cc") or shutil.which("gcc") or "none")
     report.needs_cuda("no CUDA device was asked for")
     report.value("CUDA", torch.version.cuda)
     report.value("NCCL", ".".join(map(str, torch.cuda.nccl.version())))

@@ -3,55 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu import wheels
+from tests.gpu import trial, wheels
 from tests.gpu.parts import MOST_S, PARTS, Part
 from tests.gpu.report import Report, Skip
 from tests.gpu.runner import ROOT, Results, run_all
 from tests.support import gone, wait_until
 
-
-def passes(report: Report) -> None:
-    report.value("figure", 1 / 3, "s")
-    report.check("it holds", True)
-
-
-def finds_something_wrong(report: Report) -> None:
-    report.check("this does not hold", False, [1, 2])
-    report.check("this holds", True)
-
-
-def raises(report: Report) -> None:
-    print("what was printed")
-    raise ValueError("on purpose")
-
-
-def is_killed(report: Report) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def needs_a_gpu(report: Report) -> None:
-    report.check("it holds without one", True)
-    report.needs_cuda("a device is needed")
-
-
-def takes_for_ever(report: Report) -> None:
-    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    report.value("child", child.pid)
-    time.sleep(1000)
+ALL = (trial.raises, trial.is_killed, trial.finds_something_wrong, trial.needs_a_gpu, trial.passes)
 
 
 def part(function: Any, limit_s: float = 60.0) -> Part:
-    return Part(function.__name__, f"{__name__}:{function.__name__}", limit_s, "")
+    return Part(function.__name__, f"{trial.__name__}:{function.__name__}", limit_s, "")
 
 
 def run(folder: Path, *parts: Part, within_s: float = 1000.0) -> tuple[int, dict[str, Any]]:
@@ -62,7 +31,7 @@ def run(folder: Path, *parts: Part, within_s: float = 1000.0) -> tuple[int, dict
 def test_a_part_that_fails_does_not_end_the_others_and_the_file_has_every_part(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    parts = [part(each) for each in (raises, is_killed, finds_something_wrong, needs_a_gpu, passes)]
+    parts = [part(each) for each in ALL]
     failed, found = run(tmp_path, *parts)
     assert failed == 3
     assert {name: (each["state"], each["why"]) for name, each in found.items()} == {
@@ -81,7 +50,7 @@ def test_a_part_that_fails_does_not_end_the_others_and_the_file_has_every_part(
 
 
 def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    failed, found = run(tmp_path, part(takes_for_ever, 15.0))
+    failed, found = run(tmp_path, part(trial.takes_for_ever, 5.0))
     assert (failed, found["takes_for_ever"]["state"]) == (1, "timed out")
     (child,) = (each["value"] for each in found["takes_for_ever"]["results"])
     wait_until(lambda: gone(child))
@@ -90,10 +59,10 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: 
 def test_a_second_call_goes_on_with_the_parts_that_have_no_result(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    _, found = run(tmp_path, part(needs_a_gpu, 50.0), part(passes, 120.0), within_s=100.0)
+    _, found = run(tmp_path, part(trial.needs_a_gpu, 50.0), part(trial.passes, 120.0), within_s=100.0)
     assert {name: each["state"] for name, each in found.items()} == {"needs_a_gpu": "skipped", "passes": "not begun"}
     assert "120 s do not fit" in found["passes"]["why"]
-    _, found = run(tmp_path, part(needs_a_gpu, 50.0), part(passes, 60.0), within_s=100.0)
+    _, found = run(tmp_path, part(trial.needs_a_gpu, 50.0), part(trial.passes, 60.0), within_s=100.0)
     assert {name: each["state"] for name, each in found.items()} == {"needs_a_gpu": "skipped", "passes": "passed"}
     assert "needs_a_gpu: has a result already" in capfd.readouterr().out
 
