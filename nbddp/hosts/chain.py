@@ -87,8 +87,8 @@ class Chain:
             elif header["kind"] == "fetching":
                 host.note_arrived(header["done"])
             elif header["kind"] == "fetch failed":
-                why = f"{self._before[host.name].name} cannot send it the data: {plain(str(header['why']))}"
-                self._note(host, f"{why}. The notebook sends them")
+                what = f"{self._before[host.name].name} cannot send the payload here ({plain(str(header['why']))})"
+                self._note(host, f"{what}; the notebook sends the rest")
                 self._send_rest(host, header["at"])
             else:
                 host.note_arrived(self._packed.nbytes)

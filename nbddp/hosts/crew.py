@@ -166,7 +166,6 @@ class RemoteCrew(CrewBase):
                 self._receive(host, {"kind": "lost"}, b"")
             begin = self._round_order(group_rank, host, addresses, restart_count, packed)
             orders.append((host, [begin] if host.has(packed) else [self._cluster.run_order(self._plan, host), begin]))
-            self._begun.add(host.name)
         self._send_payload([host for host in self._hosts if not host.has(packed)], (packed, self._block), orders)
 
     def _send_payload(
@@ -177,6 +176,7 @@ class RemoteCrew(CrewBase):
         if chain.pays(lacking, packed, self._cluster.chain_from):
             self._chain = chain.Chain(lacking, self._addresses.address, data, orders, self._note)
             self._chain.begin()
+            self._begun |= {host.name for host, _ in orders}
             return
         self._chain = None
         for host, then in orders:
@@ -185,6 +185,7 @@ class RemoteCrew(CrewBase):
             else:
                 for order in then:
                     host.send(order)
+            self._begun.add(host.name)
 
     def _note(self, host: Host, text: str) -> None:
         """Add a line to the output of a host's first rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -17,6 +18,7 @@ from nbddp.agent import secured
 from nbddp.hosts import chain, suppliers
 from tests.hosts.conftest import Limit
 from tests.hosts.rig import NAMES, Rig
+from tests.hosts.test_endings import files_left
 from tests.hosts.test_lost import within
 from tests.support import Cells, run, wait_until
 from tests.test_session import quiet
@@ -85,7 +87,7 @@ def test_a_firewall_between_two_neighbours_costs_seconds_and_not_the_run(
     finally:
         rig.isolate("gpu2", "gpu3", state="off")
     assert [value for value, _ in found.values] == [digest(data)] * 4
-    assert "[gpu3: gpu2 cannot send it the data: timed out. The notebook sends them]" in found.logs(2)
+    assert "[gpu3: gpu2 cannot send the payload here (timed out); the notebook sends the rest]" in found.logs(2)
     assert not any("cannot send" in found.logs(rank) for rank in (0, 1, 3))
     assert 40 * MB < rig.passed("notebook")[1] - before < 50 * MB
 
@@ -111,6 +113,17 @@ def test_stop_in_a_long_upload_ends_it_on_all_hosts_and_closes_their_ports(
     wait_until(lambda: {name: rig.hosts[name].listening() for name in NAMES} == idle, 10)
     data = os.urandom(20 * MB)
     assert run(cell(TAKE).take, data, hosts=four, nprocs=1).values == [(digest(data), 4)] * 4
+
+
+def test_hosts_stay_usable_when_the_notebook_runs_out_of_file_descriptors(cell: Cells, four: nbddp.Cluster) -> None:
+    names, data = cell(TAKE), os.urandom(9 * MB)
+    for spare in range(0, 40, 2):
+        with within(20), contextlib.suppress(nbddp.NbddpError, OSError), files_left(spare):
+            run(names.take, data, hosts=four, nprocs=1)
+            break
+        assert four.present() == list(NAMES), f"with {spare} files to open"
+    assert 8 < spare < 39
+    assert run(names.take, data, hosts=four, nprocs=1).values == [(digest(data), 4)] * 4
 
 
 def test_strangers_get_nothing_and_disturb_nothing(cell: Cells, four: nbddp.Cluster, rig: Rig, limit: Limit) -> None:
