@@ -48,12 +48,20 @@ def _type_of(device: str | torch.device, gpus: Sequence[int] | None) -> str:
 
 def accelerator() -> tuple[str, int] | None:
     """Return the type and number of this machine's accelerators; makes no context on them."""
-    current = torch.accelerator.current_accelerator()
+    current = current_accelerator()
     # MPS has one device and no collectives.
     if current is None or current.type == "mps":
         return None
     count = _device_count(current.type)
     return (current.type, count) if count else None
+
+
+def current_accelerator() -> torch.device | None:
+    """torch's own answer, which is an error in torch 2.6 where there is no accelerator."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
 
 
 def _device_count(device_type: str) -> int:
