@@ -273,13 +273,10 @@ def _chart_html(family: Family, chart: Stretched) -> str:
 
 
 def _image(svg: str, alt: str, width: str, margin: str) -> str:
-    """The height stands in an attribute, too, for pages that drop styles; the width is then the image's own."""
+    """Where the page drops styles, the image has its own size."""
     data = base64.b64encode(svg.encode()).decode()
     style = f"width:{width};height:{STRETCHED_HEIGHT}px;margin:{margin};vertical-align:top"
-    return (
-        f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(plain(alt))}" height="{STRETCHED_HEIGHT}" '
-        f'style="{style}">'
-    )
+    return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(plain(alt))}" style="{style}">'
 
 
 def _legend(family: Family) -> str:
@@ -300,12 +297,12 @@ def _metrics_table(history: History) -> Iterable[str]:
     named = [(name, series) for name, series in named if len(series.steps)]
     if not named:
         return
-    yield table_head("Metric", "Last", "Lowest", "Highest", "Points")
-    for name, (steps, values) in named[:MAX_ROWS]:
+    yield table_head("Metric", "Last", "Lowest", "Highest")
+    for name, (_, values) in named[:MAX_ROWS]:
         finite = values[np.isfinite(values)]
         low, high = (value(float(finite.min())), value(float(finite.max()))) if len(finite) else ("–", "–")
-        yield table_row(escape(plain(name[:NAME_CHARS])), value(float(values[-1])), low, high, f"{len(steps):,}")
-    yield table_end(5, len(named) - MAX_ROWS)
+        yield table_row(escape(plain(name[:NAME_CHARS])), value(float(values[-1])), low, high)
+    yield table_end(4, len(named) - MAX_ROWS)
 
 
 def _notice(sign: str, color: str, text: str) -> str:

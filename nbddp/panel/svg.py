@@ -116,7 +116,9 @@ def _stretched(group: Family, marks: list[summary.Mark]) -> Stretched:
     labels = _y_labels(group, box, left, _STRETCHED_TOP)
     # The margins leave space for half of a dot. In percent, since SVG knows no width "all but 5 px".
     curves = _inside("1%", _STRETCHED_TOP, "98%", _chart(group, marks, box))
-    return Stretched(_document(f"{left}", f"{STRETCHED_HEIGHT}", labels), _document("100%", "100%", [curves]), left)
+    return Stretched(
+        _document(f"{left}", f"{STRETCHED_HEIGHT}", labels), _document("100%", f"{STRETCHED_HEIGHT}", [curves]), left
+    )
 
 
 def _document(width: str, height: str, parts: Iterable[str], more: str = "") -> str:

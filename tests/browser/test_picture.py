@@ -66,9 +66,22 @@ def test_charts_wrap_to_the_width_of_the_page_and_nothing_leaves_the_card(page: 
         assert chart["height"] == 194
         assert chart["width"] > 220
         assert chart["x"] + chart["width"] <= right
+    for table in page.locator(".nbddp-picture table").all():
+        assert table.evaluate("table => table.parentElement.scrollWidth == table.parentElement.clientWidth")
     last = charts[-1]
     assert right - 20 < last["x"] + last["width"], "a chart that is alone in its row fills it"
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_page_that_drops_styles_shows_axis_and_curves_side_by_side(page: Page, html: str) -> None:
+    page.set_viewport_size({"width": 700, "height": 900})
+    page.set_content("<style>img {max-width: 100%; height: auto}</style>" + re.sub(' style="[^"]*"', "", html))
+    images = [image.bounding_box() for image in page.locator("img").all()]
+    assert len(images) == 6
+    for axis, curves in zip(images[::2], images[1::2]):
+        assert axis["height"] == curves["height"] == 194
+        assert axis["y"] == curves["y"]
+        assert axis["x"] + axis["width"] == curves["x"]
 
 
 def test_the_text_of_a_chart_has_the_same_size_at_every_width(page: Page, html: str) -> None:
