@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from nbddp.errors import LaunchError
-from nbddp.launch.devices import current_accelerator
+from nbddp.worker.context import current_accelerator
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORT = "29500"  # the default of torch's own launchers

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from nbddp.errors import LaunchError
 from nbddp.text import short
+from nbddp.worker.context import current_accelerator
 
 CPU_NPROCS = 2  # ranks on a machine without GPUs, unless the user chooses another number
 _ALWAYS_ALLOWED_RANKS = 64  # can always be started
@@ -54,14 +55,6 @@ def accelerator() -> tuple[str, int] | None:
         return None
     count = _device_count(current.type)
     return (current.type, count) if count else None
-
-
-def current_accelerator() -> torch.device | None:
-    """torch's own answer, which is an error in torch 2.6 where there is no accelerator."""
-    try:
-        return torch.accelerator.current_accelerator()
-    except RuntimeError:
-        return None
 
 
 def _device_count(device_type: str) -> int:

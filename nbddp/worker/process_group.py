@@ -68,8 +68,8 @@ def open_group(
 
 @contextlib.contextmanager
 def _without_gloos_line() -> Iterator[None]:
-    """Drop what gloo prints to stdout in torch 2.8: "[Gloo] Rank 0 is connected to 1 peer ranks", in every rank."""
-    if torch.__version__ >= (2, 9):  # type: ignore[operator]
+    """Drop gloo's line on stdout, "[Gloo] Rank 0 is connected to 1 peer ranks": torch 2.8 prints it, 2.11 does not."""
+    if torch.__version__ >= (2, 11):  # type: ignore[operator]
         yield
         return
     sys.stdout.flush()
