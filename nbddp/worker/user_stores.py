@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-# Options of a store that gets a socket that listens already, which torch 2.6's newer implementation does not take.
-ON_SOCKET: dict[str, Any] = {} if torch.__version__ >= (2, 7) else {"use_libuv": False}  # type: ignore[operator]
+# For a store that gets a socket that listens already: torch 2.6 takes it only without libuv, 2.8 also with it.
+ON_SOCKET: dict[str, Any] = {} if torch.__version__ >= (2, 8) else {"use_libuv": False}  # type: ignore[operator]
 
 
 def listen_on_loopback() -> None:
