@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from nbddp.errors import LaunchError
+from nbddp.worker.context import current_accelerator
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORT = "29500"  # the default of torch's own launchers
@@ -104,7 +105,7 @@ def device(local_rank: int) -> tuple[str, int]:
     Raises:
         LaunchError: this machine has fewer devices than ranks.
     """
-    found = torch.accelerator.current_accelerator()
+    found = current_accelerator()
     count = torch.get_device_module(found).device_count() if found is not None else 0
     if found is None or found.type == "mps" or not count:  # MPS is always a single device
         return "cpu", local_rank

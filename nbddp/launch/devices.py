@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from nbddp.errors import LaunchError
 from nbddp.text import short
+from nbddp.worker.context import current_accelerator
 
 CPU_NPROCS = 2  # ranks on a machine without GPUs, unless the user chooses another number
 _ALWAYS_ALLOWED_RANKS = 64  # can always be started
@@ -54,7 +55,7 @@ def accelerator() -> tuple[str, int] | None:
     # forks, such as accelerate's notebook_launcher, could then no longer use CUDA.
     if count := torch.cuda.device_count():
         return "cuda", count
-    current = torch.accelerator.current_accelerator()
+    current = current_accelerator()
     # MPS has one device and no collectives.
     if current is None or current.type == "mps":
         return None

@@ -14,6 +14,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from nbddp import fds
 from nbddp.latch import start_thread
+from nbddp.worker.user_stores import ON_SOCKET
 
 HOST = "127.0.0.1"
 PREFIX = "nbddp"
@@ -87,6 +88,7 @@ def host_store(listener: socket.socket, world_size: int) -> TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
         timeout=_OPEN_TIMEOUT,
+        **ON_SOCKET,
     )
 
 

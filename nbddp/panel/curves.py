@@ -120,9 +120,10 @@ def _lines(history: History, metrics: list[summary.Metric], points: int, log: bo
     for metric, series, color in zip(metrics, full, _colors(metrics)):
         kept = thinning.kept(series, points)
         thin = Series(series.steps[kept], series.values[kept])
-        band = thinning.thin_spread(thinning.forward(history.spread(metric.name)), points // 4)
+        band = thinning.forward(history.spread(metric.name))
         shown = Series(thin.steps, _drawable(thin.values, log))
-        shown_band = Spread(band.steps, _drawable(band.low, log), _drawable(band.high, log))
+        drawn_band = Spread(band.steps, _drawable(band.low, log), _drawable(band.high, log))
+        shown_band = thinning.thin_spread(drawn_band, points // 4)
         sparse = len(series.steps) < max(_SPARSE, densest / 5)
         mean = None if sparse else smooth(series.values, kept)
         drawn = None if mean is None else _drawable(mean, log)

@@ -22,9 +22,8 @@ _PLACES = {_KAGGLE: "kaggle", "COLAB_RELEASE_TAG": "colab", "DATABRICKS_RUNTIME_
 
 def shell() -> InteractiveShell | None:
     """The notebook kernel's shell; None in a terminal or a script."""
-    from IPython import get_ipython
-
-    current = get_ipython()
+    ipython: Any = sys.modules.get("IPython")  # imported in every kernel; in a script this takes 0.25 s
+    current = ipython.get_ipython() if hasattr(ipython, "get_ipython") else None
     return current if getattr(current, "kernel", None) is not None else None
 
 

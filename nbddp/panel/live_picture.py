@@ -32,7 +32,7 @@ class PictureView:
         self._handle: Any = None
         self._shown: object = None  # what the last picture shows
         self._next_at = 0.0
-        self._svg_bytes = _HTML_BYTES // 2
+        self._svg_bytes = _HTML_BYTES * 2 // 3
         self._closed = False
         self._lock = threading.Lock()
 

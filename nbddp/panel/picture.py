@@ -27,7 +27,7 @@ from nbddp.panel.curves import (
     shown_marks,
 )
 from nbddp.panel.summary import plain
-from nbddp.panel.svg import draw, draw_each, has_row
+from nbddp.panel.svg import STRETCHED_HEIGHT, Stretched, draw, draw_each
 from nbddp.panel.text import end_text
 from nbddp.panel.view import Status, Viewable
 from nbddp.text import fold
@@ -48,9 +48,13 @@ _COLOR_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _COLOR = "#3b7df0"
 _MAX_TILES = 5  # with metrics
 _CARD = "max-width:744px;padding:10px 14px;border:1px solid rgba(128,128,128,.4);border-radius:8px"
-_TILE = "display:inline-block;margin:0 16px 4px 0;padding-right:16px;border-right:1px solid rgba(128,128,128,.4)"
-_CHART = "display:inline-block;box-sizing:border-box;width:50%;min-width:300px;padding-right:16px;vertical-align:top"
-_WIDE_CHART = "padding-right:16px"
+_TILES = "margin:8px 0 4px;overflow:hidden"
+_TILE = "display:inline-block;margin:0 12px 6px 0;padding-left:12px;border-left:1px solid rgba(128,128,128,.4)"
+_LABEL = "font-size:.85em;opacity:.75"
+_NUMBER = "font-size:1.25em"
+_CHARTS = "display:flex;flex-wrap:wrap;gap:8px 20px"  # as many columns of at least 300 px as there is space for
+_CHART = "flex:1 1 300px;min-width:0"
+_TABLE = "display:inline-block;vertical-align:top;max-width:100%;margin:4px 32px 0 0;overflow-x:auto"
 _MAX_KEYS = 8  # in a legend
 STATE_COLORS = {"finished": "#22994f", "failed": "#d9453d", "stopped": "#b07a10"}
 
@@ -103,10 +107,11 @@ class Picture:
         points, lines = min(MAX_POINTS, self._max_bytes // _LEAST_POINT_BYTES), MAX_LINES
         while True:
             texts = drawing(self._drawn(points, lines))
-            if sum(len(text.encode()) for text in texts) <= limit or lines == 1:
+            size = sum(len(text.encode()) for text in texts)
+            if size <= limit or lines == 1:
                 return texts
             # Fewer points first; then, when each line has the minimum, fewer lines.
-            points, lines = (points // 2, lines) if points > 100 else (points, lines // 2)
+            points, lines = (int(points * 0.95 * limit / size), lines) if points > 100 else (points, lines // 2)
 
     def _repr_mimebundle_(self, **_options: Any) -> dict[str, str]:
         return self.bundle()
@@ -181,8 +186,12 @@ class Picture:
         if now.throughput:
             tiles.append(("Throughput", f"{now.throughput:,.0f} samples/s"))
         if tiles:
-            cells = (f'<div style="{_TILE}"><div>{escape(label)}</div><b>{text}</b></div>' for label, text in tiles)
-            yield f'<div style="margin:8px 0">{"".join(cells)}</div>'
+            cells = (
+                f'<div style="{_TILE}"><div style="{_LABEL}">{escape(label)}</div><b style="{_NUMBER}">{text}</b></div>'
+                for label, text in tiles
+            )
+            # The borders left of a row's first tile are cut off, wherever the rows are broken.
+            yield f'<div style="{_TILES}"><div style="margin-left:-13px">{"".join(cells)}</div></div>'
 
     def _hang(self) -> Iterable[str]:
         """Where the ranks were, if the run hung when it ended."""
@@ -255,19 +264,26 @@ def _clock(seconds: float) -> str:
 
 
 def _charts_html(drawn: Charts) -> list[str]:
-    count = len(drawn.families)
-    found = []
-    for i, (family, svg) in enumerate(zip(drawn.families, draw_each(drawn))):
-        data = base64.b64encode(svg.encode()).decode()
-        title = family.lines[0].metric.title[:NAME_CHARS]
-        labels = ", ".join(line.metric.label[:NAME_CHARS] for line in family.lines[:_MAX_KEYS])
-        image = (
-            f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(plain(f"Chart of {title}: {labels}"))}" '
-            f'style="width:100%;height:auto">'
-        )
-        style = _WIDE_CHART if has_row(i, count) else _CHART
-        found.append(f'<div style="{style}"><div><b>{escape(title)}</b>{_legend(family)}</div>{image}</div>')
-    return [*found, f"<p>{escape(drawn.note)}</p>"] if drawn.note else found
+    found = [_chart_html(family, chart) for family, chart in zip(drawn.families, draw_each(drawn))]
+    note = [f"<p>{escape(drawn.note)}</p>"] if drawn.note else []
+    return [f'<div style="{_CHARTS}">', *found, "</div>", *note] if found else note
+
+
+def _chart_html(family: Family, chart: Stretched) -> str:
+    """A chart that is as wide as its column. Its text has the same size at every width."""
+    title = family.lines[0].metric.title[:NAME_CHARS]
+    labels = ", ".join(line.metric.label[:NAME_CHARS] for line in family.lines[:_MAX_KEYS])
+    curves = _image(chart.curves, f"Chart of {title}: {labels}", "100%", "0")
+    axis = _image(chart.axis, "", f"{chart.left}px", f"0 0 0 -{chart.left}px")  # in the padding, beside the curves
+    images = f'<div style="padding-left:{chart.left}px">{axis}{curves}</div>'
+    return f'<div style="{_CHART}"><div><b>{escape(title)}</b>{_legend(family)}</div>{images}</div>'
+
+
+def _image(svg: str, alt: str, width: str, margin: str) -> str:
+    """Where the page drops styles, the image has its own size."""
+    data = base64.b64encode(svg.encode()).decode()
+    style = f"width:{width};height:{STRETCHED_HEIGHT}px;margin:{margin};vertical-align:top"
+    return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(plain(alt))}" style="{style}">'
 
 
 def _legend(family: Family) -> str:
@@ -288,14 +304,12 @@ def _metrics_table(history: History) -> Iterable[str]:
     named = [(name, series) for name, series in named if len(series.steps)]
     if not named:
         return
-    yield table_head("Metric", "Last", "Lowest", "Highest", "Points")
-    for name, (steps, values) in named[:MAX_ROWS]:
+    yield table_head("Metric", "Last", "Lowest", "Highest")
+    for name, (_, values) in named[:MAX_ROWS]:
         finite = values[np.isfinite(values)]
-        low, high = (
-            (numbers.metric(float(finite.min())), numbers.metric(float(finite.max()))) if len(finite) else ("–", "–")
-        )
-        yield table_row(escape(plain(name[:NAME_CHARS])), value(float(values[-1])), low, high, f"{len(steps):,}")
-    yield table_end(5, len(named) - MAX_ROWS)
+        low, high = (value(float(finite.min())), value(float(finite.max()))) if len(finite) else ("–", "–")
+        yield table_row(escape(plain(name[:NAME_CHARS])), value(float(values[-1])), low, high)
+    yield table_end(4, len(named) - MAX_ROWS)
 
 
 def _notice(sign: str, color: str, text: str) -> str:
@@ -314,11 +328,14 @@ def _state(state: str) -> str:
 
 def value(value: float) -> str:
     text = numbers.metric(value)
+    text = f'<span style="white-space:nowrap">{text}</span>' if "e-" in text else text
     return text if math.isfinite(value) else f'<span style="color:{BROKEN_COLOR}">▲</span> <b>{text}</b>'
 
 
 def table_head(*headings: str) -> str:
-    return "<table><thead><tr>" + "".join(f"<th>{text}</th>" for text in headings) + "</tr></thead><tbody>"
+    """A table begins: beside the one before where both fit, and with a scroll bar where it is too wide itself."""
+    cells = "".join(f"<th>{text}</th>" for text in headings)
+    return f'<div style="{_TABLE}"><table><thead><tr>{cells}</tr></thead><tbody>'
 
 
 def table_row(*cells: str) -> str:
@@ -328,7 +345,7 @@ def table_row(*cells: str) -> str:
 
 def table_end(columns: int, rest: int) -> str:
     more = f'<tr><td colspan="{columns}">and {rest:,} more</td></tr>' if rest > 0 else ""
-    return f"{more}</tbody></table>"
+    return f"{more}</tbody></table></div>"
 
 
 def _plot(axes: Any, family: Family, marks: list[summary.Mark]) -> None:

@@ -64,14 +64,30 @@ def thin_from_start(series: Series, points: int) -> Series:
 
 
 def thin_spread(spread: Spread, points: int) -> Spread:
-    """At most ``points`` points of a spread, each with the lowest and the highest value up to the next point."""
-    count = len(spread.steps)
-    if count <= points:
+    """About ``points`` points of a spread, each as wide as the widest one up to the points beside it.
+
+    The width is measured from the middle of the spread: where all ranks have the same values it is hardly more than
+    zero, however steep the curve is.
+    """
+    steps, low, high = spread
+    count = len(steps)
+    known = np.isfinite(low) & np.isfinite(high)
+    if count <= points or not known.any():
         return spread
-    starts = np.unique(np.linspace(0, count - 1, max(2, points)).astype(int))
-    low = np.minimum.reduceat(spread.low, starts)
-    high = np.maximum.reduceat(spread.high, starts)
-    return Spread(spread.steps[starts], low, high)
+    starts = np.linspace(0, count, max(2, points - 1)).astype(int)[:-1]
+    centers = np.unique(np.concatenate([[0], (starts + np.append(starts[1:], count)) // 2, [count - 1]]))
+    middle = np.interp(steps, steps[known], low[known] / 2 + high[known] / 2)
+    with np.errstate(invalid="ignore", over="ignore"):
+        line = np.interp(steps, steps[centers], middle[centers])
+        below, above = (_widest(width, centers) for width in (line - low, high - line))
+        return Spread(steps[centers], middle[centers] - below, middle[centers] + above)
+
+
+def _widest(widths: npt.NDArray[np.float64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """At each of the points ``at``, the largest width from the point before to the point after; NaN counts as none."""
+    between = np.fmax.reduceat(widths, at)  # up to the next of these points
+    widest: npt.NDArray[np.float64] = np.fmax(between, np.append(between[:1], between[:-1]))
+    return widest
 
 
 def stride(series: Series) -> float:

@@ -76,6 +76,16 @@ def device() -> torch.device:
     return torch.device(_current.device_type, _current.device_index)
 
 
+def current_accelerator() -> torch.device | None:
+    """Return torch's own answer, which is an error in torch 2.6 where there is no accelerator."""
+    import torch
+
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
+
+
 def restart_count() -> int:
     """Return how often this run has been restarted after a failure (``max_restarts``)."""
     return _current.restart_count if _current else 0

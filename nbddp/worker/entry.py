@@ -14,6 +14,7 @@ import random
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -206,6 +207,7 @@ def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     if job.mark:
         leftovers.sign(job.mark, job.temp_dir)
     sys.path[:] = job.sys_path
+    _make_torchs_folder(job.temp_dir)
     sys.argv = list(job.argv)
     _forget_missing_folders(job.sys_path)
     notebook = main_module.install()
@@ -229,6 +231,14 @@ def set_up(job: wire.Job, ends: Ends) -> ModuleType:
     output.replace_inline_backend()
     _set_up_torch(job, ends.store)
     return notebook
+
+
+def _make_torchs_folder(temp_dir: str) -> None:
+    """Make the folder in which torch 2.8 writes the code of a ``RemoteModule``; the fork server has removed its own."""
+    instantiator: Any = sys.modules.get("torch.distributed.nn.jit.instantiator")
+    if temp_dir and hasattr(instantiator, "_TEMP_DIR"):
+        instantiator.INSTANTIATED_TEMPLATE_DIR_PATH = tempfile.mkdtemp(dir=temp_dir)
+        sys.path.append(instantiator.INSTANTIATED_TEMPLATE_DIR_PATH)
 
 
 def _refuse_input(prompt: object = "", /) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import datetime
 import functools
 import multiprocessing.process
@@ -10,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlparse
 
@@ -59,8 +61,26 @@ def open_group(
     if backend == "nccl":
         options["device_id"] = device  # NCCL connects now, and barrier() knows its device
     _require_threads()
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **options)
+    with _without_gloos_line():
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **options)
     _ready_made = dist.group.WORLD
+
+
+@contextlib.contextmanager
+def _without_gloos_line() -> Iterator[None]:
+    """Drop gloo's line on stdout, "[Gloo] Rank 0 is connected to 1 peer ranks": torch 2.8 prints it, 2.11 does not."""
+    if torch.__version__ >= (2, 11):  # type: ignore[operator]
+        yield
+        return
+    sys.stdout.flush()
+    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def open_group_of(job: wire.Job, device: torch.device, file: int | None, number: int = 0) -> None:

@@ -13,7 +13,11 @@ import sys
 from collections import Counter
 from typing import Any
 
+import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+# For a store that gets a socket that listens already: torch 2.6 takes it only without libuv, 2.8 also with it.
+ON_SOCKET: dict[str, Any] = {} if torch.__version__ >= (2, 8) else {"use_libuv": False}  # type: ignore[operator]
 
 
 def listen_on_loopback() -> None:
@@ -42,7 +46,8 @@ def _store(host_name: str, port: int, *, is_master: bool = False, **options: Any
         store = TCPStore(host_name, port, is_master=is_master, **options)
     else:
         with listener:
-            store = TCPStore(host_name, port, is_master=True, **{**options, "master_listen_fd": listener.fileno()})
+            options |= {"is_master": True, "master_listen_fd": listener.fileno(), **ON_SOCKET}
+            store = TCPStore(host_name, port, **options)
             listener.detach()  # the store closes it
     earlier = _made[host_name, port]
     _made[host_name, port] += 1

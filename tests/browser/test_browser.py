@@ -782,9 +782,12 @@ def test_the_saved_notebook_shows_the_picture_without_a_kernel(notebook: Noteboo
     saved["cells"][0]["source"] = "# not run here"
     (notebook.lab.notebooks / "theirs.ipynb").write_text(json.dumps(saved))
     notebook.lab.open(page, "theirs.ipynb")
-    image = page.locator(".nbddp-picture img").first
+    image = page.locator(".nbddp-picture img[alt^='Chart of']").first
     expect(image).to_be_visible()
-    assert page.evaluate("() => document.querySelector('.nbddp-picture img').naturalWidth") > 300
+    assert image.evaluate("image => image.complete && image.naturalWidth") > 0
+    axis, curves = page.locator(".nbddp-picture img").first.bounding_box(), image.bounding_box()
+    assert (axis["y"], axis["height"]) == (curves["y"], curves["height"]) == (curves["y"], 194)
+    assert axis["x"] + axis["width"] == curves["x"], "the page has kept the layout"
     expect(page.locator(".nbddp-picture table").nth(0)).to_contain_text("train/loss")
     expect(page.locator(".nbddp-picture table").nth(1)).to_contain_text("finished")
     html = _nbconvert(path)

@@ -27,9 +27,9 @@ def test_the_earlier_run_is_grey_and_behind_with_the_differences_in_a_table() ->
     before = SimpleNamespace(history=history(2.0, "train/loss", "old"))
     shown = nbddp.compare(before, history(1.0, "train/loss", "new"))
     html = shown.bundle()["text/html"]
-    charts = [base64.b64decode(data).decode() for data in re.findall('base64,([^"]+)"', html)]
+    charts = [base64.b64decode(data).decode() for data in re.findall('base64,([^"]+)" alt="Chart', html)]
     assert re.findall("<b>([A-Z][a-z]+)</b>", html) == ["Loss", "New", "Old"]
-    colors = [re.findall('fill="none" stroke="(#[0-9a-f]+)"', chart) for chart in charts]
+    colors = [re.findall('stroke="(#[0-9a-f]+)" stroke-width="2"', chart) for chart in charts]
     assert colors == [[GREY, "#3b7df0"], ["#3b7df0"], [GREY]], "the later line is drawn last, on top"
     assert "</span> train before 0.1006" in html
     assert "</span> train 0.0503" in html

@@ -24,7 +24,7 @@ import pytest
 from fakes import FakeRun, Rank, status
 
 from nbddp import wire
-from nbddp.history.history import History, Series
+from nbddp.history.history import History, Series, Spread
 from nbddp.launch.output import RankOutput, open_output
 from nbddp.panel import frontend, ranks, summary, thinning
 from nbddp.panel.curves import charts, ticks
@@ -225,6 +225,23 @@ def test_steps_that_restart_every_epoch_show_the_newest_values() -> None:
     assert len(history.spread("loss").steps) == 160
     (family,) = charts(history, 6000).families
     assert family.lines[0].spread.steps.tolist() == family.lines[0].series.steps.tolist() == list(range(60))
+
+
+@pytest.mark.parametrize("points", [3, 15, 150])
+def test_a_thinned_band_contains_all_values_and_has_no_width_where_all_ranks_agree(points: int) -> None:
+    steps, noise = np.arange(1000), np.random.default_rng(points).random((2, 1000))
+    curve = 1000 * np.exp(-steps / 100)
+    full = Spread(steps, curve - noise[0], curve + noise[1])
+    full.high[500] = np.nan
+    band = thinning.thin_spread(full, points)
+    assert len(band.steps) <= points + 2
+    assert (band.steps[0], band.steps[-1]) == (0, 999)
+    shown = np.isfinite(full.high)
+    assert np.all(np.interp(steps, band.steps, band.low) <= full.low + 1e-9)
+    assert np.all((np.interp(steps, band.steps, band.high) >= full.high - 1e-9)[shown])
+    same = thinning.thin_spread(Spread(steps, steps * 7.0, steps * 7.0), points)
+    assert same.low == pytest.approx(same.high), "steep, and yet no rank differs"
+    assert thinning.thin_spread(full, 1000) is full
 
 
 def test_the_step_shown_is_not_behind_the_table_of_ranks() -> None:
@@ -511,10 +528,12 @@ def test_a_reader_that_is_behind_skips_to_the_end() -> None:
 # ---------------------------------------------------------------------------- the picture
 
 
-def svg_of(html: str) -> str:
-    match = re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
-    assert match
-    return base64.b64decode(match[1]).decode()
+def svgs_of(html: str) -> list[str]:
+    """Of each chart first the axis, then the curves."""
+    found = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
+    assert found
+    assert len(found) == 2 * html.count('alt="Chart of ')
+    return [base64.b64decode(data).decode() for data in found]
 
 
 class Parsed(html.parser.HTMLParser):
@@ -543,7 +562,7 @@ class Parsed(html.parser.HTMLParser):
 
 
 OF_PICTURE = {"div", "p", "span", "b", "img", "table", "thead", "tbody", "tr", "th", "td", "details", "summary", "pre"}
-OF_SVG = {"svg", "text", "path", "circle", "g", "title"}
+OF_SVG = {"svg", "text", "path", "line", "g", "title"}
 
 
 @pytest.mark.parametrize(
@@ -563,13 +582,15 @@ def test_a_users_text_cannot_break_out_of_the_picture(nasty: str) -> None:
     bundle = Picture(run.history, run.now, run).bundle()
     parsed = Parsed(bundle["text/html"])
     assert parsed.tags <= OF_PICTURE
-    assert parsed.attributes <= {"class", "style", "src", "alt", "width", "open", "colspan"}
+    assert parsed.attributes <= {"class", "style", "src", "alt", "open", "colspan"}
     assert not parsed.open
     assert summary.plain(nasty) in parsed.text
-    drawn = ElementTree.fromstring(svg_of(bundle["text/html"]))
-    assert {element.tag.partition("}")[2] for element in drawn.iter()} == OF_SVG
-    assert not [name for element in drawn.iter() for name in element.attrib if name.startswith("on") or "href" in name]
-    for text in (parsed.text.replace("\n", ""), bundle["text/plain"], *drawn.itertext()):
+    drawn = [ElementTree.fromstring(svg) for svg in svgs_of(bundle["text/html"])]
+    elements = [element for svg in drawn for element in svg.iter()]
+    assert {element.tag.partition("}")[2] for element in elements} == OF_SVG
+    assert not [name for element in elements for name in element.attrib if name.startswith("on") or "href" in name]
+    texts = [text for svg in drawn for text in svg.itertext()]
+    for text in (parsed.text.replace("\n", ""), bundle["text/plain"], *texts):
         assert not re.search("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
 
 
@@ -595,7 +616,7 @@ def test_a_picture_of_any_number_of_metrics_stays_within_the_limit(name: str, me
     bundle = Picture(history, status("finished")).bundle()
     assert len(json.dumps(bundle, ensure_ascii=False).encode()) < 200_000
     assert len(bundle["text/plain"]) < 1000
-    ElementTree.fromstring(svg_of(bundle["text/html"]))
+    assert all(map(ElementTree.fromstring, svgs_of(bundle["text/html"])))
 
 
 def test_more_lines_than_colours_share_all_of_them() -> None:
@@ -603,7 +624,7 @@ def test_more_lines_than_colours_share_all_of_them() -> None:
     rank = Rank(history)
     for i in range(24):
         rank.log(f"layer{i}/norm", [0], [1.0])
-    colors = re.findall('<circle [^>]*fill="(#[0-9a-f]+)"', Picture(history).svg)
+    colors = re.findall('stroke="(#[0-9a-f]+)" stroke-width="5"', Picture(history).svg)
     assert len(colors) == 24
     assert {colors.count(color) for color in colors} == {3}
 
@@ -715,8 +736,8 @@ def test_plot_gives_the_same_picture_and_a_figure() -> None:
     rank.log("acc", range(300), [i / 300 for i in range(300)])
     picture = history.plot()
     html = picture._repr_mimebundle_()["text/html"]
-    for chart in re.findall('base64,([^"]+)"', html):
-        curves = re.findall(r'd="M[\d.]+ [\d.]+(l[^"]+)" fill="none"', base64.b64decode(chart).decode())
+    for chart in svgs_of(html)[1::2]:
+        curves = re.findall(r'd="M[\d.]+ [\d.]+(l[^"]+)" stroke="', chart)
         assert all(curve in picture.svg for curve in curves)
         assert curves
     for words in ("<b>Loss</b>", "</span> train 0.0033", "</span> val 0.4000", "<b>Accuracy</b>"):
@@ -811,7 +832,7 @@ def test_control_characters_in_names_reach_neither_svg_nor_terminal() -> None:
     )
     named = dataclasses.replace(named, restarts=1, max_restarts=1, restart_reason=CONTROLS)
     bundle = Picture(history, named).bundle()
-    ElementTree.fromstring(svg_of(bundle["text/html"]))
+    assert all(map(ElementTree.fromstring, svgs_of(bundle["text/html"])))
     now = [0.0]
     view = TextView(FakeRun(history), stream, clock=lambda: now[0])
     for state in ("starting", "running", "running", "finished"):
@@ -895,7 +916,7 @@ def test_an_executed_notebook_keeps_the_picture_and_no_dead_widget(in_folder: Pa
     (data,) = displayed(outputs)
     assert set(data) == {"text/html", "text/plain"}
     assert "train: finished after" in "".join(data["text/plain"])
-    ElementTree.fromstring(svg_of("".join(data["text/html"])))
+    assert all(map(ElementTree.fromstring, svgs_of("".join(data["text/html"]))))
     said = "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
     assert "train: 2 processes · gloo" in said
     assert "done" in said
@@ -932,7 +953,7 @@ def test_a_logarithmic_plot_has_equal_distances_for_equal_ratios() -> None:
     history = History()
     Rank(history).log("loss", range(5), [1.0, 0.1, 0.01, 0.001, -1.0])
     picture = history.plot(log=True)
-    found = re.findall(r'<circle cx="[0-9.]+" cy="([0-9.]+)"', picture.svg)
+    found = re.findall(r"M[0-9.]+ ([0-9.]+)h0", picture.svg)
     heights = [float(height) for height in found]
     assert len(heights) == 4, "a value that is not positive has no logarithm"
     steps = [below - above for above, below in itertools.pairwise(heights)]

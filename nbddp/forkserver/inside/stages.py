@@ -92,6 +92,7 @@ class Stages:
         inherited.begin()
         with _stderr_to(self._stderr):
             yield
+        _remove_torchs_folder()
         inherited.end()
         gc.set_threshold(*thresholds)
         # Ranks share the memory of these objects as long as the collector does not write to it.
@@ -101,6 +102,13 @@ class Stages:
 def _import(name: str) -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+
+
+def _remove_torchs_folder() -> None:
+    """Remove the folder that torch 2.8 makes when it is imported: this server is killed, and a rank makes its own."""
+    instantiator: Any = sys.modules.get("torch.distributed.nn.jit.instantiator")
+    if hasattr(instantiator, "_TEMP_DIR"):
+        instantiator._TEMP_DIR.cleanup()
 
 
 def _cleaning() -> Iterator[None]:
