@@ -130,9 +130,10 @@ class Host:
     def send_payload(self, block: int, packed: Packed, then: Sequence[Header]) -> None:
         """Queue the payload, read from the block as it is sent, and the orders that need it."""
         if not self.lost:
+            pieces = frames.BlockFrames(block, packed.nbytes, then=then, kind="payload")
             self.expect_payload(packed)
             self._sent_payload = packed
-            self._send_block(frames.BlockFrames(block, packed.nbytes, then=then, kind="payload"))
+            self._send_block(pieces)
 
     def send_pieces(self, block: int, packed: Packed, start: int, number: int) -> None:
         """Queue the payload's pieces from the offset ``start`` on, for the chain of this number."""

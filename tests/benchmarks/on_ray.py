@@ -23,7 +23,6 @@ LIMIT_S = 900.0
 _PROGRAM = """
     import json, os, sys, time
     import nbddp, torch
-    from nbddp.panel import text
     import ray
     from ray.cluster_utils import Cluster
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -137,13 +136,9 @@ def measure(settings: Settings) -> list[Table]:
 
 def _fill(table: Table, folder: str, rounds: int) -> None:
     given = json.dumps([folder, rounds, NAMES, (METRIC, ERROR)])
-    environ = {
-        **os.environ,
-        "RAY_TMPDIR": folder,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": "120",
-    }
-    environ["PYTHONPATH"] = str(ROOT)
+    patient = {"RAY_raylet_start_wait_time_s": "120", "RAY_agent_register_timeout_ms": "120000"}
+    own = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, **patient, **own}
     command = [sys.executable, "-c", textwrap.dedent(_PROGRAM), given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder, env=environ)
     for line in done.stdout.splitlines():
