@@ -207,7 +207,9 @@ class Picture:
         return self._within(self._max_bytes * 4 // 3, _charts_html)  # in base64, three bytes are four
 
     def _figures(self) -> Iterable[str]:
-        return figures.html(self._history.figures, self._figure_bytes) if self._status else ()
+        blocks = "".join(figures.html(self._history.figures, self._figure_bytes)) if self._status else ""
+        if blocks:
+            yield f"<div>{blocks}</div>"  # or the tables stand beside it
 
     def _ranks_table(self) -> Iterable[str]:
         rows = ranks.rows(self._status, self._history, time.time()) if self._status else []
