@@ -109,7 +109,7 @@ class Called:
 class Finished:
     """Worker to kernel: the function returned; its value is in the rank's result block."""
 
-    nbytes: int
+    nbytes: int  # 0: the value is None, the most frequent one
     at: float  # time.monotonic(), one clock for all processes of a machine
     met: bool | None = None  # the rank took part in a collective; None: it was in no group of several ranks
     lost: str = ""  # why the value is incomplete: parts of it do not pickle

@@ -190,18 +190,6 @@ def test_a_global_that_a_rank_sets_is_its_own(cell: Cells) -> None:
     assert (names.best, names.total) == (0.5, [0])
 
 
-def test_the_result_none_takes_no_bytes_of_a_block() -> None:
-    block = payload.open_block("result-0")
-    try:
-        assert payload.pack(None, block, back=True).nbytes == 0
-        assert os.fstat(block).st_size == 0
-        assert payload.unpack(block, 0).value is None
-        nbytes = payload.pack([None], block, back=True).nbytes
-        assert payload.unpack(block, nbytes).value == [None]
-    finally:
-        os.close(block)
-
-
 def test_inspect_finds_a_cells_source_in_a_rank(cell: Cells) -> None:
     names = cell("""
         import inspect

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import threading
+from typing import Any
 
 import psutil
 import pytest
 
 import nbddp
 from nbddp.forkserver import server as forkserver
+from nbddp.kernel.attempt import Attempt
 from tests.support import Cells, Notebook, run, start, wait_until
 
 SLEEPS = """
@@ -27,6 +30,24 @@ def test_result_waits_for_rank_0s_value(cell: Cells) -> None:
         going.result(timeout=0.01)
     assert going.result() == "slept"
     assert (going.done(), going.exception()) == (True, None)
+
+
+def test_a_result_of_none_takes_no_bytes_and_no_thread(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, threads = [], set()
+    result_of = Attempt._result_of
+
+    def noting(attempt: Attempt, worker: Any) -> Any:
+        sizes.append(worker.report.nbytes)
+        threads.add(threading.current_thread().name)
+        return result_of(attempt, worker)
+
+    monkeypatch.setattr(Attempt, "_result_of", noting)
+    names = cell("def nothing(): pass\ndef a_list(): return [None]")
+    assert run(names.nothing).values == [None, None]
+    assert (sizes, threads) == ([0, 0], {"nbddp-nothing"})
+    assert run(names.a_list).values == [[None], [None]]
+    assert all(sizes[2:])
+    assert "nbddp-unpack" in threads
 
 
 def test_exception_is_what_result_raises(cell: Cells) -> None:

@@ -132,7 +132,9 @@ class Attempt:
         report = worker.report
         assert isinstance(report, wire.Finished)
         try:
-            unpacked = worker.unpack_result(report.nbytes, self._packed.by_value)
+            unpacked = Unpacked(None, [], {}, [])
+            if report.nbytes:
+                unpacked = worker.unpack_result(report.nbytes, self._packed.by_value)
         except Exception as error:  # whatever unpickling a user's object raises
             drop_our_frames(error)
             why = f"{type(error).__name__}: {error}"

@@ -96,12 +96,7 @@ class Unpacked:
 
 
 def pack(obj: object, fd: int, *, known: Known | None = None, inheriting: bool = True, back: bool = False) -> Packed:
-    """Write ``obj`` into the block ``fd``: :func:`prepare` and :meth:`Pickled.write` in one call.
-
-    None, the most frequent result, takes no bytes.
-    """
-    if obj is None:
-        return Packed(0, [], [])
+    """Write ``obj`` into the block ``fd``: :func:`prepare` and :meth:`Pickled.write` in one call."""
     pickled = prepare(obj, known=known, inheriting=inheriting, back=back)
     pickled.write(fd)
     return pickled.packed
@@ -163,8 +158,6 @@ def unpack(
         inherited, known: the objects that the stream refers to by number.
         device: for tensors that were on an accelerator; None: the CPU.
     """
-    if not nbytes:
-        return Unpacked(None, [], {}, [])
     memory = map_block(fd, nbytes)
     stream_at, table_at, end = _HEADER.unpack_from(memory, 0)
     table: _Table = pickle.loads(memory[table_at:end])

@@ -349,7 +349,7 @@ def _newest_modules(count: int) -> list[ModuleType]:
 
 def _finished(value: Any, fd: int, known: Known, job: wire.Job) -> wire.Message:
     try:
-        nbytes = payload.pack(value, fd, known=known, back=True).nbytes
+        nbytes = 0 if value is None else payload.pack(value, fd, known=known, back=True).nbytes
         held = namespace.held() if job.stays and context.is_primary() else ()
         in_group = dist.is_initialized()
         return wire.Finished(nbytes, time.monotonic(), process_group.has_met(), in_group=in_group, held=held)
@@ -365,7 +365,7 @@ def _finished(value: Any, fd: int, known: Known, job: wire.Job) -> wire.Message:
 def _exited(error: SystemExit, fd: int) -> wire.Message:
     at = time.monotonic()
     if error.code is None or error.code == 0:
-        return wire.Finished(payload.pack(None, fd, back=True).nbytes, at, process_group.has_met())
+        return wire.Finished(0, at, process_group.has_met())
     if isinstance(error.code, int):
         return wire.Exited(error.code & 0xFF, "", at)  # as in a process's exit status
     text = _text_of(error.code)
