@@ -73,7 +73,7 @@ class Lab:
         self.folder = Path(self._temp.name)
         self.notebooks = self.folder / "notebooks"
         self.notebooks.mkdir()
-        self._write_settings()
+        self.reset_settings()
         self._write_kernel(kernel_path)
         self._process = self._start()
         self.url = self._address()
@@ -173,8 +173,10 @@ class Lab:
             assert time.monotonic() < deadline, f"cell {index} has not ended"
             time.sleep(0.02)
 
-    def _write_settings(self) -> None:
+    def reset_settings(self) -> None:
+        """Undo what has been set in a page, as a theme."""
         settings = self.folder / "config" / "lab" / "user-settings" / "@jupyterlab"
+        shutil.rmtree(settings, ignore_errors=True)
         for plugin, values in {
             "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
             "docmanager-extension/plugin": {"autosave": False},

@@ -136,6 +136,7 @@ def _notebook(lab: Lab, page: Page) -> Iterator[Notebook]:
     yield made
     page.close()
     lab.end_kernels()
+    lab.reset_settings()
     ours = [problem for problem in made.problems if "nbddp" in problem]
     assert not ours
 
