@@ -222,6 +222,9 @@ Message = Union[
 ]
 
 
+LENGTH = struct.Struct("!i")  # before each message, as multiprocessing's Connection writes it (Python 3.8 to 3.14)
+
+
 def encode(message: Message) -> bytes:
     """A message as bytes for ``Connection.send_bytes``."""
     return pickle.dumps(message, protocol=5)

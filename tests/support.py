@@ -239,7 +239,7 @@ class Surroundings:
             if isinstance(before, set):
                 wrong = after - before
             elif name == "fds":
-                # By kind: a fork server that had to be replaced has other pipes, as many.
+                # By kind: a fork server that was replaced has other pipes, a session's next call other files, as many.
                 wrong = Counter(map(_kind, after.values())) - Counter(map(_kind, before.values()))
             else:
                 wrong = {} if after == before else {"before": before, "after": after}
@@ -249,7 +249,8 @@ class Surroundings:
 
 
 def _kind(target: str) -> str:
-    return re.sub(r"^(pipe|socket|/memfd:nbddp-server-stderr).*", r"\1", target)
+    named = re.sub(r"^(pipe|socket|/memfd:nbddp-server-stderr).*", r"\1", target)
+    return re.sub(r"^(/nbddp-\w+|.*/#)[-\d]+ \(deleted\)", r"\1", named)  # blocks, and files without a name
 
 
 def _temporary_files() -> set[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from nbddp import wire
 from nbddp.agent.reporter import Reporter
 from nbddp.hosts.frames import Header
-from nbddp.launch.calls import begin_call
+from nbddp.launch.calls import begin_call, open_ends
 from nbddp.launch.crew import LocalCrew
 from nbddp.launch.output import RankOutput, open_output
 
@@ -46,10 +46,11 @@ class Calls:
 
     def _begin(self, order: Header, block: int) -> None:
         call = wire.NextCall(**{field.name: order[field.name] for field in dataclasses.fields(wire.NextCall)})
+        call = dataclasses.replace(call, by_value=tuple(call.by_value))
         for local_rank, worker in enumerate(self._crew.workers):
             if worker.rank in order["ranks"]:
                 before, output = worker.output, RankOutput(open_output())
-                begin_call(worker, dataclasses.replace(call, by_value=tuple(call.by_value)), output, block)
+                begin_call(worker, call, output, block, open_ends())
             elif worker.rank in order["again"]:
                 worker.end()
                 before, output = worker.output, RankOutput(open_output())

@@ -10,7 +10,7 @@ from nbddp import wire
 from nbddp.hosts.crew import RemoteCrew
 from nbddp.hosts.frames import Header
 from nbddp.hosts.host import Host
-from nbddp.launch.output import RankOutput
+from nbddp.launch.output import RankOutput, open_output
 from nbddp.payload import Packed
 
 _POLL_S = 0.5
@@ -60,6 +60,10 @@ class RemoteStayingCrew(RemoteCrew):
                 self._in_call[host.name] = host
                 orders.append((host, [order]))
         self._send_payload([host for host, _ in orders], data, orders)
+
+    def open_output(self) -> int:
+        """Open a file, on this machine, for the output of one rank in the next call."""
+        return open_output()
 
     def cancel_upload(self) -> None:
         """Send no more of the payload: the call does not begin on hosts that have not received all of it."""

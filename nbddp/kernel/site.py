@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from nbddp import payload, versions, wire
 from nbddp.forkserver import server as forkserver
 from nbddp.kernel.plan import Plan
-from nbddp.launch.calls import begin_call
+from nbddp.latch import start_thread
+from nbddp.launch.calls import SpareEnds, begin_call
 from nbddp.launch.crew import LocalCrew
 from nbddp.launch.devices import device_index
 from nbddp.launch.gauges import LocalGauges
-from nbddp.launch.output import RankOutput
+from nbddp.launch.output import RankOutput, open_output
 from nbddp.launch.rendezvous import HOST, Rendezvous, open_rendezvous
 from nbddp.payload import Packed, Pickled
 
@@ -26,6 +27,8 @@ _closing: list[threading.Thread] = []  # each closes a block
 
 class LocalSite:
     """This machine; see ``launch.interface.Site``."""
+
+    thread_stays = False
 
     def __init__(self, plan: Plan) -> None:
         self.gauges = LocalGauges(plan.device, plan.environ, plan.gpus)
@@ -43,6 +46,14 @@ class LocalSite:
         self.block = payload.open_block(self._plan.name, pickled.packed.nbytes)
         self._open.callback(_close_block, self.block)
         pickled.write(self.block, keep_going)
+
+    def start_thread(self, work: Callable[[], None], name: str, refused: Callable[[RuntimeError], None]) -> None:
+        """Call ``work`` on a thread of the run's own."""
+        start_thread(work, name, refused)
+
+    def open_output(self) -> int:
+        """Open a file for the output of one rank."""
+        return open_output()
 
     def new_crew(self, start_method: str) -> NotebookCrew:
         """Return a crew for one attempt."""
@@ -170,6 +181,15 @@ class StayingCrew(NotebookCrew):
 
     returns_within_s = 1.0  # a sender of gloo's may wait on although its connection is closed; see group_sockets.py
 
+    def __init__(self, plan: Plan, start_method: str, block: int) -> None:
+        super().__init__(plan, start_method, block)
+        self._spare = SpareEnds()
+
+    def launch(self, packed: Packed, outputs: Sequence[RankOutput], restart_count: int) -> None:
+        """Start all ranks, with the first call."""
+        super().launch(packed, outputs, restart_count)
+        self._spare.fill(self._plan.nprocs)
+
     def begin_call(
         self,
         call: wire.NextCall,
@@ -181,13 +201,27 @@ class StayingCrew(NotebookCrew):
     ) -> None:
         """Begin a call on these ranks, and start those that have ended again. Raises LaunchError."""
         packed, block = data
-        jobs = self.jobs(packed.nbytes)
         for rank in again:
-            job = dataclasses.replace(jobs[rank], group=group)
+            job = dataclasses.replace(self.jobs(packed.nbytes)[rank], group=group)
             self.replace(job, outputs[rank], block, self._rendezvous.file)
         for worker in self.workers:
             if worker.rank in ranks:
-                begin_call(worker, call, outputs[worker.rank], block)
+                begin_call(worker, call, outputs[worker.rank], block, self._spare.take())
+        self._spare.fill(self._plan.nprocs)  # while the ranks are at work
+
+    def open_output(self) -> int:
+        """Open a file for the output of one rank in the next call."""
+        return self._spare.take_output()
+
+    def close(self) -> None:
+        """Close every file descriptor."""
+        super().close()
+        self._spare.close()
+
+    def disown(self) -> None:
+        """In a process forked from the kernel: hold nothing of the ranks open."""
+        super().disown()
+        self._spare.disown()
 
     def cancel_upload(self) -> None:
         """Do nothing: the ranks map the payload."""

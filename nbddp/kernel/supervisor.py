@@ -22,9 +22,8 @@ from nbddp.kernel.attempt import Attempt, HostsAreBack
 from nbddp.kernel.hang import StallDetector
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.state import RunState
-from nbddp.latch import start_thread
 from nbddp.launch.interface import Site
-from nbddp.launch.output import RankOutput, open_output
+from nbddp.launch.output import RankOutput
 from nbddp.payload import Pickled
 from nbddp.text import in_a_line
 
@@ -55,7 +54,7 @@ class Supervisor:
 
     def start(self) -> None:
         """Start the run. A second call has no effect: after an interrupt nothing shows whether the first one worked."""
-        start_thread(self._run, f"nbddp-{self._plan.name}", self._fail_without_thread)
+        self._site.start_thread(self._run, f"nbddp-{self._plan.name}", self._fail_without_thread)
 
     def _fail_without_thread(self, error: RuntimeError) -> None:
         try:
@@ -66,7 +65,7 @@ class Supervisor:
         self._end()
 
     def join(self, timeout_s: float | None = None, or_when: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the run is over and its thread has ended. Returns False if the timeout is over first.
+        """Wait until the run is over and its thread has ended or stays. Returns False if the timeout is over first.
 
         Args:
             or_when: ends the wait, as for a latch.
@@ -98,7 +97,8 @@ class Supervisor:
             self._start_tokens.pop()
         except IndexError:
             return
-        self._thread = threading.current_thread()
+        if not self._site.thread_stays:
+            self._thread = threading.current_thread()
         try:
             self._make_attempts()
         except NbddpError as error:
@@ -136,7 +136,7 @@ class Supervisor:
     def _make_attempts(self) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(self._plan.nprocs):
-                self.state.outputs.append(RankOutput(open_output()))
+                self.state.outputs.append(RankOutput(self._site.open_output()))
                 stack.callback(self.state.outputs[-1].close)
             self._site.copy_data(self._pickled, lambda: self.state.stop_grace_s is None)
             self.state.data_copied.open()

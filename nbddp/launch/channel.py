@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import socket
-import struct
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from nbddp import wire
 
-_LENGTH = struct.Struct("!i")  # before each message, as multiprocessing's Connection writes it (Python 3.8 to 3.14)
 _MAX_NBYTES = 1 << 20  # of one message; large data travel in a block
 _INCOMPLETE_S = 5.0  # messages are written at once: data that are incomplete for this long are not a message
 _READ_BYTES = 64 << 10
@@ -45,10 +44,12 @@ class Channel:
     def fileno(self) -> int:
         return self._end.fileno()
 
-    def send(self, message: wire.Message) -> None:
-        """Send a message. Raises OSError if the worker has closed its end."""
+    def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+        """Send a message, and file descriptors with it. Raises OSError if the worker has closed its end."""
         data = wire.encode(message)
-        self._end.sendall(_LENGTH.pack(len(data)) + data)
+        data = wire.LENGTH.pack(len(data)) + data
+        sent = socket.send_fds(self._end, [data], fds) if fds else 0
+        self._end.sendall(data[sent:])
 
     def receive(self) -> wire.Message | None:
         """Return the next message if all of it has arrived.
@@ -84,15 +85,15 @@ class Channel:
 
     def _next(self) -> bytes | None:
         """Return the bytes of the next message if all of them are in the buffer."""
-        if len(self._buffer) < _LENGTH.size:
+        if len(self._buffer) < wire.LENGTH.size:
             return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
+        (length,) = wire.LENGTH.unpack_from(self._buffer)
         if not 0 <= length <= _MAX_NBYTES:
             raise Garbled
-        end = _LENGTH.size + length
+        end = wire.LENGTH.size + length
         if len(self._buffer) < end:
             return None
-        data = bytes(self._buffer[_LENGTH.size : end])
+        data = bytes(self._buffer[wire.LENGTH.size : end])
         del self._buffer[:end]
         return data
 

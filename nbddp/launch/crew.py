@@ -46,8 +46,8 @@ class _Inherited:
         return operator.methodcaller("detach"), (reduction.DupFd(self._fd),)
 
 
-def _open_calls(kernels_ends: contextlib.ExitStack, workers_ends: contextlib.ExitStack) -> tuple[socket.socket, int]:
-    """Open the connection that hands over the ends of the calls of a rank that stays. Returns both of its ends."""
+def _open_release(kernels_ends: contextlib.ExitStack, workers_ends: contextlib.ExitStack) -> tuple[socket.socket, int]:
+    """Open the connection by which a rank that stays is released from a collective. Returns both of its ends."""
     kernels_end, workers_end = socket.socketpair()
     kernels_ends.callback(kernels_end.close)
     workers_ends.callback(workers_end.close)
@@ -159,13 +159,13 @@ class LocalCrew(CrewBase):
             kernels_ends.callback(channel.close)
             workers_ends.callback(workers_channel.close)
             payload_fd, store_fd = shared
-            calls, workers_calls = _open_calls(kernels_ends, workers_ends) if job.stays else (None, None)
-            inherited_fds = (metrics_w, output.fileno(), stacks_fd, payload_fd, result_fd, store_fd, workers_calls)
+            release, workers_release = _open_release(kernels_ends, workers_ends) if job.stays else (None, None)
+            inherited_fds = (metrics_w, output.fileno(), stacks_fd, payload_fd, result_fd, store_fd, workers_release)
             ends = entry.Ends(*(fd if fd is None else _Inherited(fd) for fd in inherited_fds))  # type: ignore[arg-type]
             process = self._start_process(job, entry.main, (workers_channel, ends, tuple(inherited)))
             kernels_ends.pop_all()  # from here on the LocalRank closes them
         fds_here = {"metrics": metrics_r, "stacks": stacks_fd, "result": result_fd}
-        return LocalRank(job.rank, process, channel, output, fds_here, calls)
+        return LocalRank(job.rank, process, channel, output, fds_here, release)
 
     def _start_process(self, job: wire.Job, target: Callable[..., None], args: tuple[Any, ...]) -> Any:
         process: Any

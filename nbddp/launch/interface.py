@@ -40,9 +40,11 @@ class Site(Protocol):
     Attributes:
         gauges: the memory of the ranks.
         layout: the host and local rank of each rank in the last attempt; empty on this machine alone.
+        thread_stays: the run's thread does not end with the run.
     """
 
     layout: list[tuple[str, int]]
+    thread_stays: bool
 
     @property
     def gauges(self) -> Gauges: ...
@@ -53,6 +55,12 @@ class Site(Protocol):
         Raises:
             OSError, LaunchError: there is not enough memory.
         """
+
+    def start_thread(self, work: Callable[[], None], name: str, refused: Callable[[RuntimeError], None]) -> None:
+        """Call ``work`` on the run's thread, as :func:`nbddp.latch.start_thread`."""
+
+    def open_output(self) -> int:
+        """Open a file for the output of one rank, as :func:`nbddp.launch.output.open_output`."""
 
     def new_crew(self, start_method: str) -> Crew:
         """Return a crew for one attempt."""
@@ -328,6 +336,9 @@ class StayingCrew(Crew, Protocol):
             again: ranks that have ended, and are started again with this call.
             group: the number of the process group that these join.
         """
+
+    def open_output(self) -> int:
+        """Open a file for the output of one rank in the next call."""
 
     def cancel_upload(self) -> None:
         """Send no more of the payload: where not all of it has arrived, the call does not begin."""

@@ -50,11 +50,11 @@ class LocalRank(RankBase):
         channel: Channel,
         output: RankOutput,
         fds: dict[str, int],
-        calls: socket.socket | None = None,
+        release: socket.socket | None = None,
     ) -> None:
         super().__init__(rank, output)
         self.regrouped: wire.Regrouped | None = None
-        self._calls = calls  # of a rank that stays: hands over the ends of its next call
+        self._release = release  # of a rank that stays: from a collective
         self._dismissed = False
         self._raised: wire.Raised | None = None
         self._pickle_deadline = float("inf")
@@ -84,11 +84,11 @@ class LocalRank(RankBase):
         sentinel = self._process.sentinel if self.alive and not self.orphaned else None
         return [x for x in (self._channel, sentinel) if x is not None]
 
-    def send(self, message: wire.Message) -> None:
-        """Send a message; it is lost if the rank has ended."""
+    def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+        """Send a message, and file descriptors with it; it is lost if the rank has ended."""
         with contextlib.suppress(OSError):
             if self._channel is not None:
-                self._channel.send(message)
+                self._channel.send(message, fds)
 
     def begin(self, call: wire.NextCall, output: RankOutput, fds: dict[str, int], workers_fds: Sequence[int]) -> None:
         """Begin the next call of a rank that stays and has reported.
@@ -97,21 +97,18 @@ class LocalRank(RankBase):
             fds: this side's ends, which the rank object closes.
             workers_fds: the rank's ends of metrics, output, payload and result, which the caller closes.
         """
-        assert self._calls is not None
         self.close_call()
         self._fds |= fds
         self.output = output
         self.called, self.report, self._raised, self._pickle_deadline = False, None, None, float("inf")
         self._logged = 0
-        with contextlib.suppress(OSError):  # it has ended
-            socket.send_fds(self._calls, [staying.ENDS], workers_fds)
-        self.send(call)
+        self.send(call, workers_fds)
 
     def free(self) -> None:
         """Release a rank that stays from a collective whose other ranks will not come."""
-        if self._calls is not None:
+        if self._release is not None:
             with contextlib.suppress(OSError):
-                self._calls.send(staying.FREE, socket.MSG_DONTWAIT)
+                self._release.send(staying.RELEASE, socket.MSG_DONTWAIT)
 
     def regroup(self, number: int) -> None:
         """Have a rank that stays join the process group of this number; ``regrouped`` is its answer."""
@@ -245,8 +242,8 @@ class LocalRank(RankBase):
         """Close all file descriptors."""
         if self._channel is not None:
             self._channel.close()
-        if self._calls is not None:
-            self._calls.close()
+        if self._release is not None:
+            self._release.close()
         for fd in self._fds.values():
             os.close(fd)
         # Takes the process off multiprocessing's list of children. Not join(0): a spawned rank that was just killed
@@ -260,8 +257,8 @@ class LocalRank(RankBase):
         """In a process forked from the kernel: close the file descriptors of the rank, which belongs to the kernel."""
         if self._channel is not None:
             self._channel.close()
-        if self._calls is not None:
-            self._calls.close()
+        if self._release is not None:
+            self._release.close()
         # multiprocessing's finalizer has the sentinels, and does nothing in a fork (Python 3.10 to 3.14).
         for fd in getattr(self._process._popen.finalizer, "_args", ()):
             os.close(fd)

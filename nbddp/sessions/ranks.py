@@ -10,8 +10,9 @@ from typing import Any
 from nbddp import wire
 from nbddp.kernel import failure
 from nbddp.kernel.plan import Plan
+from nbddp.latch import StayingThread
 from nbddp.launch.interface import CrewBase, Gauges, Home, StayingCrew, StayingRank
-from nbddp.launch.output import RankOutput
+from nbddp.launch.output import RankOutput, open_output
 from nbddp.payload import Packed, Pickled
 from nbddp.payload.known import Known
 from nbddp.text import ranks_text
@@ -31,6 +32,7 @@ class Ranks:
         sent: the notebook's variables that the ranks have.
         lost: ranks that have ended, each with the reason.
         in_call: the name of the call that goes on; "" if there is none.
+        thread: calls them, one after the other.
     """
 
     def __init__(self, plan: Plan, home: Home) -> None:
@@ -41,6 +43,7 @@ class Ranks:
         self._findings: list[str] = []
         self.crew: StayingCrew | None = None
         self.in_call = ""
+        self.thread = StayingThread("nbddp-session")
         self._group = 0
         self._by_value: list[Any] = []  # functions and classes that the ranks have got, by number
         self._numbers: dict[int, int] = {}
@@ -188,6 +191,10 @@ class Ranks:
                 where = f"{name} on {ranks_text(other)}"
                 yield f"{where} differs from rank {min(by_rank)}'s; .sync({name!r}) makes them equal"
 
+    def open_output(self) -> int:
+        """Open a file for the output of one rank in the next call."""
+        return self.crew.open_output() if self.crew is not None else open_output()
+
     # ------------------------------------------------------------------ the end
 
     def dismiss(self, timeout_s: float) -> None:
@@ -205,6 +212,7 @@ class Ranks:
             self.end()
         finally:
             self.home.close()
+            self.thread.end()
 
     def end(self) -> None:
         """End all processes at once, and everything that belongs to them."""
@@ -224,6 +232,8 @@ class Ranks:
 
 class SessionSite:
     """Where one call of a session finds its data and its ranks; see ``launch.interface.Site``."""
+
+    thread_stays = True
 
     def __init__(self, plan: Plan, ranks: Ranks, only: Sequence[int] | None, owner: object) -> None:
         """
@@ -247,6 +257,14 @@ class SessionSite:
         """Copy the data into a block for the ranks."""
         self._ranks.number(pickled.packed)
         self._data.copy_data(pickled, keep_going)
+
+    def start_thread(self, work: Callable[[], None], _name: str, refused: Callable[[RuntimeError], None]) -> None:
+        """Call ``work`` on the session's thread."""
+        self._ranks.thread.call(work, refused)
+
+    def open_output(self) -> int:
+        """Open a file for the output of one rank."""
+        return self._ranks.open_output()
 
     def new_crew(self, start_method: str) -> CallCrew:
         """Return the session's ranks, for this call."""

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -78,7 +78,13 @@ def expect_stops(may_stop: bool) -> None:
         hold_timeouts()
 
 
-def receive(channel: Connection) -> wire.Message:
+class Channel(Protocol):
+    """What messages come from: a ``Connection``, or something like it."""
+
+    def recv_bytes(self) -> bytes: ...
+
+
+def receive(channel: Channel) -> wire.Message:
     """Receive a message after a call. The kernel first lets a thread go that has been left at the prompt."""
     with _state.reading:
         return wire.decode(channel.recv_bytes())

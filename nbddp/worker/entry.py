@@ -68,7 +68,7 @@ class Ends:
     payload: int
     result: int
     store: int | None
-    calls: int | None = None  # of a rank that stays: where the ends of its next calls come from
+    release: int | None = None  # of a rank that stays: where the order to leave a collective comes from
 
 
 def main(channel: Connection, ends: Ends, handed: Sequence[Any]) -> None:
@@ -81,8 +81,9 @@ def main(channel: Connection, ends: Ends, handed: Sequence[Any]) -> None:
     report = _live(job, channel, ends, handed)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # must not interrupt the report; the notebook kernel can use SIGKILL
     channel.send_bytes(wire.encode(report))
-    if ends.calls is not None:
-        staying.serve(channel, job, staying.Ends(ends.calls), functools.partial(_next_call, channel, ends))
+    if ends.release is not None:
+        staying.obey(ends.release)
+        staying.serve(channel, job, functools.partial(_next_call, channel, ends))
         _end()
     else:
         _leave(channel)

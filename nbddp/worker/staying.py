@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import queue
 import signal
 import socket
 import threading
@@ -16,47 +15,62 @@ from typing import Any
 from nbddp import wire
 from nbddp.worker import debugger, group_sockets, process_group, regroup
 
-ENDS = b"E"  # on the socket of a rank that stays: the file descriptors of the next call
-FREE = b"F"  # release this rank from a collective whose other ranks will not come
-_ENDS_OF_A_CALL = 4
+RELEASE = b"R"  # from a collective whose other ranks will not come
+_FDS_OF_A_CALL = 4
 
 
-class Ends:
-    """What the notebook kernel hands over while a call goes on, received by a thread of its own."""
-
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
-        self._received: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        threading.Thread(target=self._receive, name="nbddp-session", daemon=True).start()
-
-    def of_the_next_call(self) -> list[int]:
-        """Wait for the file descriptors of the next call: metrics, output, payload and result."""
-        return self._received.get()
-
-    def _receive(self) -> None:
-        while True:
-            kind, fds, _, _ = socket.recv_fds(self._socket, 1, _ENDS_OF_A_CALL)
-            if not kind:
-                return
-            if kind == FREE:
-                group_sockets.shut()
-                process_group.abort_nccl()
-            else:
-                for fd in fds:
-                    os.set_inheritable(fd, False)
-                self._received.put(fds)
+def obey(fd: int) -> None:
+    """From now on, release this rank from its collective, on a thread, whenever ``RELEASE`` arrives on the socket."""
+    threading.Thread(target=_obey, args=(socket.socket(fileno=fd),), name="nbddp-session", daemon=True).start()
 
 
-def serve(channel: Connection, job: wire.Job, ends: Ends, call: Callable[[wire.Job, list[int]], wire.Message]) -> None:
+def _obey(orders: socket.socket) -> None:
+    while orders.recv(1):
+        group_sockets.shut()
+        process_group.abort_nccl()
+
+
+class _Calls:
+    """The rank's end of its channel between the calls, which come with file descriptors.
+
+    Attributes:
+        fds: for metrics, output, payload and result of the call that was received last.
+    """
+
+    def __init__(self, channel: Connection) -> None:
+        self.fds: list[int] = []
+        self._socket = socket.socket(fileno=os.dup(channel.fileno()))
+
+    def recv_bytes(self) -> bytes:
+        """Receive a message, as ``Connection.recv_bytes``. Raises EOFError, OSError."""
+        (length,) = wire.LENGTH.unpack(self._read(wire.LENGTH.size))
+        return self._read(length)
+
+    def _read(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            more, fds, _, _ = socket.recv_fds(self._socket, nbytes - len(data), _FDS_OF_A_CALL)
+            if not more:
+                raise EOFError
+            if fds:
+                self.fds = fds
+            data += more
+        return data
+
+
+def serve(channel: Connection, job: wire.Job, call: Callable[[wire.Job, list[int]], wire.Message]) -> None:
     """Take calls until the notebook kernel ends the session."""
+    calls = _Calls(channel)
     while True:
         try:
-            message = debugger.receive(channel)
+            message = debugger.receive(calls)
         except (EOFError, OSError):
             return
         if isinstance(message, wire.NextCall):
+            for fd in calls.fds:
+                os.set_inheritable(fd, False)
             next_job = dataclasses.replace(job, **vars(message))
-            channel.send_bytes(wire.encode(call(next_job, ends.of_the_next_call())))
+            channel.send_bytes(wire.encode(call(next_job, calls.fds)))
         elif isinstance(message, wire.Regroup):
             channel.send_bytes(wire.encode(regroup.join_group(job, message.number)))
         elif isinstance(message, wire.Leave):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -133,3 +134,61 @@ def test_a_signal_that_wakes_no_thread_is_handled_within_10_s() -> None:
     finally:
         signal.signal(NUMBER, before)
     assert heard[0] - began < 10
+
+
+def test_a_thread_that_stays_does_everything_in_order_and_then_ends() -> None:
+    thread = latches.StayingThread("stays")
+    done: list[tuple[int, threading.Thread]] = []
+    for number in range(20):
+        thread.call(lambda number=number: done.append((number, threading.current_thread())), pytest.fail)
+    last = Latch()
+    thread.call(last.open, pytest.fail)
+    assert last.wait(20)
+    thread.end()
+    assert [number for number, _ in done] == list(range(20))
+    [only] = {worker for _, worker in done}
+    assert only.name == "stays"
+    assert not only.is_alive()
+
+
+def test_a_thread_that_stays_keeps_nothing_of_its_last_work() -> None:
+    class Work:
+        def __call__(self) -> None:
+            called.open()
+
+    thread, called, work = latches.StayingThread("stays"), Latch(), Work()
+    kept = weakref.ref(work)
+    thread.call(work, pytest.fail)
+    assert called.wait(20)
+    del work
+    deadline = time.monotonic() + 20
+    while kept() is not None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert kept() is None
+    thread.end()
+
+
+def test_a_thread_that_stays_can_end_itself() -> None:
+    thread, over = latches.StayingThread("stays"), Latch()
+
+    def end() -> None:
+        thread.end()
+        over.open()
+
+    thread.call(end, pytest.fail)
+    assert over.wait(20)
+
+
+def test_where_the_system_has_no_thread_a_thread_that_stays_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    thread, refused = latches.StayingThread("stays"), list[RuntimeError]()
+    with monkeypatch.context() as patch:
+        patch.setattr(latches._thread, "start_new_thread", refuse)
+        thread.call(lambda: None, refused.append)
+        assert [str(error) for error in refused] == ["can't start new thread"]
+    done = Latch()
+    thread.call(done.open, pytest.fail)  # there is one again
+    assert done.wait(20)
+    thread.end()
