@@ -123,6 +123,25 @@ def test_objects_that_the_user_has_frozen_stay_frozen() -> None:
     assert shown == "True\n"
 
 
+@pytest.mark.slow
+def test_runs_that_follow_each_other_wait_for_no_import_between_them(in_folder: Path) -> None:
+    """The module takes longer than all of them, and is imported once no run has come for a second."""
+    shown = program(
+        in_folder,
+        """
+        began = time.monotonic()
+        for _ in range(3):
+            print(values(plain))
+            time.sleep(0.3)
+        print(time.monotonic() - began < 60)
+        while forkserver.importing()[0] != "comes_last": time.sleep(0.01)
+        print("now")
+        """,
+        "import time; time.sleep(60)",
+    )
+    assert shown == "[False, False]\n" * 3 + "True\nnow\n"
+
+
 # ---------------------------------------------------------------------------- which calls need the last imports
 
 LIGHT = {

@@ -31,6 +31,7 @@ _MAX_FDS = 253  # Linux's SCM_MAX_FD
 _REPORT_CHARS = 200
 # How long the rest is left for a first request that follows soon: cells that import nbddp and torch, and start a run.
 _FIRST_REQUEST_S = 0.4
+_QUIET_S = 1.0  # after the last rank's end: of cells that run one after the other, none waits for a part of the rest
 _UNTIL_STEP_S = 10.0  # of ranks that go on for long, so that the later ones start as fast as any
 _CLEANUP_S = 1.0
 _POLL_S = 0.01
@@ -89,7 +90,7 @@ class _Server:
         self._alive = alive
         self._ranks: dict[int, int] = {}  # from pid to the pipe for its exit code
         self._folders: set[str] = set()  # the folders of runs
-        self._first_request_until = time.monotonic() + _FIRST_REQUEST_S
+        self._next_step_at = time.monotonic() + _FIRST_REQUEST_S
         self._child_ended, wake = os.pipe()
         for fd in (self._child_ended, wake):
             os.set_blocking(fd, False)
@@ -125,7 +126,7 @@ class _Server:
             return None
         if self._ranks:
             return _UNTIL_STEP_S * 1000
-        return max(0.0, self._first_request_until - time.monotonic()) * 1000
+        return max(0.0, self._next_step_at - time.monotonic()) * 1000
 
     def _take_a_step(self) -> None:
         if self._ranks or any(map(os.path.isdir, self._folders)):  # to clean up after them comes before a quick end
@@ -202,6 +203,7 @@ class _Server:
             if fd is not None:
                 _answer([fd], os.waitstatus_to_exitcode(status))
                 os.close(fd)
+                self._next_step_at = time.monotonic() + _QUIET_S
 
     def _clean_up(self) -> None:
         """Kill the remaining processes of a notebook kernel that was killed, and remove their files."""
