@@ -90,7 +90,7 @@ def test_hosts_stay_usable_when_the_notebook_runs_out_of_file_descriptors(cell: 
 )
 def test_a_message_the_notebook_cannot_handle_ends_the_run_with_host_lost(
     cell: Cells,
-    cluster: Login,
+    warm: nbddp.Cluster,
     rig: Rig,
     in_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -104,12 +104,11 @@ def test_a_message_the_notebook_cannot_handle_ends_the_run_with_host_lost(
             raise error
         receive(self, head, body, offset_s)
 
-    hosts = cluster(heartbeat=60.0)
     with monkeypatch.context() as patch:
         patch.setattr(RemoteRank, "receive", refuse)
         names = cell(SLEEPING.replace("time.sleep(1000)", "print(flush=True); time.sleep(1000)"))
         with within(20), pytest.raises(nbddp.HostLost, match="gpu2") as raised:
-            run(names.train, hosts=hosts)
+            run(names.train, hosts=warm)
     assert says in str(raised.value)
     rig.hosts["gpu2"].wait_until_clean(GONE_S)
 
@@ -133,9 +132,9 @@ def test_a_notebook_silent_past_the_heartbeat_gets_an_error_that_names_a_longer_
     ],
 )
 def test_host_lost_names_the_options_that_would_have_restarted(
-    cell: Cells, cluster: Login, rig: Rig, in_folder: Path, options: dict[str, int], says: str
+    cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path, options: dict[str, int], says: str
 ) -> None:
-    going = begin(cell(SLEEPING).train, cluster(heartbeat=60.0), 2, nprocs=1, **options)
+    going = begin(cell(SLEEPING).train, warm, 2, nprocs=1, **options)
     rig.hosts["gpu2"].agent().kill()
     with within(3), pytest.raises(nbddp.HostLost, match=says):
         going.wait()
