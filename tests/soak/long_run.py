@@ -63,20 +63,19 @@ class _Seen:
     points: int = 0
 
     def look(self, process: psutil.Process, began: float) -> None:
-        self.times.append(time.monotonic() - began)
         self.sizes.append(process.memory_full_info().uss)
         self.fds.append(process.num_fds())
         self.threads.append(process.num_threads())
+        self.times.append(time.monotonic() - began)  # afterwards: what was seen of the end is not taken for the middle
 
 
 def _watch(notebook: Notebook, begun: Path, seconds: float, every_s: float) -> list[str]:
     notebook.ok("%load_ext nbddp\nimport nbddp\nnbddp.run(lambda: 1, nprocs=2, device='cpu', show=True).values")
     message_id = _begin(notebook, _CELL.format(seconds=seconds, begun=str(begun)).lstrip())
     process, seen, over = psutil.Process(notebook.pid), _Seen(), False
-    kind = ""
-    while not over and not (begun.exists() and kind == "comm_msg"):  # however long the panel and the ranks take to open
-        kind, over = _next(notebook, message_id)
-    began = time.monotonic()
+    while not over and not begun.exists():  # on a machine with other work the ranks begin later
+        _, over = _next(notebook, message_id)
+    began = time.monotonic() - (time.time() - begun.stat().st_mtime)
     while not over and time.monotonic() - began < seconds + 60:
         until = time.monotonic() + every_s
         while not over and time.monotonic() < until:
