@@ -249,7 +249,7 @@ class Surroundings:
 
 
 def _kind(target: str) -> str:
-    return re.sub(r"^(pipe|socket|/memfd:nbddp-server-stderr).*", r"\1", target)
+    return re.sub(r"^(pipe|socket|/memfd:nbddp-server-stderr|.*/#).*", r"\1", target)
 
 
 def _temporary_files() -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,6 +46,8 @@ def _hosts_stay_clean(request: pytest.FixtureRequest) -> Iterator[None]:
             opened.close()
     before = {name: ({p.pid for p in host.processes()}, host.files()) for name, host in rig.hosts.items()}
     yield
+    if "warm" in request.fixturenames and (hosts := request.getfixturevalue("warm")).present() != hosts.hosts:
+        gc.collect()  # the error that the test has caught holds the frames of its run, and they its data
     problems = []
     for name, host in rig.hosts.items():
         rig.cable(name, "up")
@@ -93,7 +96,7 @@ def bring_back(hosts: nbddp.Cluster) -> None:
     """Log in again to hosts that were lost. Those that are lost later stay so until this is called again."""
     if hosts.present() != hosts.hosts:
         hosts._returns.begin()
-        wait_until(lambda: hosts.present() == hosts.hosts, BACK_S)
+        wait_until(lambda: hosts.present() == hosts.hosts and hosts._returns._thread_over is None, BACK_S)
     for host in hosts._returns.hosts:
         host.when_lost = lambda: None
     hosts.run(_nothing, nprocs=1, device="cpu", show=False)  # there is then what a cluster keeps
