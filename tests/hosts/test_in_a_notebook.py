@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.hosts.rig import Rig
@@ -94,13 +96,22 @@ def test_the_magic_accepts_hosts_and_names_an_unknown_one(there: Notebook, rig: 
     assert "gpu9" in said.evalue
 
 
+def sleeping(rig: Rig) -> list[psutil.Process]:
+    """What a login shell on gpu2 waits for."""
+    found = []
+    for process in rig.hosts["gpu2"].processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [process] if process.name() == "sleep" else []
+    return found
+
+
 def test_an_interrupt_during_the_login_ends_the_login(there: Notebook, rig: Rig) -> None:
     home = Path(f"/proc/{rig.hosts['gpu2'].pid}/root{rig.hosts['gpu2'].home}/.bashrc")
     greeting = home.read_text()
     home.write_text("sleep 1000\n")
     try:
         going = there.begin("nbddp.run(train, hosts=['gpu1', 'gpu2'], **options())")
-        wait_until(lambda: [p for p in rig.hosts["gpu2"].processes() if p.name() == "sleep"], 30)
+        wait_until(lambda: sleeping(rig), 30)
         began = time.monotonic()
         there.interrupt()
         assert there.end_of(going).ename == "KeyboardInterrupt"
@@ -108,9 +119,8 @@ def test_an_interrupt_during_the_login_ends_the_login(there: Notebook, rig: Rig)
         rig.wait_until_clean("gpu1")
     finally:
         home.write_text(greeting)
-        for process in rig.hosts["gpu2"].processes():
-            if process.name() == "sleep":
-                process.kill()  # the login shell's, which sshd leaves to itself
+        for process in sleeping(rig):
+            process.kill()  # sshd leaves it to itself
 
 
 def test_a_killed_notebook_leaves_nothing_on_its_hosts(own: Notebook, rig: Rig, in_folder: Path) -> None:
