@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,8 +45,6 @@ def _hosts_stay_clean(request: pytest.FixtureRequest) -> Iterator[None]:
             opened.close()
     before = {name: ({p.pid for p in host.processes()}, host.files()) for name, host in rig.hosts.items()}
     yield
-    if "warm" in request.fixturenames and (hosts := request.getfixturevalue("warm")).present() != hosts.hosts:
-        gc.collect()  # the error that the test has caught holds the frames of its run, and they its data
     problems = []
     for name, host in rig.hosts.items():
         rig.cable(name, "up")
@@ -86,9 +83,10 @@ def _logged_in(rig: Rig) -> Iterator[list[nbddp.Cluster]]:
 @pytest.fixture
 def warm(rig: Rig, _logged_in: list[nbddp.Cluster]) -> nbddp.Cluster:
     """``gpu1`` and ``gpu2``, logged in to for many tests. A host that a test loses is there again for the next one."""
-    if not _logged_in or repr(_logged_in[0]) == "<Cluster, closed>":
+    if is_new := not _logged_in or repr(_logged_in[0]) == "<Cluster, closed>":
         _logged_in[:] = [nbddp.cluster(["gpu1", "gpu2"], launcher=rig.ssh, heartbeat=LONG_HEARTBEAT_S)]
-    bring_back(_logged_in[0])
+    if is_new or _logged_in[0].present() != _logged_in[0].hosts:
+        bring_back(_logged_in[0])
     return _logged_in[0]
 
 
