@@ -51,5 +51,13 @@ def take_own_shared_memory() -> None:
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """Sort by file, the longest first; needs ``--no-loadscope-reorder``."""
-    items.sort(key=lambda item: _LONGEST.index(item.path.stem) if item.path.stem in _LONGEST else len(_LONGEST))
+    """Sort by file, the longest first; needs ``--no-loadscope-reorder``.
+
+    In a file those that share a login to hosts come first, as the others close it.
+    """
+
+    def key(item: pytest.Item) -> tuple[int, str, bool]:
+        place = _LONGEST.index(item.path.stem) if item.path.stem in _LONGEST else len(_LONGEST)
+        return place, str(item.path), "warm" not in getattr(item, "fixturenames", ())
+
+    items.sort(key=key)

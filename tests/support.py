@@ -249,8 +249,8 @@ class Surroundings:
 
 
 def _kind(target: str) -> str:
-    named = re.sub(r"^(pipe|socket|/memfd:nbddp-server-stderr).*", r"\1", target)
-    return re.sub(r"^(/nbddp-\w+|.*/#)[-\d]+ \(deleted\)", r"\1", named)  # blocks, and files without a name
+    named = re.sub(r"^(pipe|socket|/memfd:nbddp-server-stderr|.*/#).*", r"\1", target)
+    return re.sub(r"^(/nbddp-\w+)[-\d]+ \(deleted\)", r"\1", named)  # a block of huge pages
 
 
 def _temporary_files() -> set[str]:

@@ -291,18 +291,18 @@ def test_an_interrupt_stops_run_all(notebook: Notebook, in_folder: Path) -> None
 
 
 @pytest.mark.slow
-def test_an_interrupt_while_the_ranks_start_leaves_none(own_notebook: Notebook) -> None:
+def test_an_interrupt_while_the_ranks_start_leaves_none(notebook: Notebook) -> None:
     """The most delicate moment: a process half made must not stay."""
-    own_notebook.ok("import nbddp, time\ndef train(): time.sleep(1000)")
+    notebook.ok("import nbddp, time\ndef train(): time.sleep(1000)")
     for delay_s in (0.0, 0.01, 0.03, 0.06, 0.1):
-        message = own_notebook.begin("print('go', flush=True)\nnbddp.run(train, nprocs=4, device='cpu', show=False)")
-        own_notebook.shown_so_far(message, until="go")
+        message = notebook.begin("print('go', flush=True)\nnbddp.run(train, nprocs=4, device='cpu', show=False)")
+        notebook.shown_so_far(message, until="go")
         time.sleep(delay_s)  # the moment is the point
-        own_notebook.interrupt()
-        reply = own_notebook.end_of(message)
+        notebook.interrupt()
+        reply = notebook.end_of(message)
         assert reply.ename == "KeyboardInterrupt"
-        wait_until_alone(own_notebook.pid)
-    assert own_notebook.ok("nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).value").shown.strip() == "5"
+        wait_until_alone(notebook.pid)
+    assert notebook.ok("nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).value").shown.strip() == "5"
 
 
 def test_an_interrupt_of_an_idle_kernel_does_not_touch_background_ranks(notebook: Notebook, in_folder: Path) -> None:

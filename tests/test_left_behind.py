@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -116,33 +115,40 @@ def test_processes_detached_by_a_rank_end_with_a_killed_kernel(in_folder: Path) 
     wait_until(lambda: marked_pids() <= before)
 
 
+STEPS_OF_A_START = [
+    "nbddp.launch.crew.LocalCrew.start",  # the run has its folder's name, and no process was asked for
+    "nbddp.forkserver.server_process.ForkServer.start_process",
+    "nbddp.forkserver.process.read_signed",  # the server is starting a rank
+    "nbddp.launch.rank.LocalRank.send",
+    "nbddp.launch.rank.LocalRank.update",
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "step",
-    [
-        "nbddp.launch.crew.LocalCrew.start",  # the run has its folder's name, and no process was asked for
-        "nbddp.forkserver.server_process.ForkServer.start_process",
-        "nbddp.forkserver.process.read_signed",  # the server is starting a rank
-        "nbddp.launch.rank.LocalRank.send",
-        "nbddp.launch.rank.LocalRank.update",
-    ],
-)
-def test_a_kernel_killed_at_any_step_of_a_start_leaves_no_folder(step: str, tmp_path: Path) -> None:
+def test_a_kernel_killed_at_any_step_of_a_start_leaves_no_folder(tmp_path: Path) -> None:
     done = script(
         """
-        import os, signal, sys
+        import os, signal, sys, tempfile, torch
         from unittest import mock
         import nbddp
-        if __name__ == "__main__":
+        nbddp.run  # all that a kernel imports, once for all of them
+        for number, step in enumerate(sys.argv[1:]):
+            if pid := os.fork():
+                assert os.waitpid(pid, 0)[1] == signal.SIGKILL, step
+                continue
+            tempfile.tempdir = os.path.join(tempfile.gettempdir(), str(number))
+            os.mkdir(tempfile.tempdir)
             nbddp.run(int, nprocs=1, device="cpu", show=False)  # the server has imported everything
-            with mock.patch(sys.argv[1], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)):
+            with mock.patch(step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)):
                 nbddp.run(int, nprocs=1, device="cpu", show=False)
+            os._exit(0)
         """,
-        step,
+        *STEPS_OF_A_START,
         TMPDIR=str(tmp_path),
     )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    wait_until(lambda: not list(tmp_path.glob("nb-*")), 5)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list(tmp_path.iterdir())) == len(STEPS_OF_A_START)
+    wait_until(lambda: not list(tmp_path.glob("*/nb-*")), 5)
 
 
 def test_detached_processes_of_a_living_rank_are_left_alone(cell: Cells, in_folder: Path) -> None:

@@ -46,6 +46,14 @@ def test_preloaded_modules_are_imported_in_every_later_rank(cell: Cells) -> None
     assert forkserver.pid() == first, "nothing new, and the server was replaced"
     assert "mailbox" not in sys.modules, "the kernel has no need of it"
 
+    nbddp.preload("shelve")  # in addition
+    assert run(names.is_there, "mailbox").values == [True, True]
+    server = forkserver.pid()
+    assert server is not None
+    os.kill(server, signal.SIGKILL)
+    assert run(names.is_there, "mailbox", timeout=60).values == [True, True]
+    assert run(names.is_there, "shelve").values == [True, True]
+
 
 @pytest.mark.slow
 def test_preload_works_where_the_servers_program_is_not_its_last_argument(
@@ -59,45 +67,26 @@ def test_preload_works_where_the_servers_program_is_not_its_last_argument(
 
 
 @pytest.mark.slow
-def test_a_second_preload_or_a_killed_server_keeps_the_first(cell: Cells) -> None:
-    names = cell(IS_THERE)
-    nbddp.preload("mailbox")
-    nbddp.preload("shelve")
-    assert run(names.is_there, "mailbox").values == [True, True]
-    server = forkserver.pid()
-    assert server is not None
-    os.kill(server, signal.SIGKILL)
-    assert run(names.is_there, "mailbox", timeout=60).values == [True, True]
-    assert run(names.is_there, "shelve").values == [True, True]
-
-
-@pytest.mark.slow
-def test_preload_leaves_a_running_run_alone(cell: Cells, in_folder: Path) -> None:
-    train = cell("""
+def test_preload_leaves_running_runs_to_the_server_before(cell: Cells, in_folder: Path) -> None:
+    """It reports the exit codes of the ranks that it has forked, and so has to stay until they have ended."""
+    names = cell("""
         import nbddp, os, time
         def train():
             while not os.path.exists("go_on"): time.sleep(0.01)
             return nbddp.reduce(1.0, op="sum")
-    """).train
-    going = start(train)
+        def sleep(): time.sleep(1000)
+    """)
+    going, dying = start(names.train), start(names.sleep)
+    before = forkserver.pid()
     nbddp.preload("mailbox")
     assert run(cell(IS_THERE).is_there, "mailbox").values == [True, True]
     (in_folder / "go_on").touch()
     assert going.wait(30).values == [2.0, 2.0]
-
-
-@pytest.mark.slow
-def test_the_death_of_a_rank_of_the_old_server_is_reported(cell: Cells) -> None:
-    """Its exit code comes from the server that forked it, which so has to stay."""
-    going = start(cell("import time\ndef train():\n    time.sleep(1000)").train)
-    before = forkserver.pid()
-    nbddp.preload("mailbox")
-    assert run(cell(IS_THERE).is_there, "mailbox").values == [True, True]
     assert before is not None
     assert psutil.pid_exists(before)
-    os.kill(going.pids[1], signal.SIGKILL)
+    os.kill(dying.pids[1], signal.SIGKILL)
     with pytest.raises(nbddp.RankDied, match="killed by SIGKILL"):
-        going.wait(20)
+        dying.wait(20)
     wait_until(lambda: (forkserver.reap(), not psutil.pid_exists(before))[1], what="the server before ends")
 
 
@@ -182,39 +171,86 @@ UNFIT = {
 }
 
 
+IMPORTED = "beside: {0}\nthere: {0}\nagain: {0}\nstill a fork server: True\nservers: 1\n"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", UNFIT)
-def test_a_module_that_is_unsafe_to_fork_is_left_out_with_a_message(name: str, in_folder: Path) -> None:
-    source, why = UNFIT[name]
-    shown = _with_installed(in_folder, name, source)
-    assert shown == (
-        f"[started again by forkserver: {why}]\n"
-        "beside: [False, False]\nthere: [False, False]\nagain: [False, False]\nstill a fork server: True\nservers: 1\n"
+def test_a_module_that_is_unsafe_to_fork_is_left_out_with_a_message(in_folder: Path) -> None:
+    shown = _with_installed(
+        in_folder, {name: source for name, (source, _) in UNFIT.items()}, *([name] for name in UNFIT)
     )
+    left_out = IMPORTED.format([[False]] * 2)
+    assert shown == "".join(f"[started again by forkserver: {why}]\n{left_out}" for _, why in UNFIT.values())
+
+
+FAILING = {"divides": "1 / 0", "needs_another": "import not_there", "exits": "raise SystemExit(1)"}
+# torch 2.15's bindings list what they find leaked while the interpreter is taken apart. As those do, in C, when no
+# Python is left; what this one says is of no interest.
+SPEAKS_LAST = "import ctypes\nctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).malloc_stats)"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", ["1 / 0", "import not_there", "raise SystemExit(1)", "print('hello')"])
-def test_a_module_that_fails_to_import_leaves_the_server_running(line: str, in_folder: Path) -> None:
-    works = "print" in line
-    shown = _with_installed(in_folder, "cannot_be", line)
-    assert shown.replace("hello\n", "", 1) == (
-        f"beside: {[works] * 2}\nthere: {[works] * 2}\nagain: {[works] * 2}\nstill a fork server: True\nservers: 1\n"
+def test_a_module_that_fails_to_import_leaves_the_server_running(in_folder: Path) -> None:
+    """And the server prints nothing when it ends."""
+    sources = {**FAILING, "prints": "print('hello')", "speaks_last": SPEAKS_LAST}
+    shown = _with_installed(in_folder, sources, list(sources))
+    found = [name not in FAILING for name in sources]
+    assert shown.replace("hello\n", "", 1) == IMPORTED.format([found] * 2)
+
+
+def _with_installed(folder: Path, sources: dict[str, str], *groups: list[str]) -> str:
+    """What a program shows that preloads the modules of each group in turn, and looks for them in ranks of two runs."""
+    packages = folder / "site-packages"
+    packages.mkdir()
+    for name, source in sources.items():
+        (packages / f"{name}.py").write_text(source)
+    program = script(
+        f"""
+        import nbddp, psutil, sys, time
+        from nbddp.forkserver import server as forkserver
+        sys.path.append({str(packages)!r})  # as in a cell
+        def servers():
+            forkserver.reap()
+            return sum("fork server of nbddp" in " ".join(child.cmdline()) for child in psutil.Process().children())
+        def look_for(names):
+            def are_there(): return [name in sys.modules for name in names]
+            nbddp.preload(*names)
+            beside = nbddp.run(are_there, nprocs=2, device="cpu", show=False, wait=False)
+            first = nbddp.run(are_there, nprocs=2, device="cpu", show=False)
+            print(first.logs(0), end="")
+            print("beside:", beside.wait().values)
+            print("there:", first.values)
+            print("again:", nbddp.run(are_there, nprocs=2, device="cpu", show=False).values)
+            print("still a fork server:", forkserver.available())
+            deadline = time.monotonic() + 10
+            while servers() > 1 and time.monotonic() < deadline: time.sleep(0.05)
+            print("servers:", servers())
+        for names in {groups!r}:
+            look_for(names)
+        """,
     )
+    assert (program.returncode, program.stderr) == (0, "")
+    return program.stdout
+
+
+@pytest.fixture(scope="module")
+def preloading(_warm: None) -> Iterator[Notebook]:
+    """A notebook of these tests, in which modules are preloaded."""
+    with Notebook() as notebook:
+        yield notebook
 
 
 @pytest.mark.slow
-def test_the_server_prints_nothing_when_it_ends(in_folder: Path) -> None:
-    """torch 2.15's bindings list what they find leaked while the interpreter is taken apart."""
-    # As those do, in C, when no Python is left; what this one says is of no interest.
-    source = "import ctypes\nctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).malloc_stats)"
-    assert _with_installed(in_folder, "speaks_last", source).startswith("beside: [True, True]\n")
+def test_preloaded_modules_are_in_a_notebooks_ranks(preloading: Notebook) -> None:
+    shown = "print(nbddp.run(lambda: 'pandas' in sys.modules, nprocs=2, device='cpu', show=False).values)"
+    assert preloading.ok(f"import nbddp, sys\n{shown}").shown == "[False, False]\n"
+    assert preloading.ok(f"nbddp.preload('pandas')\n{shown}").shown == "[True, True]\n"
 
 
 @pytest.mark.slow
-def test_a_submodule_of_a_lazily_loading_package_can_be_preloaded(own_notebook: Notebook) -> None:
+def test_a_submodule_of_a_lazily_loading_package_can_be_preloaded(preloading: Notebook) -> None:
     pytest.importorskip("transformers")
-    own_notebook.ok("""
+    preloading.ok("""
         import nbddp
         def modules_of_a_trainer():
             import sys
@@ -222,47 +258,9 @@ def test_a_submodule_of_a_lazily_loading_package_can_be_preloaded(own_notebook: 
             from transformers import Trainer
             return Trainer.__module__, sorted(set(sys.modules) - before)
     """)
-    own_notebook.ok("nbddp.preload('transformers.trainer')")
-    shown = own_notebook.ok("print(nbddp.run(modules_of_a_trainer, nprocs=2, device='cpu', show=False).values)").shown
+    preloading.ok("nbddp.preload('transformers.trainer')")
+    shown = preloading.ok("print(nbddp.run(modules_of_a_trainer, nprocs=2, device='cpu', show=False).values)").shown
     assert shown == f"{[('transformers.trainer', [])] * 2}\n"
-
-
-def _with_installed(folder: Path, name: str, source: str) -> str:
-    """What a program shows that preloads that module, and looks for it in the ranks of two runs."""
-    packages = folder / "site-packages"
-    packages.mkdir()
-    (packages / f"{name}.py").write_text(source)
-    program = script(
-        f"""
-        import nbddp, psutil, sys, time
-        from nbddp.forkserver import server as forkserver
-        sys.path.append({str(packages)!r})  # as in a cell
-        def is_there(): return {name!r} in sys.modules
-        nbddp.preload({name!r})
-        beside = nbddp.run(is_there, nprocs=2, device="cpu", show=False, wait=False)
-        first = nbddp.run(is_there, nprocs=2, device="cpu", show=False)
-        print(first.logs(0), end="")
-        print("beside:", beside.wait().values)
-        print("there:", first.values)
-        print("again:", nbddp.run(is_there, nprocs=2, device="cpu", show=False).values)
-        print("still a fork server:", forkserver.available())
-        def servers():
-            forkserver.reap()
-            return sum("fork server of nbddp" in " ".join(child.cmdline()) for child in psutil.Process().children())
-        deadline = time.monotonic() + 10
-        while servers() > 1 and time.monotonic() < deadline: time.sleep(0.05)
-        print("servers:", servers())
-        """,
-    )
-    assert (program.returncode, program.stderr) == (0, "")
-    return program.stdout
-
-
-@pytest.mark.slow
-def test_preloaded_modules_are_in_a_notebooks_ranks(own_notebook: Notebook) -> None:
-    shown = "print(nbddp.run(lambda: 'pandas' in sys.modules, nprocs=2, device='cpu', show=False).values)"
-    assert own_notebook.ok(f"import nbddp, sys\n{shown}").shown == "[False, False]\n"
-    assert own_notebook.ok(f"nbddp.preload('pandas')\n{shown}").shown == "[True, True]\n"
 
 
 def test_a_rank_of_a_server_that_has_initialised_the_driver_starts_another_way(monkeypatch: pytest.MonkeyPatch) -> None:

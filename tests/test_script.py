@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -19,6 +20,8 @@ import nbddp
 from tests.support import Cells
 
 PROGRAMS = Path(__file__).parent / "programs"
+# So torch's own processes now and then end when all is done and they leave (2.13).
+ABORTED = "terminate called without an active exception"
 Found = list[dict[str, Any]]
 
 
@@ -40,40 +43,60 @@ def written(folder: Path, ranks: int = 2) -> Found:
     return found
 
 
-def under_torchrun(path: Path, argv: Sequence[str], *options: str) -> None:
-    command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", *options, str(path), *argv]
+# One torchrun for all programs: each in turn, in a process of its own that is forked before the program's first line.
+# After a failure torchrun starts the ranks again, which go on with the program that failed: the first fails on purpose,
+# another may find its port taken, since torchrun has chosen it long before.
+_IN_TURN = """
+import ctypes, json, os, runpy, signal, sys, time, torch._dynamo  # what every program would import
+
+def meet(folder):
+    open(f"{folder}/done-{os.environ['RANK']}", "w").close()
+    while len([name for name in os.listdir(folder) if name.startswith("done-")]) < 2: time.sleep(0.01)
+
+for folder, program, argv in json.loads(sys.argv[1]):
+    if os.path.exists(f"{folder}/done-{os.environ['RANK']}"):
+        continue
+    if pid := os.fork():
+        assert os.waitpid(pid, 0)[1] == 0, program
+        meet(folder)  # else a rank may find the store of the program before, as it ends
+        continue
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # when torchrun ends this rank
+    os.chdir(folder)
+    sys.argv, sys.path[0] = [program, *argv], folder
+    runpy.run_path(program, run_name="__main__")
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+def under_torchrun(folder: Path, turns: Sequence[tuple[str, Sequence[str]]]) -> list[Found]:
+    """What the ranks of each program write at their end."""
+    folders = [folder / str(number) for number in range(len(turns))]
+    for own in folders:
+        shutil.copytree(PROGRAMS, own)
+    (folder / "in_turn.py").write_text(_IN_TURN)
+    listed = [(str(own), str(own / program), argv) for own, (program, argv) in zip(folders, turns)]
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=3"]
     env = {
         **os.environ,
-        "TMPDIR": str(path.parent),  # it leaves a folder there
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder),  # it leaves a folder there
         # Else its restarted gloo ranks read their dead predecessors' addresses, and wait for them.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    in_peace([sys.executable, "-m", *command], path.parent, env)
+    command = [sys.executable, "-m", *command, str(folder / "in_turn.py"), json.dumps(listed)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=150)
+    assert done.returncode == 0 or ABORTED in done.stderr, done.stderr
+    return [written(own) for own in folders]
 
 
 def by_itself(path: Path, argv: Sequence[str]) -> None:
-    in_peace([sys.executable, str(path), *argv], path.parent, dict(os.environ))
-
-
-def in_peace(command: Sequence[str], folder: Path, env: dict[str, str]) -> None:
-    """Run it, again where torch is at fault.
-
-    Its ranks abort now and then on their way out ("terminate called without an active exception"), and torchrun's first
-    rank chooses a port that another process may have taken when the rank listens on it: then all wait.
-    """
-    said = ""
-    for _ in range(6):
-        for leftover in folder.glob("*.pt"):
-            leftover.unlink()  # a further try resumes nothing
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
-            try:
-                _, said = process.communicate(timeout=40)
-            except subprocess.TimeoutExpired:
-                process.terminate()  # torchrun then ends its ranks
-                _, said = process.communicate(timeout=60)
-        if process.returncode == 0:
-            return
-    raise AssertionError(said)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for _ in range(3):
+        done = subprocess.run([sys.executable, str(path), *argv], capture_output=True, text=True, env=env, timeout=100)
+        if ABORTED not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
 
 
 def assert_trained(found: Found, ranks: int = 2) -> None:
@@ -100,24 +123,43 @@ def beside(in_folder: Path) -> Path:
 # ---------------------------------------------------------------------------- equal to torchrun
 
 
+PROGRAM_ARGV = {
+    "multigpu_torchrun.py": ["3", "10", "--out", "."],
+    "min_ddp.py": ["--epochs", "2", "--out", "."],
+    "globals_config.py": ["--out_dir=.", "--steps=4", "--learning_rate=0.02"],
+    "hydra_app.py": ["lr=0.2", "out=.", "hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"],
+}
+CRASHES = ["6", "2", "--out", ".", "--crash_at", "3"]
+
+
+@pytest.fixture(scope="module")
+def torchruns(_warm: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    """What the ranks of each program write under torchrun."""
+    turns = {"resumed": ("multigpu_torchrun.py", CRASHES), "imagenet_style.py": ("imagenet_style.py", [])}
+    turns |= {program: (program, argv) for program, argv in PROGRAM_ARGV.items()}
+    if importlib.util.find_spec("hydra") is None:
+        del turns["hydra_app.py"]
+    return dict(zip(turns, under_torchrun(tmp_path_factory.mktemp("torchrun"), list(turns.values()))))
+
+
+@pytest.fixture(scope="module")
+def spawned(_warm: None, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What the ranks that the program starts itself write under plain Python."""
+    folder = tmp_path_factory.mktemp("spawn")
+    shutil.copytree(PROGRAMS, folder, dirs_exist_ok=True)
+    by_itself(folder / "multigpu_spawn.py", [str(free_port()), str(folder)])
+    return written(folder)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("program", "argv"),
-    [
-        ("multigpu_torchrun.py", ["3", "10", "--out", "."]),
-        ("min_ddp.py", ["--epochs", "2", "--out", "."]),
-        ("globals_config.py", ["--out_dir=.", "--steps=4", "--learning_rate=0.02"]),
-        ("hydra_app.py", ["lr=0.2", "out=.", "hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]),
-    ],
-)
-def test_a_program_trains_to_the_same_numbers_as_under_torchrun(beside: Path, program: str, argv: list[str]) -> None:
+@pytest.mark.parametrize("program", PROGRAM_ARGV)
+def test_a_program_trains_to_the_same_numbers_as_under_torchrun(
+    beside: Path, torchruns: dict[str, Found], program: str
+) -> None:
     if program.startswith("hydra"):
         pytest.importorskip("hydra", reason="hydra-core is not installed")
-    under_torchrun(beside / program, argv)
-    expected = written(beside)
+    expected, argv = torchruns[program], PROGRAM_ARGV[program]
     assert_trained(expected)
-    for leftover in beside.glob("snapshot.pt"):
-        leftover.unlink()
 
     run = script(program, argv)
     assert run.value is None
@@ -130,26 +172,25 @@ def test_a_program_trains_to_the_same_numbers_as_under_torchrun(beside: Path, pr
 
 
 @pytest.mark.slow
-def test_resuming_after_a_failure_gives_the_same_numbers_as_under_torchrun(beside: Path) -> None:
-    argv = ["6", "2", "--out", ".", "--crash_at", "3"]
-    under_torchrun(beside / "multigpu_torchrun.py", argv, "--max_restarts=1")
-    expected = written(beside)
+def test_resuming_after_a_failure_gives_the_same_numbers_as_under_torchrun(
+    beside: Path, torchruns: dict[str, Found]
+) -> None:
+    expected = torchruns["resumed"]
     assert_trained(expected)
     assert len(expected[0]["losses"]) == 3 * 256 // 2 // 32  # epochs 3 to 5: the snapshot is that of epoch 2
-    (beside / "snapshot.pt").unlink()
 
-    run = script("multigpu_torchrun.py", argv, max_restarts=1)
+    run = script("multigpu_torchrun.py", CRASHES, max_restarts=1)
     assert written(beside) == expected
     assert "Resuming training from snapshot at Epoch 3" in run.logs(0)
 
 
 @pytest.mark.slow
-def test_a_resumed_program_gives_the_numbers_of_an_uninterrupted_one_under_torchrun(beside: Path) -> None:
-    under_torchrun(beside / "imagenet_style.py", [])
-    expected = written(beside)
+def test_a_resumed_program_gives_the_numbers_of_an_uninterrupted_one_under_torchrun(
+    beside: Path, torchruns: dict[str, Found]
+) -> None:
+    expected = torchruns["imagenet_style.py"]
     assert_trained(expected)
     assert expected[0]["losses"] == expected[1]["losses"]  # reduced over the ranks
-    (beside / "checkpoint.pt").unlink()
 
     script("imagenet_style.py", ["--stop-after", 1])
     first = written(beside)
@@ -163,32 +204,24 @@ def test_a_resumed_program_gives_the_numbers_of_an_uninterrupted_one_under_torch
 
 
 @pytest.mark.slow
-def test_a_program_that_calls_mp_spawn_trains_to_the_same_numbers(beside: Path) -> None:
-    argv = [str(free_port()), "."]
-    by_itself(beside / "multigpu_spawn.py", argv)
-    expected = written(beside)
-    assert_trained(expected)
-
-    # As it is, on a port that it chooses itself ...
-    script("multigpu_spawn.py", argv, nprocs=1)
-    assert written(beside) == expected
+def test_a_program_that_calls_mp_spawn_trains_to_the_same_numbers(beside: Path, spawned: Found) -> None:
+    """As it is, on a port that it chooses itself."""
+    assert_trained(spawned)
+    script("multigpu_spawn.py", [str(free_port()), "."], nprocs=1)
+    assert written(beside) == spawned
 
 
 @pytest.mark.slow
 def test_a_tutorial_pasted_into_a_cell_trains_to_the_same_numbers(
-    beside: Path, cell: Cells, monkeypatch: pytest.MonkeyPatch
+    beside: Path, spawned: Found, cell: Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = [str(free_port()), "."]
-    by_itself(beside / "multigpu_spawn.py", argv)
-    expected = written(beside)
-
-    # ... and in a cell, with one word changed.
+    """With one word changed."""
     source = (beside / "multigpu_spawn.py").read_text()
     assert source.count("    mp.spawn(") == 1
-    monkeypatch.setattr(sys, "argv", ["kernel", *argv])
+    monkeypatch.setattr(sys, "argv", ["kernel", str(free_port()), "."])
     monkeypatch.syspath_prepend(str(beside))
     cell(source.replace("    mp.spawn(", "    nbddp.spawn(").replace("import os\n", "import os\nimport nbddp\n", 1))
-    assert written(beside) == expected
+    assert written(beside) == spawned
 
 
 # ---------------------------------------------------------------------------- a script's surroundings
@@ -341,38 +374,52 @@ def test_a_group_that_a_fast_rank_destroys_at_once_does_not_fail_slow_ranks(in_f
 
 
 _OWN_RANKS = """
-import multiprocessing, os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
-def name_store():
+import multiprocessing, os, sys, time, torch, torch.distributed as dist, torch.multiprocessing as mp
+def name_store(port):
     os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", sys.argv[2])
-def main(rank, where, folder):
-    if where == "child": name_store()
-    for _ in range(2):
+    os.environ.setdefault("MASTER_PORT", port)
+def main(rank, where, port, folder):
+    if where == "child": name_store(port)
+    for turn in range(2):
+        # Else it finds the store of the first turn, and loses it when rank 0 closes it.
+        while rank and turn and not os.path.exists(f"{folder}/closed"): time.sleep(0.01)
         dist.init_process_group("gloo", rank=rank, world_size=2)
         total = torch.tensor([float(rank + 1)])
         dist.all_reduce(total)
         dist.destroy_process_group()
+        if rank == 0: open(f"{folder}/closed", "w").close()
     with open(f"{folder}/{rank}", "w") as file: file.write(str(total.item()))
 if __name__ == "__main__":
-    method, _, where, folder = sys.argv[1:]
-    if where == "parent": name_store()
-    mp.start_processes(main, (where, folder), nprocs=2, start_method=method)
+    for turn in sys.argv[1:]:
+        method, where, port, folder = turn.split(",")
+        if where == "parent": name_store(port)
+        mp.start_processes(main, (where, port, folder), nprocs=2, start_method=method)
     assert "TORCHELASTIC_USE_AGENT_STORE" in os.environ or "RANK" not in os.environ
 """
+OWN_RANKS_WAYS = [(method, where) for where in ("child", "parent") for method in ("fork", "spawn")]
+
+
+def own_ranks_turn(folder: Path, method: str, where: str) -> str:
+    """An argument of the script above; its ranks write into a new folder."""
+    (own := folder / f"{method}-{where}").mkdir()
+    return f"{method},{where},{free_port()},{own}"
+
+
+def totals(folder: Path, method: str, where: str) -> list[str]:
+    return [(folder / f"{method}-{where}" / str(rank)).read_text() for rank in range(2)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["parent", "child"])
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-@pytest.mark.parametrize("under", ["python", "nbddp"])
-def test_a_script_that_starts_its_own_ranks_uses_its_own_port(
-    tmp_path: Path, under: str, method: str, where: str
-) -> None:
+@pytest.mark.parametrize(("method", "where"), OWN_RANKS_WAYS)
+def test_a_script_that_starts_its_own_ranks_uses_its_own_port(tmp_path: Path, method: str, where: str) -> None:
     """``os.environ.setdefault``, as ignite's ``idist.Parallel(nproc_per_node=2)`` has it, too."""
     (tmp_path / "own.py").write_text(_OWN_RANKS)
-    argv = [method, str(free_port()), where, str(tmp_path)]
-    if under == "python":
-        by_itself(tmp_path / "own.py", argv)
-    else:
-        script(tmp_path / "own.py", argv, nprocs=1, timeout=100)
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3.0", "3.0"]
+    script(tmp_path / "own.py", [own_ranks_turn(tmp_path, method, where)], nprocs=1, timeout=100)
+    assert totals(tmp_path, method, where) == ["3.0", "3.0"]
+
+
+@pytest.mark.slow
+def test_that_script_does_the_same_under_plain_python(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(_OWN_RANKS)
+    by_itself(tmp_path / "own.py", [own_ranks_turn(tmp_path, *way) for way in OWN_RANKS_WAYS])
+    assert [totals(tmp_path, *way) for way in OWN_RANKS_WAYS] == [["3.0", "3.0"]] * 4

@@ -21,9 +21,10 @@ import torch.distributed as dist
 import nbddp
 from nbddp.kernel import state
 from nbddp.worker import process_group
+from tests.faults.pace import slowness
 from tests.support import Surroundings, fresh_main, gone, script, wait_until
 
-SOON_S = 3.0  # with other work on the machine; a rank that is never released stays for 30 minutes
+SOON_S = 3.0  # times the machine's slowness; a rank that is never released stays for 30 minutes
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +284,7 @@ def test_close_stops_a_call_that_goes_on() -> None:
     run = quiet(session, time.sleep, 300, wait=False)
     began = time.monotonic()
     session.close()
-    assert time.monotonic() - began < SOON_S
+    assert time.monotonic() - began < SOON_S * slowness()
     assert run.state == "stopped"
 
 
@@ -318,7 +319,7 @@ def test_a_failure_frees_the_others_and_the_next_call_works(session: nbddp.Sessi
     began = time.monotonic()
     with pytest.raises(nbddp.RankError, match=r"rank 0 of 3( on gpu1)? failed: ValueError: the first"):
         quiet(session, fail_while_others, wait)
-    assert time.monotonic() - began < SOON_S
+    assert time.monotonic() - began < SOON_S * slowness()
     assert quiet(session, total).values == [3.0] * 3
     assert session.pids == pids
 
@@ -456,7 +457,7 @@ def test_an_interrupt_ends_the_call_and_the_session_goes_on(session: nbddp.Sessi
     pressed = interrupt_the_next_call(session)
     with pytest.raises(KeyboardInterrupt):
         quiet(session, interrupted_in_no_grad) if what == "no_grad" else quiet(session, go_on, what)
-    assert time.monotonic() - pressed[0] < SOON_S
+    assert time.monotonic() - pressed[0] < SOON_S * slowness()
     assert session.pids == pids
     assert quiet(session, total).values == [3.0] * 3
     assert quiet(session, grad_enabled).values == [True] * 3

@@ -116,17 +116,25 @@ def test_dataloader_workers_are_forked_where_the_platform_has_a_fork_server(in_f
 # ---------------------------------------------------------------------------- the names of sockets
 
 LOADS = """
-    import nbddp, sys, torch
+    import nbddp, os, psutil, sys, tempfile, torch
     def train():
         data = torch.utils.data.TensorDataset(torch.arange(8.))
         loader = torch.utils.data.DataLoader(data, num_workers=2)
         return sum(batch.item() for (batch,) in loader)
-    try:
-        print(nbddp.run(train, nprocs=2, device="cpu", show=False, start_method=sys.argv[1], timeout=100).values)
-    except nbddp.NbddpError as error:
-        print(type(error).__name__, error)
-    import psutil
-    print(len(psutil.Process().children()))
+    nbddp.run  # all that a notebook imports, once for all of them
+    for case in sys.argv[1:]:
+        if pid := os.fork():
+            assert os.waitpid(pid, 0)[1] == 0
+            continue
+        method, os.environ["TMPDIR"] = case.split(":")
+        tempfile.tempdir = None
+        try:
+            print(nbddp.run(train, nprocs=2, device="cpu", show=False, start_method=method, timeout=100).values)
+        except nbddp.NbddpError as error:
+            print(type(error).__name__, error)
+            print(len(psutil.Process().children()))
+        sys.stdout.flush()
+        os._exit(0)
 """
 
 
@@ -144,31 +152,36 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
+def _loads_in(folders: list[str], methods: list[str]) -> list[str]:
+    """The lines of a program that loads data with each start method, each time with another TMPDIR."""
+    done = script(LOADS, *(f"{method}:{folder}" for method, folder in zip(methods, folders)))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "length"), [("forkserver", 70), ("forkserver", 77), ("spawn", 75)])
-def test_dataloader_workers_work_in_a_long_tmpdir(short_path: Path, method: str, length: int) -> None:
-    done = script(LOADS, method, TMPDIR=_folder_of_length(short_path, length))
-    assert done.stdout.splitlines()[0] == "[28.0, 28.0]", done.stderr
+def test_dataloader_workers_work_in_a_long_tmpdir(short_path: Path) -> None:
+    folders = [_folder_of_length(short_path, length) for length in (70, 77, 75)]
+    assert _loads_in(folders, ["forkserver", "forkserver", "spawn"]) == ["[28.0, 28.0]"] * 3
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
     hasattr(multiprocessing.util, "_get_base_temp_dir"), reason="Python 3.14 finds a shorter one itself"
 )
-@pytest.mark.parametrize(
-    ("method", "length", "most"),
-    [("forkserver", 78, 77), ("forkserver", 200, 77), ("spawn", 76, 75)],
-)
-def test_a_too_long_tmpdir_is_refused_before_a_process_starts(
-    short_path: Path, method: str, length: int, most: int
-) -> None:
-    done = script(LOADS, method, TMPDIR=(folder := _folder_of_length(short_path, length)))
-    assert done.stdout.splitlines() == [
-        f"LaunchError TMPDIR is {length} characters long, but DataLoader workers create sockets in it, and the system "
-        f"limits their paths: it may have at most {most}. Set TMPDIR to a shorter folder, e.g. /tmp, before the "
-        f"notebook starts ({folder})",
-        "0",
-    ]
+def test_a_too_long_tmpdir_is_refused_before_a_process_starts(short_path: Path) -> None:
+    lengths = [78, 200, 76]
+    folders = [_folder_of_length(short_path, length) for length in lengths]
+    lines = _loads_in(folders, ["forkserver", "forkserver", "spawn"])
+    expected = []
+    for folder, length, most in zip(folders, lengths, (77, 77, 75)):
+        expected += [
+            f"LaunchError TMPDIR is {length} characters long, but DataLoader workers create sockets in it, and the "
+            f"system limits their paths: it may have at most {most}. Set TMPDIR to a shorter folder, e.g. /tmp, before "
+            f"the notebook starts ({folder})",
+            "0",
+        ]
+    assert lines == expected
 
 
 def test_a_notebook_with_a_too_long_tmpdir_can_import_nbddp(short_path: Path) -> None:

@@ -225,15 +225,18 @@ class Sender:
                 self._write_first()
                 if item is None:
                     return
-                nbytes, frames = item
-                for frame in frames:
-                    self._write(frame)
-                    self._write_first()
-                self._subtract(nbytes)
+                self._write_all(*item)
+                item = None  # a payload's block is not kept while this thread waits for more
         except (OSError, ValueError):  # the pipe is broken: the reader of the other pipe notices that as well
             return
         finally:
             self._over.open()
+
+    def _write_all(self, nbytes: int, frames: Iterable[EncodedFrame]) -> None:
+        for frame in frames:
+            self._write(frame)
+            self._write_first()
+        self._subtract(nbytes)
 
     def _write_first(self) -> None:
         for _ in range(len(self._first)):  # later arrivals must wait, or a block would never be finished

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def _kernel() -> Iterator[Kernel]:
 
 
 @pytest.fixture
-def one_kernel(_kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_kernel(_kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """All parts measure in one kernel; only a start and a death need one of their own."""
 
     @contextmanager
@@ -61,6 +61,9 @@ def one_kernel(_kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for part in (start, data, ends, training):
         monkeypatch.setattr(part, "prepared", prepared_before)
+    for part in (kept, memory):
+        monkeypatch.setattr(part, "Kernel", lambda: nullcontext(_kernel))
+    return _kernel
 
 
 @pytest.mark.slow
@@ -86,9 +89,10 @@ def test_warm_runs_are_timed_by_number_of_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_cells_on_ranks_that_stay_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_on_ranks_that_stay_are_timed(one_kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "KEEPERS", kept.KEEPERS[:1])
     filled(kept.measure(SHORT), {"nbddp, %ddp open"})
+    one_kernel.cell("%ddp close")
 
 
 @pytest.mark.slow
@@ -104,6 +108,7 @@ def test_the_timeline_lists_kernel_and_rank_events_in_order() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_kernel")
 def test_memory_is_measured_for_every_rank() -> None:
     private, share, whole = memory.measure(replace(SHORT, peers=[NBDDP_SILENT]))
     filled([private, share, whole], {NBDDP_SILENT.name})

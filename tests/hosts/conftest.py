@@ -11,8 +11,11 @@ import nbddp
 from nbddp.hosts import returns
 from tests import support
 from tests.hosts.rig import GONE_S, NAMES, Machine, NotHere, Rig
+from tests.support import wait_until
 
 HEARTBEAT_S = 3.0
+LONG_HEARTBEAT_S = 60.0  # what is noticed sooner has not waited for it
+_NEVER_S = 3600.0
 Limit = Callable[[str], None]
 BACK_S = 60.0  # a login imports torch, on a machine with other work
 
@@ -59,7 +62,7 @@ def cluster(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
     opened: list[nbddp.Cluster] = []
 
     def log_in(*hosts: str, returning: bool = False, **options: Any) -> nbddp.Cluster:
-        monkeypatch.setattr(returns, "FIRST_PAUSE_S", 0.2 if returning else 3600.0)
+        monkeypatch.setattr(returns, "FIRST_PAUSE_S", 0.2 if returning else _NEVER_S)
         options = {"launcher": rig.ssh, "heartbeat": HEARTBEAT_S, **options}
         opened.append(nbddp.cluster(list(hosts) or ["gpu1", "gpu2"], **options))
         return opened[-1]
@@ -79,11 +82,22 @@ def _logged_in(rig: Rig) -> Iterator[list[nbddp.Cluster]]:
 
 @pytest.fixture
 def warm(rig: Rig, _logged_in: list[nbddp.Cluster]) -> nbddp.Cluster:
-    """``gpu1`` and ``gpu2``, logged in to for all tests that leave them as they are."""
-    if not _logged_in or repr(_logged_in[-1]) != "<Cluster of gpu1, gpu2>":
-        _logged_in[:] = [nbddp.cluster(["gpu1", "gpu2"], launcher=rig.ssh, heartbeat=15.0)]
-        _logged_in[0].run(_nothing, nprocs=1, device="cpu", show=False)  # there is then what a cluster keeps
+    """``gpu1`` and ``gpu2``, logged in to for many tests. A host that a test loses is there again for the next one."""
+    if is_new := not _logged_in or repr(_logged_in[0]) == "<Cluster, closed>":
+        _logged_in[:] = [nbddp.cluster(["gpu1", "gpu2"], launcher=rig.ssh, heartbeat=LONG_HEARTBEAT_S)]
+    if is_new or _logged_in[0].present() != _logged_in[0].hosts:
+        bring_back(_logged_in[0])
     return _logged_in[0]
+
+
+def bring_back(hosts: nbddp.Cluster) -> None:
+    """Log in again to hosts that were lost. Those that are lost later stay so until this is called again."""
+    if hosts.present() != hosts.hosts:
+        hosts._returns.begin()
+        wait_until(lambda: hosts.present() == hosts.hosts and hosts._returns._thread_over is None, BACK_S)
+    for host in hosts._returns.hosts:
+        host.when_lost = lambda: None
+    hosts.run(_nothing, nprocs=1, device="cpu", show=False)  # there is then what a cluster keeps
 
 
 def _nothing() -> None:

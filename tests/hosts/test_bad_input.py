@@ -148,13 +148,13 @@ def test_a_different_package_version_is_refused_with_both_versions(
 
 def test_a_different_python_version_is_refused_with_both_versions(rig: Rig, tmp_path: Path) -> None:
     source = "import platform; platform.python_version_tuple = lambda: ('3', '8', '10')"
-    said = refused(rig, "gpu1", "gpu2", python=preloading("gpu2", tmp_path, source))
+    said = refused(rig, "gpu2", python=preloading("gpu2", tmp_path, source))
     assert said.startswith("gpu2 has Python 3.8, this notebook Python 3.")
 
 
 def test_a_different_nbddp_version_is_refused_with_both_versions(rig: Rig, tmp_path: Path) -> None:
     source = "from nbddp import versions; versions.__version__ = '0.0'"
-    said = refused(rig, "gpu1", "gpu2", python=preloading("gpu2", tmp_path, source))
+    said = refused(rig, "gpu2", python=preloading("gpu2", tmp_path, source))
     assert said.startswith(f"gpu2 has nbddp 0.0, this notebook nbddp {nbddp.__version__}")
 
 

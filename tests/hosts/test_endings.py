@@ -19,7 +19,7 @@ import pytest
 import nbddp
 from nbddp.hosts import crew
 from nbddp.hosts.rank import RemoteRank
-from tests.hosts.conftest import GONE_S
+from tests.hosts.conftest import GONE_S, HEARTBEAT_S
 from tests.hosts.rig import Rig
 from tests.hosts.test_lost import SLEEPING, Login, begin, within
 from tests.support import Cells, open_fds, run, wait_until
@@ -90,7 +90,7 @@ def test_hosts_stay_usable_when_the_notebook_runs_out_of_file_descriptors(cell: 
 )
 def test_a_message_the_notebook_cannot_handle_ends_the_run_with_host_lost(
     cell: Cells,
-    cluster: Login,
+    warm: nbddp.Cluster,
     rig: Rig,
     in_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -104,12 +104,11 @@ def test_a_message_the_notebook_cannot_handle_ends_the_run_with_host_lost(
             raise error
         receive(self, head, body, offset_s)
 
-    hosts = cluster(heartbeat=60.0)
     with monkeypatch.context() as patch:
         patch.setattr(RemoteRank, "receive", refuse)
         names = cell(SLEEPING.replace("time.sleep(1000)", "print(flush=True); time.sleep(1000)"))
         with within(20), pytest.raises(nbddp.HostLost, match="gpu2") as raised:
-            run(names.train, hosts=hosts)
+            run(names.train, hosts=warm)
     assert says in str(raised.value)
     rig.hosts["gpu2"].wait_until_clean(GONE_S)
 
@@ -133,9 +132,9 @@ def test_a_notebook_silent_past_the_heartbeat_gets_an_error_that_names_a_longer_
     ],
 )
 def test_host_lost_names_the_options_that_would_have_restarted(
-    cell: Cells, cluster: Login, rig: Rig, in_folder: Path, options: dict[str, int], says: str
+    cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path, options: dict[str, int], says: str
 ) -> None:
-    going = begin(cell(SLEEPING).train, cluster(heartbeat=60.0), 2, nprocs=1, **options)
+    going = begin(cell(SLEEPING).train, warm, 2, nprocs=1, **options)
     rig.hosts["gpu2"].agent().kill()
     with within(3), pytest.raises(nbddp.HostLost, match=says):
         going.wait()
@@ -232,38 +231,7 @@ def test_exit_code_3_is_reported_while_a_child_keeps_printing(cell: Cells, warm:
     assert repr(warm) == BOTH
 
 
-# ---------------------------------------------------------------------------- a slow host that sends something
-
-
-def test_a_stop_does_not_wait_for_a_flood_of_output_over_a_slow_line(
-    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
-) -> None:
-    """16 MB wait on the host, which take 13 s at 10 Mbit/s."""
-    names = cell("""
-        import nbddp, sys
-        def train():
-            nbddp.barrier()
-            open(f"there-{nbddp.rank()}", "w").close()
-            try:
-                while True:
-                    sys.stdout.write("x" * 99 + "\\n")
-            finally:
-                print("the last line of", nbddp.rank(), flush=True)
-    """)
-    hosts = cluster()
-    run(cell("def nothing(): pass").nothing, hosts=hosts)
-    rig.limit("gpu2", "10mbit")
-    try:
-        going = begin(names.train, hosts, 2, nprocs=1)
-        time.sleep(3)
-        with within(10):
-            going.stop(0.5)
-    finally:
-        rig.limit("gpu2")
-    assert going.state == "stopped"
-    assert going.logs(1).endswith("the last line of 1\n")
-    assert "output was left out here" in going.logs(1)
-    still_there(cell, hosts)
+# ---------------------------------------------------------------------------- a slow host
 
 
 def test_a_round_ends_while_a_hosts_fork_server_imports_and_the_next_one_has_that_host(
@@ -286,18 +254,53 @@ def test_a_round_ends_while_a_hosts_fork_server_imports_and_the_next_one_has_tha
     still_there(cell, hosts)
 
 
-def test_a_payload_on_a_slow_line_shows_its_progress_and_ranks_that_do_not_exist_do_nothing(
-    cell: Cells, cluster: Login, rig: Rig
+@pytest.fixture(scope="module")
+def lively(rig: Rig) -> Iterator[nbddp.Cluster]:
+    """Hosts that are lost after 3 s of silence, for the tests at the end of this module."""
+    with nbddp.cluster(["gpu1", "gpu2"], launcher=rig.ssh, heartbeat=HEARTBEAT_S) as hosts:
+        hosts.run(nbddp.rank, nprocs=2, device="cpu", show=False)  # there is then what a cluster keeps
+        yield hosts
+
+
+def test_a_stop_does_not_wait_for_a_flood_of_output_over_a_slow_line(
+    cell: Cells, lively: nbddp.Cluster, rig: Rig, in_folder: Path
 ) -> None:
-    hosts = cluster()
-    run(cell("def nothing(): pass").nothing, hosts=hosts)
+    """16 MB wait on the host, which take 13 s at 10 Mbit/s."""
+    names = cell("""
+        import nbddp, sys
+        def train():
+            nbddp.barrier()
+            open(f"there-{nbddp.rank()}", "w").close()
+            try:
+                while True:
+                    sys.stdout.write("x" * 99 + "\\n")
+            finally:
+                print("the last line of", nbddp.rank(), flush=True)
+    """)
     rig.limit("gpu2", "10mbit")
     try:
-        going = run(cell("def train(big): pass").train, os.urandom(20_000_000), hosts=hosts, nprocs=1, wait=False)
+        going = begin(names.train, lively, 2, nprocs=1)
+        time.sleep(3)
+        with within(10):
+            going.stop(0.5)
+    finally:
+        rig.limit("gpu2")
+    assert going.state == "stopped"
+    assert going.logs(1).endswith("the last line of 1\n")
+    assert "output was left out here" in going.logs(1)
+    still_there(cell, lively)
+
+
+def test_a_payload_on_a_slow_line_shows_its_progress_and_ranks_that_do_not_exist_do_nothing(
+    cell: Cells, lively: nbddp.Cluster, rig: Rig
+) -> None:
+    rig.limit("gpu2", "10mbit")
+    try:
+        going = run(cell("def train(big): pass").train, os.urandom(20_000_000), hosts=lively, nprocs=1, wait=False)
         shown = wait_until(lambda: (found := going._viewable.summary()) and "sending" in found and found, 20)
         assert re.fullmatch(r"2 processes . gloo . 2 hosts . sending 20 MB to gpu2: \d+ %(, [\d.:]+( s)? left)?", shown)
         assert "rank 1 has not been started yet" in going.stacks()
         going.stop(0.5)
     finally:
         rig.limit("gpu2")
-    still_there(cell, hosts)
+    still_there(cell, lively)

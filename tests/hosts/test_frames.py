@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from nbddp.hosts import frames
 from nbddp.payload.block import fill, open_block, write_piece
-from tests.support import wait_until
+from tests.support import open_fds, wait_until
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -223,6 +223,17 @@ def test_an_idle_sender_sends_heartbeats(pipe: tuple[int, int]) -> None:
     while len(found) < 3 and time.monotonic() < deadline:
         found += parser.feed(os.read(reader, 1000))
     assert [head["kind"] for head, _ in found[:3]] == ["beat"] * 3
+    sender.close(1)
+
+
+def test_an_idle_sender_does_not_keep_the_block_that_it_has_sent(pipe: tuple[int, int], tmp_path: Path) -> None:
+    """Which is a payload's memory."""
+    (tmp_path / "block").write_bytes(b"x" * 100)
+    sender = frames.Sender(pipe[1], 60.0, lambda: {"kind": "beat"}, "test-sender")
+    with open(tmp_path / "block", "rb") as block:
+        sender.send_all(frames.BlockFrames(block.fileno(), 100, kind="payload"))
+    assert len(list(frames.Parser().feed(os.read(pipe[0], 1000)))) == 1
+    wait_until(lambda: str(tmp_path / "block") not in open_fds().values(), 5)
     sender.close(1)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.hosts.rig import Rig
@@ -29,13 +31,44 @@ def options():
 """
 
 
-@pytest.fixture
-def there(rig: Rig, in_folder: Path) -> Iterator[Notebook]:
+def _open(rig: Rig, folder: Path) -> Notebook:
     """A notebook whose user has the hosts in ~/.ssh/config."""
-    path = rig.plain_ssh() + os.pathsep + os.environ["PATH"]
-    with Notebook({"PATH": path}, cwd=str(in_folder)) as notebook:
+    return Notebook({"PATH": rig.plain_ssh() + os.pathsep + os.environ["PATH"]}, cwd=str(folder))
+
+
+@pytest.fixture
+def own(rig: Rig, in_folder: Path) -> Iterator[Notebook]:
+    """The notebook of a test that ends it."""
+    with _open(rig, in_folder) as notebook:
         notebook.ok(TRAIN)
         yield notebook
+
+
+@pytest.fixture(scope="module")
+def _kernel(rig: Rig) -> Iterator[Notebook]:
+    with _open(rig, rig.shared) as notebook:
+        yield notebook
+
+
+@pytest.fixture
+def there(_kernel: Notebook, in_folder: Path) -> Notebook:
+    """The notebook of all tests that leave it as it is."""
+    _kernel.ok(f"import os\nos.chdir({str(in_folder)!r})\n{TRAIN}")
+    return _kernel
+
+
+@pytest.fixture(scope="module")
+def _cluster(_kernel: Notebook) -> Iterator[None]:
+    _kernel.ok("import nbddp\nc = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
+    _kernel.ok("c.run(int, nprocs=1, device='cpu', show=False)", START_S)  # there is then what a cluster keeps
+    yield
+    _kernel.ok("c.close()")
+
+
+@pytest.fixture
+def logged_in(_cluster: None, there: Notebook) -> Notebook:
+    """It has the hosts as ``c``, for the tests at the end of this module."""
+    return there
 
 
 def wait_for_ranks(folder: Path, number: int = 4) -> None:
@@ -53,24 +86,6 @@ def test_every_block_of_the_guide_runs(there: Notebook, rig: Rig) -> None:
     rig.wait_until_clean()
 
 
-def test_breakpoints_stop_ranks_on_other_hosts(there: Notebook, rig: Rig) -> None:
-    source = """
-    def fit():
-        x = 10 * nbddp.rank()
-        if nbddp.rank() in (1, 2):
-            breakpoint()
-            x += 1
-        return float(nbddp.all_reduce(float(x), op="sum"))
-    run = nbddp.run(fit, hosts=["gpu1", "gpu2"], **options())
-    print("value", run.value)
-    """
-    talk = there.talk(source, ["p x", "rank 2", "p x", "!x = 100", "rank all", "n", "c"], START_S)
-    assert talk.prompts[:4] == ["ranks 1 and 2 (Pdb) "] * 2 + ["rank 2 on gpu2 (Pdb) "] * 2
-    assert "rank 1 on gpu1: 10\nrank 2 on gpu2: 20" in talk.shown
-    assert "value 142.0" in talk.shown  # 0 + 11 + 101 + 30
-    rig.wait_until_clean()
-
-
 def test_the_magic_accepts_hosts_and_names_an_unknown_one(there: Notebook, rig: Rig) -> None:
     there.ok("%load_ext nbddp")
     line = "%%ddp --hosts gpu1,gpu2 --min-hosts 1 -n 1 --device cpu -o found"
@@ -81,48 +96,13 @@ def test_the_magic_accepts_hosts_and_names_an_unknown_one(there: Notebook, rig: 
     assert "gpu9" in said.evalue
 
 
-def test_a_killed_notebook_leaves_nothing_on_its_hosts(there: Notebook, rig: Rig, in_folder: Path) -> None:
-    there.begin("nbddp.run(train, hosts=['gpu1', 'gpu2'], **options())")
-    wait_for_ranks(in_folder)
-    there.kill()
-    rig.wait_until_clean()
-
-
-def test_a_notebook_killed_while_it_sends_leaves_nothing_on_its_hosts(
-    there: Notebook, rig: Rig, in_folder: Path
-) -> None:
-    there.ok("with nbddp.cluster(['gpu1', 'gpu2']) as c: pass\nimport numpy\nbig = numpy.ones(100_000_000)", START_S)
-    there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
-    agent = rig.hosts["gpu2"].agent()
-    agent.suspend()  # so that it has no end
-    before = rig.passed("gpu2")[0]
-    there.begin("nbddp.run(lambda big: 1, (big,), hosts=c, **options())")
-    try:
-        wait_until(lambda: rig.passed("gpu2")[0] - before > 1_000_000, 30)
-        there.kill()
-    finally:
-        agent.resume()
-    rig.wait_until_clean()
-
-
-@pytest.mark.parametrize("how", ["kill", "killpg"])
-def test_an_interrupt_ends_the_run_within_10_s_and_the_cluster_stays_usable(
-    there: Notebook, rig: Rig, in_folder: Path, how: str
-) -> None:
-    there.ok("from nbddp.kernel import state\nstate.STOP_GRACE_S = 60.0")
-    there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
-    going = there.begin("nbddp.run(train, hosts=c, **options())")
-    wait_for_ranks(in_folder)
-    began = time.monotonic()
-    there.interrupt(how)
-    said = there.end_of(going)
-    assert time.monotonic() - began < 10
-    assert (said.status, said.ename) == ("error", "KeyboardInterrupt")
-    assert not rig.hosts["gpu1"].ranks() + rig.hosts["gpu2"].ranks()
-    shown = there.ok("nbddp.run(train, (0,), hosts=c, **options()).values", START_S).shown
-    assert "[(0, 4), (1, 4), (2, 4), (3, 4)]" in shown
-    there.ok("c.close()")
-    rig.wait_until_clean()
+def sleeping(rig: Rig) -> list[psutil.Process]:
+    """What a login shell on gpu2 waits for."""
+    found = []
+    for process in rig.hosts["gpu2"].processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [process] if process.name() == "sleep" else []
+    return found
 
 
 def test_an_interrupt_during_the_login_ends_the_login(there: Notebook, rig: Rig) -> None:
@@ -131,7 +111,7 @@ def test_an_interrupt_during_the_login_ends_the_login(there: Notebook, rig: Rig)
     home.write_text("sleep 1000\n")
     try:
         going = there.begin("nbddp.run(train, hosts=['gpu1', 'gpu2'], **options())")
-        wait_until(lambda: [p for p in rig.hosts["gpu2"].processes() if p.name() == "sleep"], 30)
+        wait_until(lambda: sleeping(rig), 30)
         began = time.monotonic()
         there.interrupt()
         assert there.end_of(going).ename == "KeyboardInterrupt"
@@ -139,29 +119,50 @@ def test_an_interrupt_during_the_login_ends_the_login(there: Notebook, rig: Rig)
         rig.wait_until_clean("gpu1")
     finally:
         home.write_text(greeting)
-        for process in rig.hosts["gpu2"].processes():
-            if process.name() == "sleep":
-                process.kill()  # the login shell's, which sshd leaves to itself
+        for process in sleeping(rig):
+            process.kill()  # sshd leaves it to itself
 
 
-@pytest.mark.parametrize("end", ["restart", "close"])
-def test_a_closed_or_restarted_notebook_leaves_nothing_on_its_hosts(
-    there: Notebook, rig: Rig, in_folder: Path, end: str
-) -> None:
-    there.begin("c = nbddp.cluster(['gpu1', 'gpu2'])\nnbddp.run(train, hosts=c, **options())")
+def test_a_killed_notebook_leaves_nothing_on_its_hosts(own: Notebook, rig: Rig, in_folder: Path) -> None:
+    own.begin("nbddp.run(train, hosts=['gpu1', 'gpu2'], **options())")
     wait_for_ranks(in_folder)
-    getattr(there, end)()
+    own.kill()
     rig.wait_until_clean()
 
 
+def test_a_notebook_killed_while_it_sends_leaves_nothing_on_its_hosts(own: Notebook, rig: Rig, in_folder: Path) -> None:
+    own.ok("import numpy\nbig = numpy.ones(100_000_000)")
+    own.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
+    agent = rig.hosts["gpu2"].agent()
+    agent.suspend()  # so that it has no end
+    before = rig.passed("gpu2")[0]
+    own.begin("nbddp.run(lambda big: 1, (big,), hosts=c, **options())")
+    try:
+        wait_until(lambda: rig.passed("gpu2")[0] - before > 1_000_000, 30)
+        own.kill()
+    finally:
+        agent.resume()
+    rig.wait_until_clean()
+
+
+def test_a_restarted_or_closed_notebook_leaves_nothing_on_its_hosts(own: Notebook, rig: Rig, in_folder: Path) -> None:
+    for end in (own.restart, own.close):
+        own.begin(f"{TRAIN}\nc = nbddp.cluster(['gpu1', 'gpu2'])\nnbddp.run(train, hosts=c, **options())")
+        wait_for_ranks(in_folder)
+        end()
+        rig.wait_until_clean()
+        for path in in_folder.glob("there-*"):
+            path.unlink()
+
+
 def test_a_forked_child_of_a_killed_notebook_does_not_keep_its_hosts_busy(
-    there: Notebook, rig: Rig, in_folder: Path
+    own: Notebook, rig: Rig, in_folder: Path
 ) -> None:
-    there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
-    going = there.begin("run = nbddp.run(train, hosts=c, wait=False, **options())")
+    own.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
+    going = own.begin("run = nbddp.run(train, hosts=c, wait=False, **options())")
     wait_for_ranks(in_folder)
-    there.end_of(going)
-    there.ok("""
+    own.end_of(going)
+    own.ok("""
         pid = os.fork()
         if pid == 0:
             os.setsid()
@@ -169,30 +170,11 @@ def test_a_forked_child_of_a_killed_notebook_does_not_keep_its_hosts_busy(
             os._exit(0)
         with open("child", "w") as file: print(pid, file=file)
     """)
-    there.kill()
+    own.kill()
     try:
         rig.wait_until_clean()
     finally:
         os.kill(int((in_folder / "child").read_text()), 9)
-
-
-def test_the_traceback_of_a_remote_rank_shows_only_the_users_lines(there: Notebook) -> None:
-    there.ok("c = nbddp.cluster(['gpu1', 'gpu2'])", START_S)
-    said = there.cell("""
-        def broken():
-            nbddp.barrier()
-            if nbddp.rank() == 3:
-                raise ValueError("bad batch")
-            nbddp.barrier()
-        nbddp.run(broken, hosts=c, **options())
-    """)
-    assert said.ename == "RankError"
-    assert 'raise ValueError("bad batch")' in said.traceback
-    assert said.traceback.splitlines()[0].startswith("rank 3 of 4")
-    assert "gpu2" in said.traceback.splitlines()[0]
-    assert "site-packages" not in said.traceback
-    assert "nbddp/host" not in said.traceback
-    there.ok("c.close()")
 
 
 def test_the_several_machines_notebook_shows_what_its_text_says(
@@ -218,3 +200,55 @@ def test_the_several_machines_notebook_shows_what_its_text_says(
     assert "gpu2" in restart[1]
     assert found["steps"] == sorted(set(found["steps"]))
     assert found["everyone"] == ["gpu1", "gpu2"]
+
+
+def test_breakpoints_stop_ranks_on_other_hosts(logged_in: Notebook) -> None:
+    source = """
+    def fit():
+        x = 10 * nbddp.rank()
+        if nbddp.rank() in (1, 2):
+            breakpoint()
+            x += 1
+        return float(nbddp.all_reduce(float(x), op="sum"))
+    run = nbddp.run(fit, hosts=c, **options())
+    print("value", run.value)
+    """
+    talk = logged_in.talk(source, ["p x", "rank 2", "p x", "!x = 100", "rank all", "n", "c"], START_S)
+    assert talk.prompts[:4] == ["ranks 1 and 2 (Pdb) "] * 2 + ["rank 2 on gpu2 (Pdb) "] * 2
+    assert "rank 1 on gpu1: 10\nrank 2 on gpu2: 20" in talk.shown
+    assert "value 142.0" in talk.shown  # 0 + 11 + 101 + 30
+
+
+@pytest.mark.parametrize("how", ["kill", "killpg"])
+def test_an_interrupt_ends_the_run_within_10_s_and_the_cluster_stays_usable(
+    logged_in: Notebook, rig: Rig, in_folder: Path, how: str
+) -> None:
+    logged_in.ok("from nbddp.kernel import state\ngrace_s, state.STOP_GRACE_S = state.STOP_GRACE_S, 60.0")
+    going = logged_in.begin("nbddp.run(train, hosts=c, **options())")
+    wait_for_ranks(in_folder)
+    began = time.monotonic()
+    logged_in.interrupt(how)
+    said = logged_in.end_of(going)
+    assert time.monotonic() - began < 10
+    assert (said.status, said.ename) == ("error", "KeyboardInterrupt")
+    assert not rig.hosts["gpu1"].ranks() + rig.hosts["gpu2"].ranks()
+    shown = logged_in.ok("nbddp.run(train, (0,), hosts=c, **options()).values", START_S).shown
+    assert "[(0, 4), (1, 4), (2, 4), (3, 4)]" in shown
+    logged_in.ok("state.STOP_GRACE_S = grace_s")
+
+
+def test_the_traceback_of_a_remote_rank_shows_only_the_users_lines(logged_in: Notebook) -> None:
+    said = logged_in.cell("""
+        def broken():
+            nbddp.barrier()
+            if nbddp.rank() == 3:
+                raise ValueError("bad batch")
+            nbddp.barrier()
+        nbddp.run(broken, hosts=c, **options())
+    """)
+    assert said.ename == "RankError"
+    assert 'raise ValueError("bad batch")' in said.traceback
+    assert said.traceback.splitlines()[0].startswith("rank 3 of 4")
+    assert "gpu2" in said.traceback.splitlines()[0]
+    assert "site-packages" not in said.traceback
+    assert "nbddp/host" not in said.traceback

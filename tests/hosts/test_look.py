@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,20 +14,35 @@ from nbddp.hosts.network import Link, Links, Look, slow_links
 from tests.hosts.rig import Rig
 from tests.support import Cells, run
 
-Login = Callable[..., nbddp.Cluster]
 ALL = ("gpu1", "gpu2", "gpu3")
 PAIRS = {(one, other) for one in ALL for other in ALL if one != other}
 SIZE = "import nbddp\ndef train(): return nbddp.world_size()"
 
 
+@pytest.fixture(scope="module")
+def _three(rig: Rig) -> Iterator[nbddp.Cluster]:
+    with nbddp.cluster(list(ALL), launcher=rig.ssh, heartbeat=60.0) as hosts:
+        assert hosts.network() == {}
+        hosts.run(nbddp.rank, nprocs=1, device="cpu", show=False)  # there is then what a cluster keeps
+        yield hosts
+
+
+@pytest.fixture
+def three(_three: nbddp.Cluster) -> nbddp.Cluster:
+    """Hosts that have not reached each other yet."""
+    _three._seen.clear()
+    _three._links.clear()
+    return _three
+
+
 @pytest.mark.slow
-def test_a_firewall_between_two_hosts_is_named_before_ranks_start(cell: Cells, cluster: Login, rig: Rig) -> None:
-    hosts, train = cluster(*ALL, heartbeat=60.0), cell(SIZE).train
+def test_a_firewall_between_two_hosts_is_named_before_ranks_start(cell: Cells, three: nbddp.Cluster, rig: Rig) -> None:
+    train = cell(SIZE).train
     rig.isolate("gpu2", "gpu3")
     try:
         began = time.monotonic()
         with pytest.raises(nbddp.LaunchError) as raised:
-            run(train, hosts=hosts, nprocs=1)
+            run(train, hosts=three, nprocs=1)
         assert time.monotonic() - began < 30  # gloo's own patience is one of minutes
         text = str(raised.value)
         one, other = ("gpu2", "gpu3") if text.startswith("gpu2") else ("gpu3", "gpu2")
@@ -37,30 +52,28 @@ def test_a_firewall_between_two_hosts_is_named_before_ranks_start(cell: Cells, c
         assert "\n" not in text
     finally:
         rig.isolate("gpu2", "gpu3", state="off")
-    assert run(train, hosts=hosts, nprocs=1).values == [3] * 3
+    assert run(train, hosts=three, nprocs=1).values == [3] * 3
 
 
 @pytest.mark.slow
-def test_the_first_run_measures_all_connections_and_the_next_does_not(cell: Cells, cluster: Login) -> None:
-    hosts, train = cluster(*ALL), cell(SIZE).train
-    assert hosts.network() == {}
-    run(train, hosts=hosts, nprocs=1)
-    measured = hosts.network()
+def test_the_first_run_measures_all_connections_and_the_next_does_not(cell: Cells, three: nbddp.Cluster) -> None:
+    train = cell(SIZE).train
+    run(train, hosts=three, nprocs=1)
+    measured = three.network()
     assert set(measured) == PAIRS
     assert all(0 < link.latency_s < 5 and link.bytes_per_s and link.bytes_per_s > 1e6 for link in measured.values())
-    run(train, hosts=hosts, nprocs=1)
-    assert hosts.network() == measured
+    run(train, hosts=three, nprocs=1)
+    assert three.network() == measured
 
 
 @pytest.mark.slow
-def test_the_panel_names_a_host_with_a_slow_connection(cell: Cells, cluster: Login, rig: Rig) -> None:
-    hosts = cluster(*ALL, heartbeat=60.0)
+def test_the_panel_names_a_host_with_a_slow_connection(cell: Cells, three: nbddp.Cluster, rig: Rig) -> None:
     rig.limit("gpu3", "10mbit")
     try:
-        found = run(cell(SIZE).train, hosts=hosts, nprocs=1)
+        found = run(cell(SIZE).train, hosts=three, nprocs=1)
     finally:
         rig.limit("gpu3")
-    rates = {pair: link.bytes_per_s for pair, link in hosts.network().items()}
+    rates = {pair: link.bytes_per_s for pair, link in three.network().items()}
     assert all((rate < 3e6) == ("gpu3" in pair) for pair, rate in rates.items() if rate is not None)
     assert found._viewable.status().notice.startswith("all connections of gpu3: 1.")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import nbddp
-from tests.hosts.conftest import HEARTBEAT_S
+from tests.hosts.conftest import HEARTBEAT_S, bring_back
 from tests.hosts.rig import GONE_S, Rig, is_sshd
 from tests.support import Cells, run, script, wait_until
 
@@ -174,11 +174,10 @@ def test_remote_sys_exit_is_rank_died_and_an_unpicklable_result_is_payload_error
 
 @pytest.mark.parametrize("lost", ["gpu1", "gpu2"])
 def test_a_killed_agent_is_host_lost_at_once_and_its_ranks_end(
-    cell: Cells, cluster: Login, rig: Rig, in_folder: Path, lost: str
+    cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path, lost: str
 ) -> None:
     """The first host has the store, too."""
-    hosts = cluster(heartbeat=60.0)
-    going = begin(cell(SLEEPING).train, hosts, 4)
+    going = begin(cell(SLEEPING).train, warm, 4)
     assert len(rig.hosts[lost].ranks()) == 2
     rig.hosts[lost].agent().kill()
     with within(SOON_S), pytest.raises(nbddp.HostLost, match=lost) as raised:
@@ -186,11 +185,11 @@ def test_a_killed_agent_is_host_lost_at_once_and_its_ranks_end(
     assert raised.value.host == lost
     rig.wait_until_clean(lost)
     with pytest.raises(nbddp.HostLost, match=lost):
-        run(cell(SLEEPING).train, hosts=hosts)
+        run(cell(SLEEPING).train, hosts=warm)
 
 
 def test_a_killed_agent_is_host_lost_and_not_the_broken_connection_of_another_rank(
-    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+    cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path
 ) -> None:
     names = cell("""
         import nbddp
@@ -200,8 +199,10 @@ def test_a_killed_agent_is_host_lost_and_not_the_broken_connection_of_another_ra
             while True:
                 nbddp.barrier()
     """)
-    for _ in range(3):
-        going = begin(names.train, cluster(heartbeat=60.0), 4)
+    for turn in range(3):
+        if turn:
+            bring_back(warm)
+        going = begin(names.train, warm, 4)
         rig.hosts["gpu2"].agent().kill()
         with within(SOON_S), pytest.raises(nbddp.HostLost, match="gpu2"):
             going.wait()
@@ -210,10 +211,10 @@ def test_a_killed_agent_is_host_lost_and_not_the_broken_connection_of_another_ra
 
 
 def test_a_killed_login_is_host_lost_at_once_and_its_ranks_end(
-    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+    cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path
 ) -> None:
     """The sshd of the session, on the host: a scheduler's clean-up, or its OOM killer."""
-    going = begin(cell(SLEEPING).train, cluster(heartbeat=60.0), 4)
+    going = begin(cell(SLEEPING).train, warm, 4)
     next(process for process in rig.hosts["gpu2"].processes() if is_sshd(process)).kill()
     with within(SOON_S), pytest.raises(nbddp.HostLost, match="gpu2"):
         going.wait()
@@ -247,39 +248,40 @@ def test_a_frozen_agent_is_host_lost_after_the_heartbeat(
     rig.hosts["gpu2"].wait_until_clean(HEARTBEAT_S + GONE_S)
 
 
-@pytest.mark.parametrize("lost", ["gpu1", "gpu2"])
 def test_the_remaining_hosts_go_on_when_min_hosts_allows_it(
-    cell: Cells, cluster: Login, rig: Rig, in_folder: Path, lost: str
+    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
 ) -> None:
-    hosts = cluster("gpu1", "gpu2", "gpu3", heartbeat=60.0)
-    going = begin(cell(SLEEPING).train, hosts, 3, nprocs=1, max_restarts=1, min_hosts=2)
-    rig.hosts[lost].agent().kill()
-    going.wait()
-    assert going.values == [(0, 2, 1), (1, 2, 1)]
-    status = going._viewable.status()
-    assert "HostLost" in status.restart_reason
-    assert lost in status.restart_reason
-    assert [r.host for r in status.ranks][:2] == [name for name in ("gpu1", "gpu2", "gpu3") if name != lost]
+    hosts = cluster("gpu1", "gpu2", "gpu3", returning=True, heartbeat=60.0)  # when it is brought back
+    for lost in ("gpu1", "gpu2"):
+        bring_back(hosts)
+        going = begin(cell(SLEEPING).train, hosts, 3, nprocs=1, max_restarts=1, min_hosts=2)
+        rig.hosts[lost].agent().kill()
+        going.wait()
+        assert going.values == [(0, 2, 1), (1, 2, 1)]
+        status = going._viewable.status()
+        assert "HostLost" in status.restart_reason
+        assert lost in status.restart_reason
+        assert [r.host for r in status.ranks][:2] == [name for name in ("gpu1", "gpu2", "gpu3") if name != lost]
+        for path in in_folder.glob("there-*"):
+            path.unlink()
 
 
 def test_without_min_hosts_a_lost_host_ends_the_run_without_a_restart(
-    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+    cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path
 ) -> None:
-    hosts = cluster("gpu1", "gpu2", heartbeat=60.0)
-    going = begin(cell(SLEEPING).train, hosts, 2, nprocs=1, max_restarts=5)
+    going = begin(cell(SLEEPING).train, warm, 2, nprocs=1, max_restarts=5)
     rig.hosts["gpu2"].agent().kill()
     with within(SOON_S), pytest.raises(nbddp.HostLost, match="gpu2"):
         going.wait()
     assert going._viewable.status().restarts == 0
 
 
-def test_a_host_lost_while_its_ranks_start_is_named_at_once(cell: Cells, cluster: Login, rig: Rig) -> None:
+def test_a_host_lost_while_its_ranks_start_is_named_at_once(cell: Cells, warm: nbddp.Cluster, rig: Rig) -> None:
     names = cell("import nbddp\ndef train(x): return nbddp.world_size()")
-    hosts = cluster(heartbeat=60.0)
-    run(names.train, b"", hosts=hosts)  # nobody waits for an import of torch any more
+    run(names.train, b"", hosts=warm)  # nobody waits for an import of torch any more
     agent = rig.hosts["gpu2"].agent()
     agent.suspend()  # so it is lost before it can start any
-    going = run(names.train, b"x" * 10_000_000, hosts=hosts, wait=False)
+    going = run(names.train, b"x" * 10_000_000, hosts=warm, wait=False)
     time.sleep(0.3)
     agent.kill()
     with within(SOON_S), pytest.raises((nbddp.HostLost, nbddp.LaunchError), match="gpu2"):
@@ -384,9 +386,9 @@ def test_a_cluster_outlives_a_forked_child_of_the_notebook(rig: Rig) -> None:
 
 
 def test_sigterm_to_an_agent_is_host_lost_at_once_and_its_ranks_end(
-    cell: Cells, cluster: Login, rig: Rig, in_folder: Path
+    cell: Cells, warm: nbddp.Cluster, rig: Rig, in_folder: Path
 ) -> None:
-    going = begin(cell(SLEEPING).train, cluster(heartbeat=60.0), 4)
+    going = begin(cell(SLEEPING).train, warm, 4)
     rig.hosts["gpu2"].agent().send_signal(signal.SIGTERM)
     with within(SOON_S), pytest.raises(nbddp.HostLost, match="gpu2"):
         going.wait()

@@ -19,8 +19,8 @@ from tests.test_session import quiet, total
 pytestmark = pytest.mark.slow
 
 
-def test_a_rank_that_dies_on_a_host_is_named_and_restarted(cluster: Login) -> None:
-    with nbddp.session(hosts=cluster(), nprocs=1, device="cpu") as session:
+def test_a_rank_that_dies_on_a_host_is_named_and_restarted(warm: nbddp.Cluster) -> None:
+    with nbddp.session(hosts=warm, nprocs=1, device="cpu") as session:
         session["x"] = torch.ones(3)
         with pytest.raises(nbddp.RankDied, match="rank 1 of 2") as raised:
             quiet(session, lambda: nbddp.rank() and os.kill(os.getpid(), signal.SIGKILL))
@@ -74,18 +74,19 @@ def test_stop_during_a_long_upload_leaves_the_session_usable(cluster: Login, rig
         assert quiet(session, total).values == [2.0] * 2
 
 
-def test_two_sessions_on_one_cluster_are_refused_and_the_hosts_are_free_after_the_first(cluster: Login) -> None:
-    hosts = cluster()
-    with nbddp.session(hosts=hosts, nprocs=1, device="cpu") as session:
+def test_two_sessions_on_one_cluster_are_refused_and_the_hosts_are_free_after_the_first(
+    warm: nbddp.Cluster,
+) -> None:
+    with nbddp.session(hosts=warm, nprocs=1, device="cpu") as session:
         with pytest.raises(nbddp.LaunchError, match="these hosts are busy with session"):
-            nbddp.session(hosts=hosts, nprocs=1, device="cpu")
+            nbddp.session(hosts=warm, nprocs=1, device="cpu")
         assert quiet(session, total).values == [2.0] * 2
-    assert hosts.run(total, nprocs=1, device="cpu", show=False).values == [2.0] * 2
-    with nbddp.session(hosts=hosts, nprocs=1, device="cpu") as session:
+    assert warm.run(total, nprocs=1, device="cpu", show=False).values == [2.0] * 2
+    with nbddp.session(hosts=warm, nprocs=1, device="cpu") as session:
         assert quiet(session, total).values == [2.0] * 2
 
 
-def test_a_closed_session_leaves_nothing_on_the_hosts(cluster: Login, rig: Rig) -> None:
-    with nbddp.session(hosts=cluster(), nprocs=2, device="cpu"):
+def test_a_closed_session_leaves_nothing_on_the_hosts(warm: nbddp.Cluster, rig: Rig) -> None:
+    with nbddp.session(hosts=warm, nprocs=2, device="cpu"):
         assert [len(rig.hosts[name].ranks()) for name in ("gpu1", "gpu2")] == [2, 2]
     wait_until(lambda: not any(host.ranks() for host in rig.hosts.values()), 10)

@@ -57,10 +57,9 @@ def test_ranks_that_do_not_see_rank_0s_snapshot_end_the_run(
     assert "folder that all hosts share" in text
 
 
-def test_a_restart_without_rank_0s_host_does_not_begin_at_step_0(cell: Cells, cluster: Login, own: str) -> None:
-    hosts = cluster(heartbeat=60.0)
+def test_a_restart_without_rank_0s_host_does_not_begin_at_step_0(cell: Cells, warm: nbddp.Cluster, own: str) -> None:
     with pytest.raises(nbddp.RankError) as raised:
-        run(cell(TRAINING).train, own, 9, 4, hosts=hosts, nprocs=1, max_restarts=1, min_hosts=1)
+        run(cell(TRAINING).train, own, 9, 4, hosts=warm, nprocs=1, max_restarts=1, min_hosts=1)
     assert str(raised.value.cause).startswith(
         "load_snapshot('/tmp/own.pt'): before the restart rank 0 saved the snapshot of step 4 there on gpu1, which is "
         "lost, but rank 0 on gpu2 found no file there. Put snapshots into a folder that all hosts share"
@@ -69,10 +68,9 @@ def test_a_restart_without_rank_0s_host_does_not_begin_at_step_0(cell: Cells, cl
 
 
 def test_a_restart_without_rank_0s_host_goes_on_from_the_shared_folder(
-    cell: Cells, cluster: Login, in_folder: Path
+    cell: Cells, warm: nbddp.Cluster, in_folder: Path
 ) -> None:
-    hosts = cluster(heartbeat=60.0)
-    found = run(cell(TRAINING).train, "s.pt", 9, 4, hosts=hosts, nprocs=1, max_restarts=1, min_hosts=1)
+    found = run(cell(TRAINING).train, "s.pt", 9, 4, hosts=warm, nprocs=1, max_restarts=1, min_hosts=1)
     assert found.values == [(9.0, 1)]
     assert found.history["loss"].steps.tolist() == list(range(9))
 
