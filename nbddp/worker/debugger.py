@@ -460,7 +460,9 @@ class _RankPdb(pdb.Pdb):
         Start an interactive interpreter with the frame's names. exit() ends it.
         """
         assert self.curframe is not None
-        names = {**self.curframe.f_globals, **self.curframe_locals}
+        # Python 3.14 deprecates curframe_locals; before 3.13 reading f_locals would undo assignments at the prompt.
+        own = self.curframe.f_locals if sys.version_info >= (3, 13) else self.curframe_locals
+        names = {**self.curframe.f_globals, **own}
         with contextlib.redirect_stdout(self._line), contextlib.redirect_stderr(self._line):
             console = code.InteractiveConsole(names)
             console.raw_input = self._read_interactive  # type: ignore[method-assign]
