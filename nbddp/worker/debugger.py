@@ -34,6 +34,7 @@ SIGNAL = signal.SIGURG  # ignored by default, and hardly ever used: there is a m
 TIMEOUT_S = 3600.0  # of collectives while a rank is stopped
 _MAX_CHARS = 200_000  # of what one command prints
 _MAX_PROMPT_CHARS = 1000
+_set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # private before torch 2.15
 _LEAVE_INTERACT = ("exit", "exit()", "quit", "quit()")
 
 
@@ -201,7 +202,7 @@ def hold_timeouts() -> None:
     for group, name in list(distributed_c10d._world.pg_names.items()):  # private; torch 2.6 to 2.13
         with contextlib.suppress(ValueError):  # this rank is not in it
             before = _timeout_of(group)
-            distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)
+            _set_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)
             if before is not None:
                 _state.timeouts.setdefault(name, before)
 
@@ -211,7 +212,7 @@ def _restore_timeouts() -> None:
     timeouts, _state.timeouts = _state.timeouts, {}
     for group, name in list(distributed_c10d._world.pg_names.items()) if timeouts else ():
         if name in timeouts:
-            distributed_c10d._set_pg_timeout(timeouts[name], group)
+            _set_timeout(timeouts[name], group)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
