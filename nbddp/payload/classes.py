@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from nbddp.payload import hints
 
 _SLOT_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_PARAMETRIZING = ("_inject_new_class", "_inject_property")  # private; of torch 2.6 to 2.13
+_PARAMETRIZING = ("_inject_new_class", "_inject_property")  # private; of torch 2.6 to 2.15
 
 
 def complete(kind: Any, reduced: Any) -> Any:

@@ -199,7 +199,7 @@ def _stop_at_the_next(frame: FrameType, _event: str, _arg: Any) -> Any:
 
 def hold_timeouts() -> None:
     """Let the collectives that begin from now on in this call wait for an hour, in all process groups."""
-    for group, name in list(distributed_c10d._world.pg_names.items()):  # private; torch 2.6 to 2.13
+    for group, name in list(distributed_c10d._world.pg_names.items()):  # private; torch 2.6 to 2.15
         with contextlib.suppress(ValueError):  # this rank is not in it
             before = _timeout_of(group)
             _set_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter  # private; torch 2.6 to 2.13
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter  # private; torch 2.6 to 2.15
 
 from nbddp import payload, process_state, versions, wire
 from nbddp.errors import CAUSE_CHARS
