@@ -280,7 +280,8 @@ def test_pickle_finds_in_a_rank_what_it_finds_in_the_notebook(cell: Cells) -> No
     """)
     expected = names.train(names.things)
     assert expected["net"] == "Net"
-    assert set(expected.values()) >= {"Net", "function", "PicklingError", "AttributeError"}
+    refused = {"PicklingError"} if sys.version_info >= (3, 14) else {"PicklingError", "AttributeError"}
+    assert set(expected.values()) >= {"Net", "function", *refused}
     assert run(names.train, names.things).values == [expected, expected]
 
 
@@ -308,7 +309,7 @@ def test_functions_that_share_a_variable_share_it_in_a_rank(cell: Cells) -> None
 # ---------------------------------------------------------------------------- data
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:BComplex32 support")
 @pytest.mark.parametrize("numel", [7, 400_000], ids=["small", "mapped"])
 def test_every_dtype_arrives_bit_for_bit(cell: Cells, numel: int) -> None:
     generator = torch.Generator().manual_seed(1)

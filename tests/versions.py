@@ -1,7 +1,7 @@
 """Runs the core tests with other versions of Python, torch and the needs: ``python -m tests.versions [NAME ...]``.
 
-Makes a venv for each, and prints a row of docs/places.md for each. It downloads gigabytes, so it is not in CI. Only
-``here`` takes torch from the environment that runs this, and downloads a few megabytes.
+Makes a venv for each whose Python is on PATH, and prints a row of docs/places.md for each. It downloads gigabytes, so
+it is not in CI. Only ``here`` takes torch from the environment that runs this, and downloads a few megabytes.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ ENVIRONMENTS = {
     "lowest": Versions("python3.10", lowest=True),
     "cloud": Versions("python3.12", more=("torch==2.11.*",)),
     "newest": Versions("python3.13"),
+    "3.14": Versions("python3.14"),
     "here": Versions("", lowest=True, shares=True),
 }
 
@@ -63,6 +64,10 @@ def main() -> int:
     failed = 0
     try:
         for name in options.names or ENVIRONMENTS:
+            if shutil.which(wanted := ENVIRONMENTS[name].python or sys.executable) is None:
+                print(f"| {name} | {wanted} | not run: it is not on PATH |", flush=True)
+                failed += name in options.names
+                continue
             python = make(ENVIRONMENTS[name], folder / name)
             outcome = outcome_of(python)
             failed += " failed" in outcome or " passed" not in outcome

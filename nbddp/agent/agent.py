@@ -65,7 +65,7 @@ def run_agent(order: Header, pipe: ControlPipe) -> None:
 
 
 def _avoid_dns_lookups() -> None:
-    """Replace the function by which torchelastic asks a DNS server for each event's host name (torch 2.6 to 2.13)."""
+    """Replace the function by which torchelastic asks a DNS server for each event's host name (torch 2.6 to 2.15)."""
     if hasattr(elastic, "_get_fq_hostname"):
         elastic._get_fq_hostname = socket.gethostname
 

@@ -24,6 +24,7 @@ from nbddp.launch.devices import (
 from nbddp.launch.environment import CONTRACT, RankPosition, environment, threads_of
 from nbddp.launch.rendezvous import Rendezvous
 from nbddp.panel import frontend
+from nbddp.payload import hints
 from nbddp.payload.known import Known
 from nbddp.process_state import ProcessState, present
 from nbddp.text import first_line, short
@@ -283,13 +284,14 @@ def _check_signature(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], na
         kind = "a generator function" if inspect.isgeneratorfunction(fn) else "a coroutine function"
         raise LaunchError(f"{name} is {kind}: calling it runs none of its lines. Use a plain function")
     try:
-        signature = inspect.signature(fn)
+        signature = hints.signature(fn)
     except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise LaunchError(f"{name}{signature} cannot be called with these arguments: {error}") from None
+        shown = hints.shown(signature)
+        raise LaunchError(f"{name}{shown} cannot be called with these arguments: {error}") from None
 
 
 def check_numbers(**named: Any) -> None:

@@ -39,6 +39,7 @@ from nbddp.magic.options import (
     RUN_OPTIONS,
     SCRIPT_PARSER,
     with_options,
+    with_plain_help,
 )
 from nbddp.sessions import opening
 from nbddp.sessions.session import Session
@@ -101,6 +102,7 @@ class DdpMagics(Magics):
 
     @_can_be_silenced
     @cell_magic("ddp")
+    @with_plain_help
     @magic_arguments("%ddp")  # the help puts one more % before it
     @with_options([*CELL_OPTIONS, *OUTPUT_OPTIONS, *RUN_OPTIONS])
     def cell(self, line: str, cell: str) -> Any:

@@ -76,6 +76,13 @@ def with_options(options: Sequence[Any]) -> Callable[[Any], Any]:
     return decorate
 
 
+def with_plain_help(magic: Any) -> Any:
+    """Decorate a magic so that its help has no colours, which Python 3.14 gives it in Jupyter."""
+    magic.parser.color = False
+    magic.__doc__ = magic.parser.format_help()
+    return magic
+
+
 def _parser(command: str, options: Iterable[Any]) -> MagicArgumentParser:
     parser = MagicArgumentParser(command, argument_default=argparse.SUPPRESS)
     for option in options:

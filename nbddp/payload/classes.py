@@ -1,9 +1,10 @@
 """Completes how cloudpickle pickles the notebook's classes.
 
 cloudpickle leaves out a class's slots: in a rank its instances would have a ``__dict__``, and the notebook's class
-could not set their state. It also leaves out attributes of an Enum's members other than their values. It fails for
-``cached_property``, which holds a lock until Python 3.11, and for the class that torch creates for a single module
-when the module is parametrized. The stream calls the functions at the end when it is read.
+could not set their state. It also leaves out attributes of an Enum's members other than their values, and annotations
+(see ``hints.py``). It fails for ``cached_property``, which holds a lock until Python 3.11, and for the class that
+torch creates for a single module when the module is parametrized. The stream calls the functions at the end when it is
+read.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import Any
 from cloudpickle.cloudpickle import _class_setstate, _lookup_class_or_track, _make_skeleton_class, _make_skeleton_enum
 from torch.nn.utils import parametrize
 
+from nbddp.payload import hints
+
 _SLOT_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_PARAMETRIZING = ("_inject_new_class", "_inject_property")  # private; of torch 2.6 to 2.13
+_PARAMETRIZING = ("_inject_new_class", "_inject_property")  # private; of torch 2.6 to 2.15
 
 
 def complete(kind: Any, reduced: Any) -> Any:
@@ -28,7 +31,8 @@ def complete(kind: Any, reduced: Any) -> Any:
         return reduced
     if len(reduced) >= 3:  # with the qualified name, Outer.Inner, by which pickle finds the class again
         function, arguments, (attributes, *more), *setting = reduced
-        reduced = function, arguments, ({**attributes, "__qualname__": kind.__qualname__}, *more), *setting
+        attributes = {**attributes, "__qualname__": kind.__qualname__, **hints.of_class(kind)}
+        reduced = function, arguments, (attributes, *more), *setting
     if reduced[0] is _make_skeleton_enum:
         function, arguments, state, *items, _setstate = reduced
         members = {member.name: vars(member) for member in kind}

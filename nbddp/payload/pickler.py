@@ -14,6 +14,7 @@ import os
 import pickle
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from nbddp.payload import classes, functions, libraries
+from nbddp.payload import classes, functions, hints, libraries
 from nbddp.payload.known import Known, attributes_of_cached, is_dispatching
 from nbddp.payload.refusals import NEEDS_INHERITANCE, refuse_uninherited, refuse_unshippable
 from nbddp.payload.shared_tensors import SharedHere
@@ -128,7 +129,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         number = self._number_of(obj)
         if number is not None:
             return _take_known, (number,)
-        reduced = self._by_cloudpickle(obj)
+        reduced = self._by_cloudpickle_with_annotations(obj)
         if reduced is NotImplemented:
             return reduced
         self._record_by_value(obj)
@@ -144,6 +145,14 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if self._sent is not None and obj.__globals__ is self._main:
             return functions.without_known_variables(reduced, self._sent, self.variables)
         return reduced
+
+    def _by_cloudpickle_with_annotations(self, obj: Any) -> Any:
+        try:
+            return self._by_cloudpickle(obj)
+        except Exception:  # whatever the evaluation of an annotation raises
+            if isinstance(obj, type) or hints.can_be_read(obj):
+                raise
+            return self._by_cloudpickle(hints.with_texts(obj))
 
     def _number_of(self, obj: Any) -> int | None:
         if self._known is None:
@@ -298,6 +307,8 @@ _REDUCERS: tuple[tuple[Any, Callable[[Packer, Any], Any]], ...] = (
     (types.ModuleType, Packer._reduce_module),
     (type(os.environ), Packer._reduce_environ),
     (functools._lru_cache_wrapper, Packer._reduce_cached),
+    (typing.ForwardRef, lambda _, ref: hints.reduce_forward_ref(ref)),
+    (hints.ALIASES, lambda _, alias: hints.reduce_alias(alias)),
     (DistributedDataParallel, Packer._reduce_ddp),
     (NEEDS_INHERITANCE, Packer._reduce_inherited),
 )

@@ -47,7 +47,7 @@ class SharedHere:
 
     @functools.cached_property
     def _sent_by_torch(self) -> set[Any]:
-        """The storages that torch has sent or received; private, of torch 2.6 to 2.13."""
+        """The storages that torch has sent or received; private, of torch 2.6 to 2.15."""
         _on_purpose.difference_update([each for each in list(_on_purpose) if each.expired()])
         return set(getattr(reductions, "shared_cache", {}).values())
 

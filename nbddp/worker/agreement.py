@@ -20,7 +20,7 @@ def collectives_begun() -> int | None:
     """
     if context.world_size() == 1 or not dist.is_initialized():
         return None
-    count = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None)  # torch 2.6 to 2.13
+    count = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None)  # torch 2.6 to 2.15
     try:
         return int(count()) if count is not None else None
     except RuntimeError:  # a backend that does not count
@@ -44,7 +44,7 @@ def group_is_open() -> None:
 
 def set_default(key: str, value: str) -> str:
     """Store the value unless another rank has stored one under this key; returns the stored value."""
-    find = getattr(distributed_c10d, "_get_default_store", None)  # torch 2.6 to 2.13
+    find = getattr(distributed_c10d, "_get_default_store", None)  # torch 2.6 to 2.15
     try:
         return str(find().compare_set(f"nbddp {key}", "", value), "utf-8") if find is not None else value
     except (RuntimeError, ValueError):  # no store (MPI), or the run has closed it

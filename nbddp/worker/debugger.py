@@ -34,6 +34,7 @@ SIGNAL = signal.SIGURG  # ignored by default, and hardly ever used: there is a m
 TIMEOUT_S = 3600.0  # of collectives while a rank is stopped
 _MAX_CHARS = 200_000  # of what one command prints
 _MAX_PROMPT_CHARS = 1000
+_set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # private before torch 2.15
 _LEAVE_INTERACT = ("exit", "exit()", "quit", "quit()")
 
 
@@ -204,10 +205,10 @@ def _stop_at_the_next(frame: FrameType, _event: str, _arg: Any) -> Any:
 
 def hold_timeouts() -> None:
     """Let the collectives that begin from now on in this call wait for an hour, in all process groups."""
-    for group, name in list(distributed_c10d._world.pg_names.items()):  # private; torch 2.6 to 2.13
+    for group, name in list(distributed_c10d._world.pg_names.items()):  # private; torch 2.6 to 2.15
         with contextlib.suppress(ValueError):  # this rank is not in it
             before = _timeout_of(group)
-            distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)
+            _set_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)
             if before is not None:
                 _state.timeouts.setdefault(name, before)
 
@@ -217,7 +218,7 @@ def _restore_timeouts() -> None:
     timeouts, _state.timeouts = _state.timeouts, {}
     for group, name in list(distributed_c10d._world.pg_names.items()) if timeouts else ():
         if name in timeouts:
-            distributed_c10d._set_pg_timeout(timeouts[name], group)
+            _set_timeout(timeouts[name], group)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
@@ -466,7 +467,9 @@ class _RankPdb(pdb.Pdb):
         Start an interactive interpreter with the frame's names. exit() ends it.
         """
         assert self.curframe is not None
-        names = {**self.curframe.f_globals, **self.curframe_locals}
+        # Python 3.14 deprecates curframe_locals; before 3.13 reading f_locals would undo assignments at the prompt.
+        own = self.curframe.f_locals if sys.version_info >= (3, 13) else self.curframe_locals
+        names = {**self.curframe.f_globals, **own}
         with contextlib.redirect_stdout(self._line), contextlib.redirect_stderr(self._line):
             console = code.InteractiveConsole(names)
             console.raw_input = self._read_interactive  # type: ignore[method-assign]

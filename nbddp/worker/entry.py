@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter  # private; torch 2.6 to 2.13
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter  # private; torch 2.6 to 2.15
 
 from nbddp import payload, process_state, versions, wire
 from nbddp.errors import CAUSE_CHARS
@@ -175,8 +175,8 @@ def _live(
 def _detach_from_fork_server() -> None:
     """Drop the state that was inherited from the fork server, including its start method.
 
-    The user's processes get the platform's default start method, but fork if that is a fork server, as on Linux from
-    Python 3.14 on. A rank's own fork server would import torch before each epoch's DataLoader workers (10 s), and leave
+    The user's processes get the platform's default start method, but on Linux fork, which was the default there before
+    Python 3.14. A rank's own fork server would import torch before each epoch's DataLoader workers (10 s), and leave
     semaphores in /dev/shm when it is killed. Forking with threads that hold locks is dangerous, but has not been a
     problem for DataLoader workers.
     """
@@ -186,7 +186,8 @@ def _detach_from_fork_server() -> None:
         atexit._clear()  # the server's handlers; a spawned rank has only its own
     multiprocessing.set_start_method(None, force=True)
     default: Any = multiprocessing.context._default_context
-    if hasattr(default, "_default_context") and default._default_context._name == "forkserver":  # Python 3.10 to 3.14
+    if sys.platform == "linux":
+        # Private; Python 3.10 to 3.14. It must not be read: 3.14.10 would make a temporary file to find the default.
         default._default_context = multiprocessing.get_context("fork")
 
 

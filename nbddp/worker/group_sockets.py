@@ -23,7 +23,7 @@ _made_with_groups: set[tuple[int, str]] = set()  # sockets: file descriptor, and
 
 def remember_new_groups() -> None:
     """From now on remember the sockets that are opened with each process group."""
-    original: Any = distributed_c10d._new_process_group_helper  # private; torch 2.6 to 2.13
+    original: Any = distributed_c10d._new_process_group_helper  # private; torch 2.6 to 2.15
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Private, of torch 2.6 to 2.13: DDP's own constructor calls them.
+# Private, of torch 2.6 to 2.15: DDP's own constructor calls them.
 from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 

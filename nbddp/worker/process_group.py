@@ -268,7 +268,7 @@ _met_before: bool | None = None  # in groups that have been destroyed
 
 
 def _has_met_in(group: Any) -> bool:
-    """Has any of the group's backends begun a collective? (torch 2.6 to 2.13)"""
+    """Has any of the group's backends begun a collective? (torch 2.6 to 2.15)"""
     try:
         backends = [group._get_backend(device) for device in group._device_types]
         return any(backend._get_sequence_number_for_group() for backend in backends)

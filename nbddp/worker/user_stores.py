@@ -22,7 +22,7 @@ ON_SOCKET: dict[str, Any] = {} if torch.__version__ >= (2, 8) else {"use_libuv":
 
 def listen_on_loopback() -> None:
     """Replace the store, which listens on all interfaces, in torch's ``env://`` and ``tcp://`` handlers."""
-    # From sys.modules, because torch.distributed.rendezvous is also a function (torch 2.6 to 2.13).
+    # From sys.modules, because torch.distributed.rendezvous is also a function (torch 2.6 to 2.15).
     handlers: Any = sys.modules["torch.distributed.rendezvous"]
     handlers.TCPStore = _store
 
