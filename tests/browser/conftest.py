@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,7 @@ def notebook(
     from notebook_page import NotebookPage
     from shared import settle
 
+    shared_memory = set(os.listdir("/dev/shm"))
     made = NotebookPage(shared_lab, page, kernel)
     yield made
     made.forget_page()
@@ -97,7 +99,7 @@ def notebook(
         shared_lab.end_kernels()
     else:
         page.close() if "own_page" in request.fixturenames else shared_page.tidy()
-        settle(shared_lab)
+        settle(shared_lab, shared_memory)
     shared_lab.reset_settings()
     ours = [problem for problem in made.problems if "nbddp" in problem]
     assert not ours

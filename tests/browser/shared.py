@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 
@@ -63,15 +64,19 @@ class SharedPage:
         self._page = None
 
 
-def settle(lab: Lab) -> None:
-    """End all runs and make all kernels forget them; nothing is left but the kernels and their fork servers."""
+def settle(lab: Lab, shared_memory: set[str]) -> None:
+    """End all runs and make all kernels forget them; nothing is left but the kernels and their fork servers.
+
+    Args:
+        shared_memory: the names in /dev/shm before the test.
+    """
     deadline = time.monotonic() + _INTERRUPTED_S
     for kernel in lab.api("api/kernels"):
         _interrupt(lab, kernel["id"], deadline)
         reply = lab.execute(kernel["id"], _FORGET)
         assert reply["status"] == "ok", reply
     deadline = time.monotonic() + GONE_S
-    while left := _left(lab):
+    while left := _processes_left(lab) or set(os.listdir("/dev/shm")) - shared_memory:
         assert time.monotonic() < deadline, f"these are left: {left}"
         time.sleep(0.02)
 
@@ -86,7 +91,7 @@ def _interrupt(lab: Lab, kernel: str, deadline: float) -> None:
         time.sleep(0.02)
 
 
-def _left(lab: Lab) -> dict[int, str]:
+def _processes_left(lab: Lab) -> dict[int, str]:
     """Every process that has been started by a test, wherever it hangs now, and that shall not stay."""
     known = [each["id"] for each in lab.api("api/kernels")]
     stay = {lab.pid} | {pid for pid, command in _commands() if any(kernel in command for kernel in known)}
