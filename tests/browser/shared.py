@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -73,12 +74,18 @@ def settle(lab: Lab, shared_memory: set[str]) -> None:
     deadline = time.monotonic() + _INTERRUPTED_S
     for kernel in lab.api("api/kernels"):
         _interrupt(lab, kernel["id"], deadline)
-        reply = lab.execute(kernel["id"], _FORGET)
+        while (reply := lab.execute(kernel["id"], _FORGET))["status"] == "aborted":  # as all that waits at an error
+            assert time.monotonic() < deadline
         assert reply["status"] == "ok", reply
     deadline = time.monotonic() + GONE_S
-    while left := _processes_left(lab) or set(os.listdir("/dev/shm")) - shared_memory:
-        assert time.monotonic() < deadline, f"these are left: {left}"
+    while (left := _processes_left(lab)) or set(os.listdir("/dev/shm")) - shared_memory:
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes are left: {left}"
+    assert not (more := set(os.listdir("/dev/shm")) - shared_memory), f"left in /dev/shm: {more}"
 
 
 def _interrupt(lab: Lab, kernel: str, deadline: float) -> None:
