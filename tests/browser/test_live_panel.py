@@ -191,9 +191,11 @@ def test_at_most_ten_messages_a_second_at_any_rate_of_metrics(notebook: Notebook
     page.wait_for_timeout(2000)
     notebook.panel.locator(".nbddp-stop").click()
     expect(notebook.panel.locator(".nbddp-chip")).to_have_text("Stopped", timeout=20_000)
-    sizes = [len(frame) for frame in frames if began <= sent_at(frame) < began + 2]
-    assert 0 < len(sizes) <= 10 * 2 + 2, "ten a second, and a little for the server's own"
-    assert sum(sizes) < 200_000 * 2
+    sent = [frame for frame in frames if began <= sent_at(frame) < began + 2]
+    assert 0 < len(sent) <= 10 * 2 + 2, "ten a second, and a little for the server's own"
+    changes = [len(frame) for frame in sent if not SNAPSHOT.search(frame)]
+    assert len(changes) >= len(sent) - 1, "at most one late answer to the page's start"
+    assert sum(changes) < 200_000 * 2
 
 
 def test_a_background_run_is_drawn_in_its_own_cell(notebook: NotebookPage) -> None:
