@@ -14,7 +14,9 @@ _CLONE_NEWNS = 0x00020000  # linux/sched.h
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 # These begin first, so that none is left alone at the end.
 _LONGEST = (
-    "test_browser",
+    "test_live_panel",
+    "test_saved_panel",
+    "test_drawn_panel",
     "test_in_a_notebook",
     "test_end",
     "test_lost",

@@ -104,7 +104,7 @@ class PanelView:
             if self._closed:
                 return
             if self._widget is None:
-                self._open(status)
+                status = self._open()
             frame = self._feed.frame(status)
             if frame is not None:
                 self._send(frame)
@@ -123,13 +123,16 @@ class PanelView:
 
     # ------------------------------------------------------------------ the page
 
-    def _open(self, status: Status) -> None:
+    def _open(self) -> Status:
+        """Show the panel. Returns the status that it shows."""
         from nbddp.panel.widget import PanelWidget
 
+        status = self._source.status()  # the first import takes seconds, in which the run has gone on
         self._feed.frame(status)
         self._widget = PanelWidget(kernel_id(), self._feed.snapshot, self._place)
         self._widget.on_msg(self._on_message)
         self._handle = self._display(self._widget, status)
+        return status
 
     def _display(self, widget: PanelWidget, status: Status) -> Any:
         """Show the widget or its place. Returns what the picture can replace it by."""

@@ -12,18 +12,32 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+import zmq
+from jupyter_client.session import Session
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 START_S = 60.0
 GONE_S = 5.0
 TOKEN = "nbddp-tests"
 KERNEL = "nbddp-tests"  # the name python3 would always mean the server's own ipykernel
-PROMPT = ":not(.jp-OutputArea-stdin-hiding) > .jp-Stdin .jp-Stdin-input"  # an answered one stays for a moment, hidden
+# Folders with another ipykernel, made by `pip install --no-deps --target FOLDER ipykernel==VERSION`, by kernel name.
+_FOLDERS = [Path(path) for path in os.environ.get("NBDDP_TEST_IPYKERNELS", "").split(os.pathsep) if path]
+OTHER_KERNELS = {f"ipykernel-{path.name}": path for path in _FOLDERS}
+_STDIN = ":not(.jp-OutputArea-stdin-hiding) > .jp-Stdin"  # an answered one stays for a moment, hidden
+PROMPT = f"{_STDIN} .jp-Stdin-input"
+QUESTION = f"{_STDIN} .jp-Stdin-prompt"
+OPEN = """async (path) => {
+  const { commands, serviceManager } = window.jupyterapp;
+  await serviceManager.kernels.refreshRunning();
+  await serviceManager.sessions.refreshRunning();
+  const { sessionContext } = await commands.execute("docmanager:open", { path });
+  await sessionContext.ready;
+}"""
 CHROMIUM_FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -64,17 +78,18 @@ class Lab:
 
     Args:
         app: ``"lab"`` or ``"notebook"``.
-        kernel_path: folders that the kernel finds packages in first, e.g. another ipykernel.
+        kernels: further kernels by name, each with a folder that it finds packages in first, e.g. another ipykernel.
     """
 
-    def __init__(self, app: str = "lab", kernel_path: Sequence[str] = ()) -> None:
+    def __init__(self, app: str = "lab", kernels: Mapping[str, Path] | None = None) -> None:
         self.app = app
         self._temp = tempfile.TemporaryDirectory(prefix="nbl-")
         self.folder = Path(self._temp.name)
         self.notebooks = self.folder / "notebooks"
         self.notebooks.mkdir()
         self.reset_settings()
-        self._write_kernel(kernel_path)
+        for name, path in {KERNEL: None, **(kernels or {})}.items():
+            self._write_kernel(name, path)
         self._process = self._start()
         self.url = self._address()
 
@@ -86,7 +101,7 @@ class Lab:
 
     def close(self) -> None:
         """End the server, its kernels and all that they started."""
-        left = [self._process, *psutil.Process(self._process.pid).children(recursive=True)]
+        left = [self._process, *self.processes()]
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
@@ -102,23 +117,49 @@ class Lab:
             for each in self.api(f"api/{what}"):
                 with contextlib.suppress(urllib.error.HTTPError):  # it went with its session
                     self.api(f"api/{what}/{each['id']}", "DELETE")
-        _, left = psutil.wait_procs(psutil.Process(self._process.pid).children(recursive=True), GONE_S)
+        _, left = psutil.wait_procs(self.processes(), GONE_S)
         assert not left, f"these are left: {left}"
 
     def api(self, path: str, method: str = "GET") -> Any:
-        request = urllib.request.Request(f"{self.url}/{path}", method=method)
+        data = b"" if method == "POST" else None
+        request = urllib.request.Request(f"{self.url}/{path}", data, method=method)
         request.add_header("Authorization", f"token {TOKEN}")
         with urllib.request.urlopen(request, timeout=30) as answer:
             body = answer.read()
         return json.loads(body) if body else None
 
-    def kernel_pid(self) -> int:
-        """Of the newest kernel."""
-        children = psutil.Process(self._process.pid).children(recursive=True)
-        kernels = [child for child in children if "ipykernel_launcher" in " ".join(child.cmdline())]
-        return max(kernels, key=lambda child: child.create_time()).pid
+    def execute(self, kernel: str, source: str, timeout_s: float = 20.0) -> dict[str, Any]:
+        """Run source in the kernel with that id, beside all pages. Returns the content of its reply."""
+        to = json.loads((self.folder / "runtime" / f"kernel-{kernel}.json").read_text())
+        session = Session(key=to["key"].encode(), signature_scheme=to["signature_scheme"])
+        with zmq.Context() as context, context.socket(zmq.DEALER) as shell:
+            shell.linger = 0
+            shell.connect(f"tcp://{to['ip']}:{to['shell_port']}")
+            session.send(shell, "execute_request", {"code": source, "silent": True, "allow_stdin": False})
+            assert shell.poll(timeout_s * 1000), f"kernel {kernel} does not answer"
+            return dict(session.recv(shell)[1]["content"])
 
-    def write(self, name: str, cells: Sequence[str]) -> Path:
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def processes(self) -> list[psutil.Process]:
+        """All that the server has started, directly or not."""
+        return psutil.Process(self.pid).children(recursive=True)
+
+    def kernel_of(self, name: str) -> dict[str, Any] | None:
+        """What the server knows about the kernel of that notebook; None if there is none."""
+        with contextlib.suppress(urllib.error.HTTPError):  # while another kernel is on its way out
+            return next((each["kernel"] for each in self.api("api/sessions") if each["path"] == name), None)
+        return None
+
+    def kernel_pid(self, name: str) -> int:
+        """The process id of the kernel of that notebook."""
+        kernel = self.kernel_of(name)
+        assert kernel is not None
+        return next(each.pid for each in self.processes() if kernel["id"] in " ".join(each.cmdline()))
+
+    def write(self, name: str, cells: Sequence[str], kernel: str = KERNEL) -> Path:
         """A notebook of these cells."""
         code = [
             {
@@ -131,28 +172,38 @@ class Lab:
             }
             for i, source in enumerate(cells)
         ]
-        kernel = {"kernelspec": {"name": KERNEL, "display_name": "Python 3", "language": "python"}}
+        metadata = {"kernelspec": {"name": kernel, "display_name": "Python 3", "language": "python"}}
         path = self.notebooks / name
-        path.write_text(json.dumps({"cells": code, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+        path.write_text(json.dumps({"cells": code, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}))
         return path
 
     def open(self, page: Page, name: str) -> None:
-        """The notebook in the page, its kernel ready."""
+        """The notebook in the page, its kernel ready. A page that has JupyterLab already does not load it again."""
+        if page.evaluate("Boolean(window.jupyterapp)") and self.app == "lab":
+            page.evaluate(OPEN, name)
+            self._wait_until_ready(page, name)
+        else:
+            self.load(page, name)
+
+    def load(self, page: Page, name: str) -> None:
+        """The same in a page that is loaded for it."""
         tree = "lab/tree" if self.app == "lab" else "notebooks"
         page.goto(f"{self.url}/{tree}/{name}?token={TOKEN}&reset")  # reset: no other notebook is open
+        self._wait_until_ready(page, name)
+
+    def _wait_until_ready(self, page: Page, name: str) -> None:
         page.wait_for_selector(".jp-CodeCell", timeout=START_S * 1000)
         page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=START_S * 1000)
         deadline = time.monotonic() + START_S
         # The page says idle a moment before it can execute.
-        while not self._is_ready():
+        while not self._is_ready(name):
             assert time.monotonic() < deadline, "no kernel is ready"
             time.sleep(0.1)
         page.wait_for_timeout(500)
 
-    def _is_ready(self) -> bool:
-        with contextlib.suppress(urllib.error.HTTPError):  # while another kernel is on its way out
-            return any(k["connections"] and k["execution_state"] == "idle" for k in self.api("api/kernels"))
-        return False
+    def _is_ready(self, name: str) -> bool:
+        kernel = self.kernel_of(name)
+        return bool(kernel and kernel["connections"] and kernel["execution_state"] == "idle")
 
     def run(self, page: Page, index: int) -> None:
         """Start a cell; returns as soon as the kernel has it."""
@@ -181,20 +232,21 @@ class Lab:
             "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
             "docmanager-extension/plugin": {"autosave": False},
             "codemirror-extension/plugin": {"defaultConfig": {"autoClosingBrackets": False}},
+            "completer-extension/manager": {"providerTimeout": 10_000},  # 1 s is too short on a busy machine
         }.items():
             path = settings / f"{plugin}.jupyterlab-settings"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values))
 
-    def _write_kernel(self, kernel_path: Sequence[str]) -> None:
-        paths = [*kernel_path, os.environ.get("PYTHONPATH", "")]
+    def _write_kernel(self, name: str, path: Path | None) -> None:
+        paths = [str(path or ""), os.environ.get("PYTHONPATH", "")]
         spec = {
             "argv": [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
             "display_name": "Python 3",
             "language": "python",
             "env": {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         }
-        folder = self.folder / "data" / "kernels" / KERNEL
+        folder = self.folder / "data" / "kernels" / name
         folder.mkdir(parents=True)
         (folder / "kernel.json").write_text(json.dumps(spec))
 
@@ -214,6 +266,7 @@ class Lab:
             f"--ServerApp.root_dir={self.notebooks}",
             "--LabApp.news_url=",
             "--LabApp.extension_manager=readonly",
+            "--LabApp.expose_app_in_browser=True",  # window.jupyterapp
         ]
         with open(self.folder / "server.log", "wb") as log:
             return subprocess.Popen(command, env=environ, stdout=log, stderr=log, cwd=self.notebooks)

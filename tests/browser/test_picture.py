@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,8 @@ in_ci = os.environ.get("CI") == "true"
 if not in_ci:
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-from lab import browser, chromium
-from playwright.sync_api import Page
+from lab import chromium
+from playwright.sync_api import Browser, Page
 
 sys.path.append(str(Path(__file__).parents[1] / "panel"))
 
@@ -33,9 +32,8 @@ WIDTHS = {330: 1, 700: 2, 1400: 2}  # of the page, and how many columns of chart
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    with browser() as started:
-        yield started.new_page()
+def page(shared_browser: Browser) -> Page:
+    return shared_browser.new_page()
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ in_ci = os.environ.get("CI") == "true"
 if not in_ci:
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-from lab import START_S, TOKEN, Lab, browser, chromium
-from playwright.sync_api import Browser, Page, expect
+from lab import START_S, TOKEN, Lab, chromium
+from playwright.sync_api import Page, expect
 
 # A folder made by `pip install --no-deps --target FOLDER voila websockets`; JupyterLab has all else that it needs.
 VOILA = os.environ.get("NBDDP_TEST_VOILA", "")
@@ -37,12 +37,6 @@ CELLS = (
     "%%ddp\nfor step in range(50):\n    nbddp.log(loss=1 / (step + 1))",
 )
 PICTURE = "img[alt^='Chart of']"
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[Browser]:
-    with browser() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +63,15 @@ def check_the_picture(page: Page) -> None:
     expect(page.get_by_text("Finished").first).to_be_visible()
 
 
-@pytest.mark.parametrize(("app", "tree"), [("lab", "lab/tree"), ("notebook", "notebooks")])
+@pytest.mark.parametrize("tree", ["lab/tree", "notebooks"])  # JupyterLab's server has the pages of Notebook 7, too
 def test_the_picture_is_there_without_a_kernel(
-    app: str, tree: str, executed: nbformat.NotebookNode, started: Browser
+    tree: str, executed: nbformat.NotebookNode, shared_lab: Lab, own_page: Page
 ) -> None:
-    server = Lab(app)
-    try:
-        nbformat.write(executed, server.notebooks / "saved.ipynb")
-        page = started.new_page()
-        page.goto(f"{server.url}/{tree}/saved.ipynb?token={TOKEN}")
-        page.locator(".jp-Dialog").get_by_text("No Kernel", exact=True).last.click(timeout=START_S * 1000)
-        check_the_picture(page)
-        assert server.api("api/kernels") == []
-    finally:
-        server.close()
+    nbformat.write(executed, shared_lab.notebooks / "saved.ipynb")
+    own_page.goto(f"{shared_lab.url}/{tree}/saved.ipynb?token={TOKEN}")
+    own_page.locator(".jp-Dialog").get_by_text("No Kernel", exact=True).last.click(timeout=START_S * 1000)
+    check_the_picture(own_page)
+    assert shared_lab.api("api/kernels") == []
 
 
 @contextlib.contextmanager
@@ -114,11 +103,10 @@ def voila(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.skipif(not VOILA, reason="needs NBDDP_TEST_VOILA, a folder with Voila")
-def test_voila_shows_the_picture(notebook: nbformat.NotebookNode, started: Browser, tmp_path: Path) -> None:
+def test_voila_shows_the_picture(notebook: nbformat.NotebookNode, own_page: Page, tmp_path: Path) -> None:
     """It executes the notebook for each page and shows the outputs, without the code."""
     nbformat.write(notebook, tmp_path / "train.ipynb")
     with voila(tmp_path) as address:
-        page = started.new_page()
-        page.goto(f"{address}/voila/render/train.ipynb", timeout=120_000)
-        check_the_picture(page)
-        assert "nbddp.log" not in page.content()
+        own_page.goto(f"{address}/voila/render/train.ipynb", timeout=120_000)
+        check_the_picture(own_page)
+        assert "nbddp.log" not in own_page.content()

@@ -59,6 +59,13 @@ def test_a_saved_cell_holds_a_picture_and_no_widget_at_any_time(page: Page, monk
     assert {frozenset(data) for data in page.shown} == {frozenset({"text/html", "text/plain"})}
 
 
+def test_the_first_picture_shows_the_run_as_it_is_after_the_import_of_the_widget(page: Page) -> None:
+    run = a_run()
+    run.now = status("running")
+    live.PanelView(run, with_output=False).update(status("starting"))
+    assert "Running" in page.shown[0]["text/html"]
+
+
 def test_a_panel_that_stays_keeps_the_history_and_lets_the_run_go(page: Page) -> None:
     run = a_run()
     run.printed = {0: "the last line"}
