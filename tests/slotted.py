@@ -140,7 +140,8 @@ class Mode(Named, enum.Enum):
 
 class FromAnnotations(type):
     def __new__(meta, name, bases, namespace):
-        namespace["__slots__"] = tuple(namespace.get("__annotations__", ()))
+        annotate = namespace.get("__annotate_func__")  # Python 3.14
+        namespace["__slots__"] = tuple(annotate(1) if annotate else namespace.get("__annotations__", ()))
         return super().__new__(meta, name, bases, namespace)
 
 class Annotated(metaclass=FromAnnotations):

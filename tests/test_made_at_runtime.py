@@ -254,7 +254,7 @@ def scripted(cell: Cells) -> SimpleNamespace:
     """)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
 def test_torchscript_is_refused_with_a_remedy(scripted: SimpleNamespace) -> None:
     of_function = "is compiled code, which does not pickle: pass the plain function and script or trace it inside"
     of_module = "is compiled code, which does not pickle: pass the plain module and script or trace it inside"
