@@ -91,6 +91,7 @@ def test_a_short_cell_opens_as_one_line(notebook: NotebookPage) -> None:
     assert panel.bounding_box()["height"] < 70
     panel.get_by_role("button", name="Details").click()
     expect(panel.locator("tbody tr")).to_have_count(2)
+    expect(panel.locator(".nbddp-count")).to_have_text("no output")
     assert panel.bounding_box()["height"] > 100
 
 

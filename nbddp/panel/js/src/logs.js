@@ -40,7 +40,8 @@ export class Logs {
       tab.title = rows[rank]?.host ? `on ${rows[rank].host}` : "";
     });
     const lines = [...this._store.logs.values()].reduce((sum, log) => sum + log.all().length + log.dropped, 0);
-    setText(this._count, lines ? `${count(lines)} line${lines === 1 ? "" : "s"}` : "no output yet");
+    const none = this._store.over ? "no output" : "no output yet";
+    setText(this._count, lines ? `${count(lines)} line${lines === 1 ? "" : "s"}` : none);
     this._timer ??= setTimeout(() => {
       this._timer = null;
       this._draw();
