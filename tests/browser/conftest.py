@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support import marked_pids
+
 if TYPE_CHECKING:  # the tests skip where playwright is not installed
     from lab import Lab
     from notebook_page import NotebookPage
@@ -90,13 +92,13 @@ def notebook(
     from notebook_page import NotebookPage
     from shared import settle
 
-    shared_memory = set(os.listdir("/dev/shm"))
+    shared_memory, others = set(os.listdir("/dev/shm")), marked_pids()
     made = NotebookPage(shared_lab, page, kernel)
     yield made
     made.forget_page()
     try:
         page.close() if "own_page" in request.fixturenames else shared_page.tidy()
-        settle(shared_lab, shared_memory)
+        settle(shared_lab, shared_memory, others)
     except Exception:
         _start_again(shared_page, shared_lab)
         raise

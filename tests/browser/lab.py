@@ -19,9 +19,10 @@ from typing import Any
 import psutil
 import zmq
 from jupyter_client.session import Session
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, TimeoutError, sync_playwright
 
 START_S = 60.0
+OPENED_S = 30.0  # in a page that has JupyterLab already
 GONE_S = 5.0
 TOKEN = "nbddp-tests"
 KERNEL = "nbddp-tests"  # the name python3 would always mean the server's own ipykernel
@@ -179,11 +180,12 @@ class Lab:
 
     def open(self, page: Page, name: str) -> None:
         """The notebook in the page, its kernel ready. A page that has JupyterLab already does not load it again."""
-        if page.evaluate("Boolean(window.jupyterapp)") and self.app == "lab":
+        if self.app == "lab" and page.evaluate("Boolean(window.jupyterapp)"):
             page.evaluate(OPEN, name)
-            self._wait_until_ready(page, name)
-        else:
-            self.load(page, name)
+            # A page whose kernels have been ended from outside may wait for the new one forever.
+            with contextlib.suppress(TimeoutError):
+                return self._wait_until_ready(page, name, OPENED_S)
+        return self.load(page, name)
 
     def load(self, page: Page, name: str) -> None:
         """The same in a page that is loaded for it."""
@@ -191,9 +193,9 @@ class Lab:
         page.goto(f"{self.url}/{tree}/{name}?token={TOKEN}&reset")  # reset: no other notebook is open
         self._wait_until_ready(page, name)
 
-    def _wait_until_ready(self, page: Page, name: str) -> None:
-        page.wait_for_selector(".jp-CodeCell", timeout=START_S * 1000)
-        page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=START_S * 1000)
+    def _wait_until_ready(self, page: Page, name: str, timeout_s: float = START_S) -> None:
+        page.wait_for_selector(".jp-CodeCell", timeout=timeout_s * 1000)
+        page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=timeout_s * 1000)
         deadline = time.monotonic() + START_S
         # The page says idle a moment before it can execute.
         while not self._is_ready(name):

@@ -99,7 +99,8 @@ class NotebookPage:
         page.on("pageerror", self._note)
 
     def _note(self, error: object) -> None:
-        self.problems.append(str(error))
+        if str(error) != "Cannot send":  # JupyterLab's own, of the notebook that was closed before
+            self.problems.append(str(error))
 
     def open(self, *cells: str) -> None:
         self.lab.write(self.file, [TRAIN, *cells], self._kernel)

@@ -65,11 +65,12 @@ class SharedPage:
         self._page = None
 
 
-def settle(lab: Lab, shared_memory: set[str]) -> None:
+def settle(lab: Lab, shared_memory: set[str], others: set[int]) -> None:
     """End all runs and make all kernels forget them; nothing is left but the kernels and their fork servers.
 
     Args:
         shared_memory: the names in /dev/shm before the test.
+        others: the processes before the test, such as a notebook of other tests.
     """
     deadline = time.monotonic() + _INTERRUPTED_S
     for kernel in lab.api("api/kernels"):
@@ -78,7 +79,7 @@ def settle(lab: Lab, shared_memory: set[str]) -> None:
             assert time.monotonic() < deadline
         assert reply["status"] == "ok", reply
     deadline = time.monotonic() + GONE_S
-    while (left := _processes_left(lab)) or set(os.listdir("/dev/shm")) - shared_memory:
+    while (left := _processes_left(lab, others)) or set(os.listdir("/dev/shm")) - shared_memory:
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
@@ -98,10 +99,10 @@ def _interrupt(lab: Lab, kernel: str, deadline: float) -> None:
         time.sleep(0.02)
 
 
-def _processes_left(lab: Lab) -> dict[int, str]:
-    """Every process that has been started by a test, wherever it hangs now, and that shall not stay."""
+def _processes_left(lab: Lab, others: set[int]) -> dict[int, str]:
+    """Every process that the test has started, wherever it hangs now, and that shall not stay."""
     known = [each["id"] for each in lab.api("api/kernels")]
-    stay = {lab.pid} | {pid for pid, command in _commands() if any(kernel in command for kernel in known)}
+    stay = {lab.pid} | others | {pid for pid, command in _commands() if any(kernel in command for kernel in known)}
     return {pid: what for pid, what in strangers(stay).items() if not any(word in what for word in _OF_THE_BROWSER)}
 
 

@@ -96,7 +96,9 @@ def plain_torchrun(snapshot: Path, folder: Path) -> str:
     (folder / "plain.py").write_text(textwrap.dedent(PLAIN))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "plain.py", str(snapshot)]
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
-    subprocess.run([sys.executable, *command], cwd=folder, env=environ, check=True, capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    # Not its exit code: gloo may abort a rank that leaves after the other one.
+    assert (folder / "weights").exists(), done.stderr
     return (folder / "weights").read_text()
 
 
