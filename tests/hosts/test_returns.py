@@ -94,9 +94,11 @@ def lose_and_return(gpu2: Machine, hosts: nbddp.Cluster, going: nbddp.Run) -> No
 def plain_torchrun(snapshot: Path, folder: Path) -> str:
     """The weights after five steps from this snapshot, by two ranks without nbddp."""
     (folder / "plain.py").write_text(textwrap.dedent(PLAIN))
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "plain.py", str(snapshot)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "plain.py"]
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, str(snapshot)], cwd=folder, env=environ, capture_output=True, text=True, timeout=120
+    )
     # Not its exit code: gloo may abort a rank that leaves after the other one.
     assert (folder / "weights").exists(), done.stderr
     return (folder / "weights").read_text()
