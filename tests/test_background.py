@@ -280,7 +280,7 @@ def test_importing_in_a_plain_script_starts_nothing() -> None:
     assert ended.stdout == "0 False\n", ended.stderr
 
 
-@pytest.mark.parametrize("refused", ["nbddp.kernel.site.open_output", "nbddp.payload.block.write_at"])
+@pytest.mark.parametrize("refused", ["nbddp.kernel.site.LocalSite.open_output", "nbddp.payload.block.write_at"])
 def test_a_run_that_the_system_refuses_releases_the_notebooks_arrays(
     cell: Cells, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

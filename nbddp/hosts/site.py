@@ -13,7 +13,7 @@ from nbddp.hosts.cluster import Cluster, log_in
 from nbddp.hosts.crew import RemoteCrew, RemoteGauges
 from nbddp.hosts.staying import RemoteStayingCrew
 from nbddp.kernel.plan import Plan
-from nbddp.latch import start_thread
+from nbddp.latch import StayingThread
 from nbddp.launch.output import open_output
 from nbddp.payload import Pickled
 
@@ -21,7 +21,8 @@ from nbddp.payload import Pickled
 class RemoteSite:
     """The hosts of a cluster; see ``launch.interface.Site``."""
 
-    thread_stays = False
+    thread: StayingThread | None = None
+    open_output = staticmethod(open_output)
 
     def __init__(self, plan: Plan, cluster: Cluster, login: contextlib.ExitStack) -> None:
         self.gauges = RemoteGauges()
@@ -39,14 +40,6 @@ class RemoteSite:
         self._block = payload.open_block(self._plan.name, pickled.packed.nbytes)
         self._login.callback(os.close, self._block)
         pickled.write(self._block, keep_going)
-
-    def start_thread(self, work: Callable[[], None], name: str, refused: Callable[[RuntimeError], None]) -> None:
-        """Call ``work`` on a thread of the run's own."""
-        start_thread(work, name, refused)
-
-    def open_output(self) -> int:
-        """Open a file, on this machine, for the output of one rank."""
-        return open_output()
 
     def new_crew(self, start_method: str) -> RemoteCrew:
         """Return a crew for one attempt, on the hosts that are not lost."""

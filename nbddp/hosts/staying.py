@@ -20,6 +20,7 @@ class RemoteStayingCrew(RemoteCrew):
     """The ranks of a session on several hosts; see ``launch.interface.StayingCrew``."""
 
     returns_within_s = 10.0  # their reports may come over a slow connection, after much output
+    open_output = staticmethod(open_output)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -60,10 +61,6 @@ class RemoteStayingCrew(RemoteCrew):
                 self._in_call[host.name] = host
                 orders.append((host, [order]))
         self._send_payload([host for host, _ in orders], data, orders)
-
-    def open_output(self) -> int:
-        """Open a file, on this machine, for the output of one rank in the next call."""
-        return open_output()
 
     def cancel_upload(self) -> None:
         """Send no more of the payload: the call does not begin on hosts that have not received all of it."""

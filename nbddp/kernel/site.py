@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from nbddp import payload, versions, wire
 from nbddp.forkserver import server as forkserver
 from nbddp.kernel.plan import Plan
-from nbddp.latch import start_thread
+from nbddp.latch import StayingThread
 from nbddp.launch.calls import SpareEnds, begin_call
 from nbddp.launch.crew import LocalCrew
 from nbddp.launch.devices import device_index
@@ -28,7 +28,8 @@ _closing: list[threading.Thread] = []  # each closes a block
 class LocalSite:
     """This machine; see ``launch.interface.Site``."""
 
-    thread_stays = False
+    thread: StayingThread | None = None
+    open_output = staticmethod(open_output)
 
     def __init__(self, plan: Plan) -> None:
         self.gauges = LocalGauges(plan.device, plan.environ, plan.gpus)
@@ -46,14 +47,6 @@ class LocalSite:
         self.block = payload.open_block(self._plan.name, pickled.packed.nbytes)
         self._open.callback(_close_block, self.block)
         pickled.write(self.block, keep_going)
-
-    def start_thread(self, work: Callable[[], None], name: str, refused: Callable[[RuntimeError], None]) -> None:
-        """Call ``work`` on a thread of the run's own."""
-        start_thread(work, name, refused)
-
-    def open_output(self) -> int:
-        """Open a file for the output of one rank."""
-        return open_output()
 
     def new_crew(self, start_method: str) -> NotebookCrew:
         """Return a crew for one attempt."""

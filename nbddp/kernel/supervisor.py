@@ -22,6 +22,7 @@ from nbddp.kernel.attempt import Attempt, HostsAreBack
 from nbddp.kernel.hang import StallDetector
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.state import RunState
+from nbddp.latch import start_thread
 from nbddp.launch.interface import Site
 from nbddp.launch.output import RankOutput
 from nbddp.payload import Pickled
@@ -54,7 +55,10 @@ class Supervisor:
 
     def start(self) -> None:
         """Start the run. A second call has no effect: after an interrupt nothing shows whether the first one worked."""
-        self._site.start_thread(self._run, f"nbddp-{self._plan.name}", self._fail_without_thread)
+        if self._site.thread is not None:
+            self._site.thread.call(self._run, self._fail_without_thread)
+        else:
+            start_thread(self._run, f"nbddp-{self._plan.name}", self._fail_without_thread)
 
     def _fail_without_thread(self, error: RuntimeError) -> None:
         try:
@@ -97,7 +101,7 @@ class Supervisor:
             self._start_tokens.pop()
         except IndexError:
             return
-        if not self._site.thread_stays:
+        if self._site.thread is None:
             self._thread = threading.current_thread()
         try:
             self._make_attempts()

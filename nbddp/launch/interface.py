@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Union
 
 from nbddp import wire
+from nbddp.latch import StayingThread
 from nbddp.launch.output import RankOutput
 from nbddp.payload import Packed, Pickled, Unpacked
 
@@ -40,11 +41,11 @@ class Site(Protocol):
     Attributes:
         gauges: the memory of the ranks.
         layout: the host and local rank of each rank in the last attempt; empty on this machine alone.
-        thread_stays: the run's thread does not end with the run.
+        thread: does the run's work, and stays; None: the run has a thread of its own.
     """
 
     layout: list[tuple[str, int]]
-    thread_stays: bool
+    thread: StayingThread | None
 
     @property
     def gauges(self) -> Gauges: ...
@@ -55,9 +56,6 @@ class Site(Protocol):
         Raises:
             OSError, LaunchError: there is not enough memory.
         """
-
-    def start_thread(self, work: Callable[[], None], name: str, refused: Callable[[RuntimeError], None]) -> None:
-        """Call ``work`` on the run's thread, as :func:`nbddp.latch.start_thread`."""
 
     def open_output(self) -> int:
         """Open a file for the output of one rank, as :func:`nbddp.launch.output.open_output`."""

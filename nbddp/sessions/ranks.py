@@ -233,8 +233,6 @@ class Ranks:
 class SessionSite:
     """Where one call of a session finds its data and its ranks; see ``launch.interface.Site``."""
 
-    thread_stays = True
-
     def __init__(self, plan: Plan, ranks: Ranks, only: Sequence[int] | None, owner: object) -> None:
         """
         Args:
@@ -243,6 +241,7 @@ class SessionSite:
         """
         self._data = ranks.home.for_call()
         self.layout = ranks.home.layout
+        self.thread: StayingThread | None = ranks.thread
         self._plan = plan
         self._ranks = ranks
         self._only = only
@@ -257,10 +256,6 @@ class SessionSite:
         """Copy the data into a block for the ranks."""
         self._ranks.number(pickled.packed)
         self._data.copy_data(pickled, keep_going)
-
-    def start_thread(self, work: Callable[[], None], _name: str, refused: Callable[[RuntimeError], None]) -> None:
-        """Call ``work`` on the session's thread."""
-        self._ranks.thread.call(work, refused)
 
     def open_output(self) -> int:
         """Open a file for the output of one rank."""

@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import zmq
 from jupyter_client.session import Session
+
+in_ci = os.environ.get("CI") == "true"
+if not in_ci:
+    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
 from playwright.sync_api import Browser, Locator, Page, TimeoutError, sync_playwright
 
 START_S = 60.0
@@ -54,6 +60,13 @@ CHROMIUM_FLAGS = [
 def chromium() -> str | None:
     """Where the browser is, or None."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+IN_A_BROWSER = [  # the marks of a file's tests; in CI none skips
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(chromium() is None and not in_ci, reason="there is no Chromium"),
+]
 
 
 @contextlib.contextmanager

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
-
-in_ci = os.environ.get("CI") == "true"
-if not in_ci:
-    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-from lab import chromium
+from lab import IN_A_BROWSER
 from notebook_page import ARTEFACTS, FAKES, HOSTS, NotebookPage, first_loss, go_dark, wait_until
 from playwright.sync_api import Page, expect
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(chromium() is None and not in_ci, reason="there is no Chromium"),
-]
+pytestmark = IN_A_BROWSER
 
 
 def test_the_output_has_its_colours_and_the_first_tab_is_selected(notebook: NotebookPage) -> None:

@@ -12,20 +12,11 @@ from collections.abc import Callable
 from datetime import datetime
 
 import pytest
-
-in_ci = os.environ.get("CI") == "true"
-if not in_ci:
-    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-from lab import OTHER_KERNELS, chromium
+from lab import IN_A_BROWSER, OTHER_KERNELS
 from notebook_page import ARTEFACTS, FAKES, LONG, NotebookPage, debugger_works, go_dark, number, stop_works, wait_until
 from playwright.sync_api import Page, WebSocket, expect
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(chromium() is None and not in_ci, reason="there is no Chromium"),
-]
+pytestmark = IN_A_BROWSER
 
 
 def test_the_curve_grows_while_the_cell_is_busy(notebook: NotebookPage) -> None:

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-
-in_ci = os.environ.get("CI") == "true"
-if not in_ci:
-    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-from lab import chromium
+from lab import IN_A_BROWSER
 from notebook_page import NotebookPage, debugger_works, stop_works
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(chromium() is None and not in_ci, reason="there is no Chromium"),
-]
+pytestmark = IN_A_BROWSER
 
 
 @pytest.fixture(scope="module")

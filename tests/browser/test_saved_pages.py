@@ -14,23 +14,14 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from lab import IN_A_BROWSER, START_S, TOKEN, Lab
 from nbclient import NotebookClient
-
-in_ci = os.environ.get("CI") == "true"
-if not in_ci:
-    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-from lab import START_S, TOKEN, Lab, chromium
 from playwright.sync_api import Page, expect
 
 # A folder made by `pip install --no-deps --target FOLDER voila websockets`; JupyterLab has all else that it needs.
 VOILA = os.environ.get("NBDDP_TEST_VOILA", "")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(chromium() is None and not in_ci, reason="there is no Chromium"),
-]
+pytestmark = IN_A_BROWSER
 
 CELLS = (
     "%load_ext nbddp\n%ddp -n 2 --device cpu",

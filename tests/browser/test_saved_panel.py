@@ -13,13 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
+from lab import CHROMIUM_FLAGS, IN_A_BROWSER, Lab, chromium
 from nbconvert import HTMLExporter
-
-in_ci = os.environ.get("CI") == "true"
-if not in_ci:
-    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-from lab import CHROMIUM_FLAGS, Lab, chromium
 from notebook_page import (
     ARTEFACTS,
     FAKES,
@@ -32,11 +27,7 @@ from notebook_page import (
 )
 from playwright.sync_api import Browser, Page, expect
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(chromium() is None and not in_ci, reason="there is no Chromium"),
-]
+pytestmark = IN_A_BROWSER
 
 
 def test_a_page_reload_keeps_all_points_and_output(notebook: NotebookPage) -> None:
