@@ -57,6 +57,30 @@ class Latch:
         return self.is_open
 
 
+class Once:
+    """What is to be done once, whoever asks for it and however often.
+
+    After an interrupt nothing shows whether a call of :func:`start_thread` has worked, so it is called again: the
+    thread that comes first does the work.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = [None]
+
+    @property
+    def claimed(self) -> bool:
+        """Whether a thread does it, or has done it."""
+        return not self._tokens
+
+    def claim(self) -> bool:
+        """Return whether it is for the caller to do: true for the first one, and false for all others."""
+        try:
+            self._tokens.pop()  # one instruction: no two threads can both succeed
+        except IndexError:
+            return False
+        return True
+
+
 def start_thread(target: Callable[[], None], name: str, refused: Callable[[RuntimeError], None]) -> None:
     """Start a daemon thread without waiting for its start; call ``refused`` if the system has no thread left."""
     thread = threading.Thread(target=target, name=name, daemon=True)
@@ -83,12 +107,12 @@ class StayingThread:
         self._name = name
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._start_tokens = [self]  # one: the first thread that pops it serves
+        self._start = Once()
 
     def call(self, work: Callable[[], None], refused: Callable[[RuntimeError], None]) -> None:
         """Call ``work`` without waiting for it; call ``refused`` if the system has no thread left."""
         self._work.put(work)
-        if self._start_tokens:
+        if not self._start.claimed:
             start_thread(self._serve, self._name, refused)
 
     def end(self) -> None:
@@ -98,9 +122,7 @@ class StayingThread:
             self._thread.join()
 
     def _serve(self) -> None:
-        try:
-            self._start_tokens.pop()
-        except IndexError:
+        if not self._start.claim():
             return
         self._thread = threading.current_thread()
         while (work := self._work.get()) is not None:

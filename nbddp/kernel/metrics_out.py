@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from nbddp.errors import LaunchError
 from nbddp.history.history import History
 from nbddp.kernel.state import RunState
-from nbddp.latch import Latch, start_thread
+from nbddp.latch import Latch, Once, start_thread
 from nbddp.sinks.interface import Points, Sink
 from nbddp.sinks.unsent import Unsent
 from nbddp.text import in_a_line
@@ -89,11 +89,11 @@ class _SinkFeed:
         self._state = state
         self.told = self._told_of_retries = False
         self.thread: threading.Thread | None = None
-        self._start_tokens = [self]  # one: the first thread that pops it feeds the sink
+        self._start = Once()
         self._backlog: collections.deque[list[Points]] = collections.deque()
 
     def claim_file(self) -> None:
-        if self._sink.path is not None and self._start_tokens:
+        if self._sink.path is not None and not self._start.claimed:
             _being_written.add(self._sink.path)
 
     def _end(self) -> None:
@@ -103,9 +103,7 @@ class _SinkFeed:
 
     def work(self) -> None:
         """Write what is new until the run is over and all is written."""
-        try:
-            self._start_tokens.pop()
-        except IndexError:
+        if not self._start.claim():
             return
         self.thread = threading.current_thread()
         try:

@@ -22,7 +22,7 @@ from nbddp.kernel.attempt import Attempt, HostsAreBack
 from nbddp.kernel.hang import StallDetector
 from nbddp.kernel.plan import Plan
 from nbddp.kernel.state import RunState
-from nbddp.latch import start_thread
+from nbddp.latch import Once, start_thread
 from nbddp.launch.interface import Site
 from nbddp.launch.output import RankOutput
 from nbddp.payload import Pickled
@@ -49,7 +49,7 @@ class Supervisor:
         self._stall = StallDetector(plan.stall_after_s)
         self._first_failure: NbddpError | None = None  # of a run that has been restarted
         self._thread: threading.Thread | None = None
-        self._start_tokens = [self]  # one: the first thread that pops it runs the run
+        self._start = Once()
 
     # ------------------------------------------------------------------ from other threads
 
@@ -61,9 +61,7 @@ class Supervisor:
             start_thread(self._run, f"nbddp-{self._plan.name}", self._fail_without_thread)
 
     def _fail_without_thread(self, error: RuntimeError) -> None:
-        try:
-            self._start_tokens.pop()
-        except IndexError:
+        if not self._start.claim():
             return
         self.state.conclude("failed", LaunchError(f"{self._plan.name} could not be started: {error}"))
         self._end()
@@ -97,9 +95,7 @@ class Supervisor:
     # ------------------------------------------------------------------ the run's own thread
 
     def _run(self) -> None:
-        try:
-            self._start_tokens.pop()
-        except IndexError:
+        if not self._start.claim():
             return
         if self._site.thread is None:
             self._thread = threading.current_thread()

@@ -192,3 +192,20 @@ def test_where_the_system_has_no_thread_a_thread_that_stays_says_so(monkeypatch:
     thread.call(done.open, pytest.fail)  # there is one again
     assert done.wait(20)
     thread.end()
+
+
+def test_what_is_to_be_done_once_is_done_by_one_of_many_threads() -> None:
+    for _ in range(50):
+        once, begin, claimed = latches.Once(), threading.Barrier(8), list[bool]()
+
+        def claim(once: latches.Once = once, begin: threading.Barrier = begin, claimed: list[bool] = claimed) -> None:
+            begin.wait(20)
+            claimed.append(once.claim())
+
+        threads = [threading.Thread(target=claim) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert sorted(claimed) == [False] * 7 + [True]
+        assert once.claimed
