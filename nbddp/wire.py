@@ -1,11 +1,12 @@
 """Defines every message between the notebook kernel and the workers.
 
     kernel ── Job, Leave ──────────────────────▶ worker      one duplex channel per rank
-    kernel ◀── Ready, Called, Finished, ... ────── worker
+    kernel ◀── Ready, Finished, ... ────────────── worker
     kernel ── NextCall, Regroup ───────────────▶ worker      only to ranks that stay: of a session
     kernel ── Answer, Look, HoldTimeouts ──────▶ worker      the debugger
     kernel ◀── Asks, GoesOn ────────────────────── worker
     kernel ◀── records of metrics and images ──── worker      one pipe per rank, never blocks the rank
+    kernel ◀── the function is called; its result ─ worker      one block per rank and call
     kernel ◀── bytes of stdout and stderr ─────── worker      one unlinked file per rank
 
 A message holds only numbers, strings and bytes. Large data and the user's objects are passed in a block of memory that
@@ -98,11 +99,6 @@ class Ready:
     """Worker to kernel: the device and the process group are ready, and the user's code comes next."""
 
     copy: str = ""  # the folder of the nbddp that the rank has imported; "" from version 0.1
-
-
-@dataclass(frozen=True)
-class Called:
-    """Worker to kernel: the payload is unpacked, and the function is called next."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +204,6 @@ Message = Union[
     Regroup,
     Regrouped,
     Ready,
-    Called,
     Finished,
     Failed,
     Raised,

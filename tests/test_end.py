@@ -193,7 +193,7 @@ def test_five_interrupts_end_ranks_that_ignore_them(patient: Notebook, in_folder
     assert notebook.ok("nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values").shown.strip() == "[5, 5]"
 
 
-_CALLED = wire.encode(wire.Called())
+_READY = wire.encode(wire.Ready())
 _LATE = """
 import os, socket, time, nbddp
 class Sleeps(Exception):
@@ -243,7 +243,7 @@ _GARBAGE = {
     "a negative length": b"\xff\xff\xff\xff",
     "no pickle": b"\0\0\0\3abc",
     "no message": b"\0\0\0\4" + b"K\1.\0",
-    "a whole message": struct.pack("!i", len(_CALLED)) + _CALLED,
+    "a whole message": struct.pack("!i", len(_READY)) + _READY,
 }
 
 

@@ -29,12 +29,18 @@ class RemoteRank(RankBase):
     def __init__(self, rank: int, host: Host, output: RankOutput) -> None:
         super().__init__(rank, output, host.name)
         self.pid = 0  # on its host
+        self._called = False
         self._host = host
         self.regrouped: wire.Regrouped | None = None  # of a session's rank
         self._lock = threading.Lock()
         self._metrics = bytearray()
         self._result = payload.open_block(f"result-{rank}")
         self._in_call = True  # False between the calls of a session
+
+    @property
+    def called(self) -> bool:
+        """Whether its host has reported that the function was called."""
+        return self._called
 
     def read_metrics(self) -> bytes:
         """Return the metric records that have arrived since the last call."""
@@ -57,7 +63,7 @@ class RemoteRank(RankBase):
                 if self._in_call:
                     self._store(header, body)
         elif kind == "state":
-            self.ready, self.called = header["ready"], header["called"]
+            self.ready, self._called = header["ready"], header["called"]
         elif kind == "report":
             fields = {name: value for name, value in header.items() if name not in (*_ADDRESS, "type")}
             self.report = _REPORTS[header["type"]](**{**fields, "at": fields["at"] + offset_s})
@@ -108,7 +114,7 @@ class RemoteRank(RankBase):
             self._metrics.clear()
             self._result, self._in_call = payload.open_block(f"result-{self.rank}"), True
             self.output = output
-            self.called, self.report, self._logged = False, None, 0
+            self._called, self.report, self._logged = False, None, 0
 
     def give_back(self) -> None:
         """Report a call that never began."""

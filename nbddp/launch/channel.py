@@ -14,7 +14,6 @@ _INCOMPLETE_S = 5.0  # messages are written at once: data that are incomplete fo
 _READ_BYTES = 64 << 10
 _MESSAGES = (  # of a worker
     wire.Ready,
-    wire.Called,
     wire.Raised,
     wire.Regrouped,
     wire.Asks,

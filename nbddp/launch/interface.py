@@ -126,7 +126,7 @@ class Rank(Protocol):
         host: the rank's host, by the name that the user gave; None on this machine alone.
         output: the rank's output.
         ready: the rank has reported that device and process group are ready.
-        called: the rank has reported that the function begins.
+        called: the function has been called.
         report: the rank's last message, or None.
         exitcode: as ``multiprocessing.Process.exitcode``; None while the rank lives.
         exited_at: monotonic time at which the exit was noticed.
@@ -142,7 +142,6 @@ class Rank(Protocol):
     host: str | None
     output: RankOutput
     ready: bool
-    called: bool
     report: wire.Report | None
     exitcode: int | None
     exited_at: float | None
@@ -159,6 +158,9 @@ class Rank(Protocol):
 
     @property
     def alive(self) -> bool: ...
+
+    @property
+    def called(self) -> bool: ...
 
     def read_metrics(self) -> bytes:
         """Return a part of the metric records that have arrived."""
@@ -181,7 +183,6 @@ class RankBase:
         self.host = host
         self.output = output
         self.ready = False
-        self.called = False
         self.report: wire.Report | None = None
         self.exitcode: int | None = None
         self.exited_at: float | None = None
@@ -195,6 +196,10 @@ class RankBase:
     @property
     def alive(self) -> bool:
         return self.exitcode is None
+
+    @property
+    def called(self) -> bool:
+        raise NotImplementedError
 
     def progress(self) -> object:
         """Return a value that changes whenever the rank prints, logs, reaches its next phase, or ends."""

@@ -75,6 +75,11 @@ class LocalRank(RankBase):
         return int(self._process.pid)
 
     @property
+    def called(self) -> bool:
+        """Whether the function has been called."""
+        return "result" in self._fds and payload.was_called(self._fds["result"])
+
+    @property
     def result_fd(self) -> int:
         """The file descriptor of the block that holds the rank's result."""
         return self._fds["result"]
@@ -100,7 +105,7 @@ class LocalRank(RankBase):
         self.close_call()
         self._fds |= fds
         self.output = output
-        self.called, self.report, self._raised, self._pickle_deadline = False, None, None, float("inf")
+        self.report, self._raised, self._pickle_deadline = None, None, float("inf")
         self._logged = 0
         self.send(call, workers_fds)
 
@@ -174,8 +179,6 @@ class LocalRank(RankBase):
             self.ready = True
             if difference := versions.difference_of_copies(versions.package_folder(), message.copy):
                 self.report = wire.Failed(0, time.monotonic(), "setup", difference)
-        elif isinstance(message, wire.Called):
-            self.called = True
         elif isinstance(message, wire.Raised):
             self._raised, self._pickle_deadline = message, time.monotonic() + _PICKLE_TIMEOUT_S
         elif isinstance(message, wire.Regrouped):
@@ -244,7 +247,8 @@ class LocalRank(RankBase):
             self._channel.close()
         if self._release is not None:
             self._release.close()
-        for fd in self._fds.values():
+        while self._fds:
+            _, fd = self._fds.popitem()
             os.close(fd)
         # Takes the process off multiprocessing's list of children. Not join(0): a spawned rank that was just killed
         # may not be reaped yet, and close() would then leave its pipes open.

@@ -1,6 +1,6 @@
 """Packs a notebook's objects into one block of memory that the notebook and all ranks map, and unpacks them."""
 
-from nbddp.payload.block import open_block
+from nbddp.payload.block import note_call, open_block, was_called
 from nbddp.payload.packing import Packed, Pickled, Unpacked, pack, prepare, probe, unpack
 from nbddp.payload.refusals import refuse_uninherited, refuse_unshippable
 
@@ -8,6 +8,7 @@ __all__ = [
     "Packed",
     "Pickled",
     "Unpacked",
+    "note_call",
     "open_block",
     "pack",
     "prepare",
@@ -15,4 +16,5 @@ __all__ = [
     "refuse_uninherited",
     "refuse_unshippable",
     "unpack",
+    "was_called",
 ]

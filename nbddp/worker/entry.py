@@ -143,7 +143,7 @@ def _live(
         call, known = unpack(job, ends.payload, notebook, handed)
         phase = "call"
         debugger.begin_call(job)
-        channel.send_bytes(wire.encode(wire.Called()))
+        payload.note_call(ends.result)
         value = debugger.call(call)
         debugger.end_call()
         phase = "pack"
