@@ -632,6 +632,8 @@ def test_a_rank_that_has_not_called_its_function_yet_stops_in_it(cell: Notebook)
 class FakeRank(RankBase):
     """A rank that keeps what is sent to its debugger."""
 
+    called = False
+
     def __init__(self, rank: int) -> None:
         super().__init__(rank, None, None)  # type: ignore[arg-type]
         self.sent: list[object] = []

@@ -16,7 +16,7 @@ import torch
 
 import nbddp
 from nbddp.forkserver import server as forkserver
-from nbddp.worker import entry, inherited
+from nbddp.worker import inherited, setup
 from tests.support import Cells, Notebook, run, script, start, wait_until
 
 IS_THERE = """
@@ -269,7 +269,7 @@ def test_a_rank_of_a_server_that_has_initialised_the_driver_starts_another_way(m
 
     monkeypatch.setattr(torch.cuda, "set_device", after_a_fork)
     with pytest.raises(RuntimeError, match="driver initialization failed"):
-        entry._use_device("cuda", 0)
+        setup._use_device("cuda", 0)
     monkeypatch.setattr(inherited, "forked", True)
-    with pytest.raises(entry._UnfitServer):
-        entry._use_device("cuda", 0)
+    with pytest.raises(setup.UnfitServer):
+        setup._use_device("cuda", 0)

@@ -30,7 +30,7 @@ from nbddp.history import metrics_file
 from nbddp.job import job_file, launcher_env
 from nbddp.payload import partial, unpicklable
 from nbddp.tracebacks import drop_our_frames
-from nbddp.worker import entry, metrics, output, process_group, user_stores
+from nbddp.worker import entry, metrics, output, process_group, setup, user_stores
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> None:
     if job.local_world_size < job.world_size:
         user_stores.listen_on_all_interfaces()
     read = builtins.input
-    notebook = entry.set_up(job, entry.Ends(metrics_fd, output=1, stacks=2, payload=block, result=-1, store=None))
+    notebook = setup.set_up(job, setup.Ends(metrics_fd, output=1, stacks=2, payload=block, result=-1, store=None))
     builtins.input = read
     value = _call(_unpack(job, block, notebook))  # no variable, so that the data are freed before the result is written
     metrics.flush()

@@ -31,7 +31,7 @@ from nbddp.launch.dumps import is_whole
 from nbddp.launch.interface import CrewBase
 from nbddp.launch.output import RankOutput, open_output
 from nbddp.launch.rank import LocalRank
-from nbddp.worker import entry, leftovers
+from nbddp.worker import entry, leftovers, setup
 
 _POLL_S = 0.002
 
@@ -161,7 +161,7 @@ class LocalCrew(CrewBase):
             payload_fd, store_fd = shared
             release, workers_release = _open_release(kernels_ends, workers_ends) if job.stays else (None, None)
             inherited_fds = (metrics_w, output.fileno(), stacks_fd, payload_fd, result_fd, store_fd, workers_release)
-            ends = entry.Ends(*(fd if fd is None else _Inherited(fd) for fd in inherited_fds))  # type: ignore[arg-type]
+            ends = setup.Ends(*(fd if fd is None else _Inherited(fd) for fd in inherited_fds))  # type: ignore[arg-type]
             process = self._start_process(job, entry.main, (workers_channel, ends, tuple(inherited)))
             kernels_ends.pop_all()  # from here on the LocalRank closes them
         fds_here = {"metrics": metrics_r, "stacks": stacks_fd, "result": result_fd}
