@@ -23,7 +23,7 @@ from nbddp import folders
 from nbddp.errors import HostLost, LaunchError
 from nbddp.hosts.addresses import Addresses
 from nbddp.hosts.frames import Header
-from nbddp.hosts.host import HELLO_S, SETTLE_S, Host
+from nbddp.hosts.host import HELLO_S, Host
 from nbddp.hosts.login import SRUN, SSH, command_for, is_name, slurm_nodes
 from nbddp.hosts.network import Link, Links, Look, slow_links
 from nbddp.hosts.returns import Returns, refuse_twins
@@ -40,6 +40,7 @@ RAY = "ray"
 _LOGOUT_TIMEOUT_S = 2.0
 _LEAST_HEARTBEAT_S = 1.0
 _ANSWER_POLL_S = 0.02
+_POLL_S = 0.2
 _MOST_NAMED = 5  # hosts in one error
 _CLOSED = "the cluster is closed; make a new one: nbddp.cluster(hosts)"
 
@@ -166,7 +167,7 @@ class Cluster:
             LaunchError: the cluster was closed.
         """
         while self.check_heartbeats():
-            time.sleep(SETTLE_S)
+            time.sleep(_POLL_S)
         left = [host for host in self._all if not host.lost and _has_devices(host, plan)]
         if not self._all:
             raise LaunchError(_CLOSED)

@@ -26,7 +26,6 @@ from nbddp.text import plain
 from nbddp.versions import difference
 
 HELLO_S = 120.0  # a first import of torch over a network file system takes a minute
-SETTLE_S = 0.2
 _THREADS_TIMEOUT_S = 2.0  # for this host's threads to end, after the process has ended
 _EXIT_TIMEOUT_S = 0.5  # from the end of the pipe to the end of the process
 _LAST_BYTES = 16 << 10
@@ -177,15 +176,16 @@ class Host:
     def check_heartbeat(self) -> bool:
         """Give up a host that has sent nothing for the heartbeat timeout. Returns whether it is under suspicion.
 
-        Suspicion first: if this process itself was suspended, frames of the host are still to be read.
+        Suspicion first, until a beat is due: if this process was suspended, frames of the host are still to be read; if
+        both were, as on one machine, still to be sent.
         """
         now = time.monotonic()
         silent_s = now - self._received_at
-        if self.lost or silent_s < self._heartbeat_s - SETTLE_S:
+        if self.lost or silent_s < self._heartbeat_s - self.beat_s:
             self._suspected_at = float("inf")
         elif self._suspected_at > now:
             self._suspected_at = now
-        elif now - self._suspected_at > SETTLE_S:
+        elif now - self._suspected_at > self.beat_s:
             self.give_up(f"it sent nothing for {silent_s:.0f} s")
         return not self.lost and self._suspected_at <= now
 

@@ -83,8 +83,10 @@ class RunViews:
 
     def update(self) -> None:
         """Update all views, and write the new output of rank 0 beside those of a blocking run."""
+        if not self._views:
+            return
         output = ""
-        if self._views and self._blocking and self._state.outputs:
+        if self._blocking and self._state.outputs:
             output = self._state.outputs[0].take()
         status = self._viewable.status()
         for view in list(self._views):
