@@ -43,9 +43,10 @@ class VsCode:
 
 
 def test_vs_code_has_a_picture_beside_the_widget_and_in_its_place_at_the_end(notebook: Notebook) -> None:
-    notebook.ok("%load_ext nbddp")
+    notebook.ok("%load_ext nbddp\nimport nbddp.panel.widget")  # which takes longer than a short run
     page = VsCode(notebook)
-    assert page.run("%%ddp -n 2 --device cpu\nfor i in range(50):\n    nbddp.log(loss=i)") == "ok"
+    logs = "for i in range(50):\n    nbddp.log(loss=i)"
+    assert page.run(f"%%ddp -n 2 --device cpu\nimport time; time.sleep(1)\n{logs}") == "ok"
     assert set(page.first) == {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"}
     assert "before the run" in page.first["text/html"]
     (last,) = page.shown.values()
