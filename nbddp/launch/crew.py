@@ -183,6 +183,8 @@ class LocalCrew(CrewBase):
         for waitable in (self._wake_r, *(x for worker in self.workers for x in worker.waitables())):
             poll.register(waitable, select.POLLIN)
         readable = {fd for fd, _ in poll.poll(math.ceil(timeout_s * 1000))}
+        if not readable and not timeout_s:
+            return  # time limits are looked at after the next wait
         while self._wake_r.fileno() in readable and self._wake_r.poll():
             self._wake_r.recv_bytes()
         for worker in self.workers:

@@ -97,6 +97,11 @@ def fill(fd: int, nbytes: int, parts: Sequence[tuple[int, memoryview]], keep_goi
         parts: pairs of offset and bytes, sorted by offset.
         keep_going: copying stops when this returns False.
     """
+    if nbytes < MAP_FROM_NBYTES:
+        whole = bytearray(nbytes)
+        for offset, data in parts:
+            whole[offset : offset + data.nbytes] = data
+        return write_at(fd, memoryview(whole), 0)
     chunks = iter(
         [
             (offset + start, data[start : start + _CHUNK_NBYTES])

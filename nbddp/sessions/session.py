@@ -107,9 +107,8 @@ class Session:
         check_numbers(timeout=options["timeout"], stall_after=options["stall_after"])
         self._check_that_it_can_run()
         self._cells += 1
-        plan = self._plan_for(call.name, **planned)
-        plan = dataclasses.replace(
-            plan,
+        plan = self._plan_for(
+            call.name,
             timeout_s=options["timeout"],
             stall_after_s=options["stall_after"],
             stop_on_nan=bool(options["stop_on_nan"]),
@@ -117,6 +116,7 @@ class Session:
             ranks=None if ranks is None else self.checked(ranks),
             attended=is_attended(options),
             post_mortem=has_post_mortem(options),
+            **planned,
         )
         self._latest = launch(plan, self._site(plan), call, options)
         return self._latest
