@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import nbddp
-from nbddp import wire
+from nbddp import versions, wire
 from nbddp.kernel.attempt import Attempt
 from nbddp.kernel.site import NotebookCrew
 from tests.support import (
@@ -193,7 +193,7 @@ def test_five_interrupts_end_ranks_that_ignore_them(patient: Notebook, in_folder
     assert notebook.ok("nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values").shown.strip() == "[5, 5]"
 
 
-_READY = wire.encode(wire.Ready())
+_READY = wire.encode(wire.Ready(versions.package_folder()))
 _LATE = """
 import os, socket, time, nbddp
 class Sleeps(Exception):
