@@ -58,9 +58,9 @@ class Latch:
 
 
 class Once:
-    """What is to be done once, whoever asks for it and however often.
+    """A task that runs once, however many threads ask for it.
 
-    After an interrupt nothing shows whether a call of :func:`start_thread` has worked, so it is called again: the
+    After an interrupt nothing shows whether a call of :func:`start_thread` has worked, so it is called again. The
     thread that comes first does the work.
     """
 
@@ -69,11 +69,11 @@ class Once:
 
     @property
     def claimed(self) -> bool:
-        """Whether a thread does it, or has done it."""
+        """Whether a thread has claimed it."""
         return not self._tokens
 
     def claim(self) -> bool:
-        """Return whether it is for the caller to do: true for the first one, and false for all others."""
+        """Return True to the first caller, which does the work, and False to all others."""
         try:
             self._tokens.pop()  # one instruction: no two threads can both succeed
         except IndexError:

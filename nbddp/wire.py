@@ -6,7 +6,7 @@
     kernel ── Answer, Look, HoldTimeouts ──────▶ worker      the debugger
     kernel ◀── Asks, GoesOn ────────────────────── worker
     kernel ◀── records of metrics and images ──── worker      one pipe per rank, never blocks the rank
-    kernel ◀── the function is called; its result ─ worker      one block per rank and call
+    kernel ◀── "called", then the result ────────── worker      one block per rank and call
     kernel ◀── bytes of stdout and stderr ─────── worker      one unlinked file per rank
 
 A message holds only numbers, strings and bytes. Large data and the user's objects are passed in a block of memory that

@@ -168,7 +168,7 @@ def test_stacks_show_where_each_rank_is(cell: Cells, in_folder: Path) -> None:
     assert "in in_c" in parts[2]
     assert "# rank 2 holds the GIL here" in parts[2]
     assert "multiprocessing" not in text
-    assert "/nbddp/worker/entry.py" not in text
+    assert "/nbddp/worker/" not in text
     assert going.state == "running"  # looking changes nothing
     going.stop(0)
     assert "no rank is running" in going.stacks()

@@ -723,7 +723,7 @@ def test_signals_are_sent_only_in_the_reviewed_places() -> None:
         "forkserver/inside/reaper.py": 1,  # to its own children, which it has not waited for yet
         "hosts/suppliers.py": 1,  # to its own child, which it has not waited for yet
         "worker/dead_man_switch.py": 1,  # to its own group
-        "worker/entry.py": 1,  # to its own children, by multiprocessing, which knows whether it has waited for them
+        "worker/reports.py": 1,  # to its own children, by multiprocessing, which knows whether it has waited for them
     }
     sends = re.compile(
         r"os\.kill\(|killpg\(|send_signal\(|\.terminate\(\)|pidfd_send_signal|signal\.raise_signal|pthread_kill\("

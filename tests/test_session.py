@@ -513,8 +513,15 @@ def test_a_rank_that_dies_is_named_and_restart_gives_it_anothers_names() -> None
         assert quiet(session, total).values == [3.0] * 3
 
 
-def test_a_rank_that_ends_between_calls_is_noticed() -> None:
-    with nbddp.session(nprocs=2, device="cpu") as session:
+def leave_a_child() -> None:
+    if nbddp.rank() == 1 and os.fork() == 0:
+        time.sleep(1000)
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_rank_that_ends_between_calls_is_noticed_although_a_child_holds_its_files_open(start_method: str) -> None:
+    with nbddp.session(nprocs=2, device="cpu", start_method=start_method) as session:
+        quiet(session, leave_a_child)
         os.kill(session.pids[1], signal.SIGKILL)
         wait_until(lambda: gone(session.pids[1]))
         with pytest.raises((nbddp.LaunchError, nbddp.RankDied), match="rank 1"):  # at the latest when it is called

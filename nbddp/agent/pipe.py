@@ -80,8 +80,10 @@ class ControlPipe:
             os._exit(1)  # an agent that cannot read orders is of no use
 
     def _wait_for_data(self) -> bool:
-        # Twice: after a suspension of the machine that the notebook is on, too, its next beat is still to come.
-        for wait_s in (self._timeout_s - self._beat_s, self._beat_s):
+        # In two waits: after a suspension of the machine that both sides run on, the first one is over at once, and the
+        # notebook's next beat is still to come.
+        settle_s = min(self._beat_s, frames.SETTLE_S)
+        for wait_s in (self._timeout_s - settle_s, settle_s):
             if select.select([self._fd], [], [], wait_s)[0]:
                 return True
         os.set_blocking(sys.stderr.fileno(), False)  # if nobody reads stderr, the message must not keep the ranks alive

@@ -87,9 +87,10 @@ class Reporter:
 
     def _report_rank(self, worker: LocalRank, reported: _Reported) -> bool:
         rank = worker.rank
-        if (worker.ready, worker.called) != reported.state:
-            reported.state = (worker.ready, worker.called)
-            self._pipe.send_first({"kind": "state", "rank": rank, "ready": worker.ready, "called": worker.called})
+        state = ready, called = worker.ready, worker.called
+        if state != reported.state:
+            reported.state = state
+            self._pipe.send_first({"kind": "state", "rank": rank, "ready": ready, "called": called})
         reported.note_end_of(worker)
         # Output goes before the report and the exit: its last lines belong to the rank's error.
         if self._only_last_lines and reported.skip_output(os.fstat(worker.output.fileno()).st_size - _LAST_BYTES):

@@ -23,6 +23,7 @@ from nbddp.latch import Latch, start_thread
 
 MARK = b"\x00nbddp frames 1\n"
 BEATS = 0.2  # a beat is due after this part of the heartbeat timeout
+SETTLE_S = 1.0  # after a suspension of both sides, a beat that is overdue arrives within this time
 CHUNK = 1 << 20  # bytes of a block in one frame; between two frames the rest can be dropped
 _LENGTHS = struct.Struct(">II")
 _MAX_HEADER = 64 << 20

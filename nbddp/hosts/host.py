@@ -176,16 +176,17 @@ class Host:
     def check_heartbeat(self) -> bool:
         """Give up a host that has sent nothing for the heartbeat timeout. Returns whether it is under suspicion.
 
-        Suspicion first, until a beat is due: if this process was suspended, frames of the host are still to be read; if
-        both were, as on one machine, still to be sent.
+        It is suspected first, for a moment: after a suspension of this process its frames are still to be read; after
+        one of both sides, as on one machine, they are still to be sent.
         """
         now = time.monotonic()
         silent_s = now - self._received_at
-        if self.lost or silent_s < self._heartbeat_s - self.beat_s:
+        settle_s = min(self.beat_s, frames.SETTLE_S)
+        if self.lost or silent_s < self._heartbeat_s - settle_s:
             self._suspected_at = float("inf")
-        elif self._suspected_at > now:
+        elif self._suspected_at > now or self._suspected_at < self._received_at:
             self._suspected_at = now
-        elif now - self._suspected_at > self.beat_s:
+        elif now - self._suspected_at > settle_s:
             self.give_up(f"it sent nothing for {silent_s:.0f} s")
         return not self.lost and self._suspected_at <= now
 

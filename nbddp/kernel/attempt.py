@@ -25,6 +25,7 @@ from nbddp.tracebacks import drop_our_frames
 
 _LEAVE_GRACE_S = 30.0  # for exit handlers, threads that still save and NCCL's teardown, once every rank has reported
 _POLL_S = 0.2  # between two reads of metrics and output; 0.1 took half as much again of a core
+_CALL_POLL_S = 0.02  # while a rank is to get a message at the beginning of its call, which nothing reports
 _PEERS_GRACE_S = 0.2  # for the other ranks' finally blocks when one has failed
 _FAILURE_WINDOW_S = 0.1  # how much later than its consequence a failure may be reported
 _CONSEQUENCE_WINDOW_S = 1.0
@@ -227,7 +228,7 @@ class Attempt:
         """Wait until something happens, and handle it. While a rank is in the debugger, no time limit counts."""
         began, dialog = time.monotonic(), self._state.dialog
         was_stopped = dialog.has_stops()
-        self._crew.watch(timeout_s)
+        self._crew.watch(min(timeout_s, _CALL_POLL_S) if dialog.waits_for_calls() else timeout_s)
         dialog.exchange(self._crew.workers, self._note)
         if was_stopped:
             self._deadline += time.monotonic() - began

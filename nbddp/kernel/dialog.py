@@ -135,6 +135,10 @@ class Dialog:
 
     # ------------------------------------------------------------------ for the run's own thread
 
+    def waits_for_calls(self) -> bool:
+        """Return whether a rank is to get a message as soon as it has called its function."""
+        return bool(self._undelivered)
+
     def exchange(self, workers: Sequence[Rank], note: Callable[[int, str], object]) -> None:
         """Take what the ranks' debuggers say, and bring them the answers. ``note`` adds a line to a rank's output."""
         for worker in workers:

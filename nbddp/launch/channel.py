@@ -43,6 +43,11 @@ class Channel:
     def fileno(self) -> int:
         return self._end.fileno()
 
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether a part of a message has arrived."""
+        return bool(self._buffer)
+
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Send a message, and file descriptors with it. Raises OSError if the worker has closed its end."""
         data = wire.encode(message)

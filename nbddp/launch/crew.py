@@ -183,12 +183,11 @@ class LocalCrew(CrewBase):
         for waitable in (self._wake_r, *(x for worker in self.workers for x in worker.waitables())):
             poll.register(waitable, select.POLLIN)
         readable = {fd for fd, _ in poll.poll(math.ceil(timeout_s * 1000))}
-        if not readable and not timeout_s:
-            return  # time limits are looked at after the next wait
         while self._wake_r.fileno() in readable and self._wake_r.poll():
             self._wake_r.recv_bytes()
         for worker in self.workers:
-            worker.update(readable)
+            if readable or worker.changes_unseen:
+                worker.update(readable)
 
     def wake(self) -> None:
         """End a :meth:`watch` under way in another thread."""
@@ -211,7 +210,7 @@ class LocalCrew(CrewBase):
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
         """Return faulthandler's dumps by rank, of the ranks that are in their function and answer in time."""
-        pending = {w: w.request_stacks() for w in self.workers if w.called and w.alive and w.report is None}
+        pending = {w: w.request_stacks() for w in self.workers if w.alive and w.report is None and w.called}
         found: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
         while pending and time.monotonic() < deadline:

@@ -77,7 +77,20 @@ class LocalRank(RankBase):
     @property
     def called(self) -> bool:
         """Whether the function has been called."""
-        return "result" in self._fds and payload.was_called(self._fds["result"])
+        if self._raised is not None and self._raised.phase in ("setup", "unpack"):
+            return False  # what it raised is in the block
+        fd = self._fds.get("result")
+        return fd is not None and payload.was_called(fd)
+
+    @property
+    def changes_unseen(self) -> bool:
+        """Whether something can have happened that no file descriptor shows: a time limit, or the end of the process.
+
+        Its children may hold a spawned process's sentinel.
+        """
+        may_have_ended = self.alive and (self.spawned or self.orphaned)
+        is_pickling = self._raised is not None and self.report is None
+        return may_have_ended or is_pickling or (self._channel is not None and self._channel.is_incomplete)
 
     @property
     def result_fd(self) -> int:

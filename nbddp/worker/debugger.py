@@ -67,7 +67,7 @@ def expect_stops(may_stop: bool) -> None:
 
 
 def receive(channel: Channel) -> wire.Message:
-    """Receive a message after a call. The kernel first lets a thread go that has been left at the prompt."""
+    """Receive a message between two calls; see :meth:`Talk.receive`."""
     return _state.talk.receive(channel)
 
 

@@ -148,7 +148,7 @@ def _live(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if isinstance(error, SystemExit) and phase == "call":
-            return reports.exited(error, ends.result)
+            return reports.exited(error)
         failed = reports.failed(error, at, phase, ends.result)
         channel.send_bytes(wire.encode(wire.Raised(**vars(failed))))
         reports.end_loaders_of(error)

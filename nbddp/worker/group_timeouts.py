@@ -26,7 +26,7 @@ def hold() -> None:
 
 
 def restore() -> None:
-    """Undo :func:`hold`: the last call of a session."""
+    """Undo :func:`hold` of a session's previous call."""
     timeouts = dict(_before)
     _before.clear()
     for group, name in list(distributed_c10d._world.pg_names.items()) if timeouts else ():

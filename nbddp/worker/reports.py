@@ -24,6 +24,11 @@ _EXIT_CHARS = 1000  # longest text of sys.exit() that is reported
 
 
 def finished(value: Any, fd: int, known: Known, job: wire.Job) -> wire.Message:
+    """Write the value into the block ``fd``. Returns the report.
+
+    Raises:
+        PayloadError: nothing of the value can be sent.
+    """
     try:
         nbytes = 0 if value is None else payload.pack(value, fd, known=known, back=True).nbytes
         held = namespace.held() if job.stays and context.is_primary() else ()
@@ -38,7 +43,8 @@ def finished(value: Any, fd: int, known: Known, job: wire.Job) -> wire.Message:
     return wire.Finished(nbytes, time.monotonic(), process_group.has_met(), str(explained), explained.path)
 
 
-def exited(error: SystemExit, fd: int) -> wire.Message:
+def exited(error: SystemExit) -> wire.Message:
+    """Return the report of a call that has ended by ``sys.exit``, and print the text of the exit, as Python does."""
     at = time.monotonic()
     if error.code is None or error.code == 0:
         return wire.Finished(0, at, process_group.has_met())
@@ -62,7 +68,7 @@ def _look_alike(name: str, module: str) -> type[Exception]:
 
 
 def failed(error: BaseException, at: float, phase: str, fd: int) -> wire.Failed:
-    """The report, with a stand-in that pickles: an exception of the same name, text and frames."""
+    """Return the report, with a stand-in that pickles: an exception of the same name, text and frames."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     summary = bounded(text, CAUSE_CHARS)
     drop_our_frames(error)

@@ -21,7 +21,7 @@ class Talk:
     """Sends what the debugger says, and receives the answers.
 
     Attributes:
-        nobody_answers: in this call.
+        nobody_answers: nobody can answer in this call.
     """
 
     def __init__(self, channel: Connection) -> None:
@@ -30,7 +30,13 @@ class Talk:
         self._reading = threading.Lock()  # held by the thread that reads the channel: no other takes its messages
 
     def receive(self, channel: Channel) -> wire.Message:
-        """Receive a message after a call. The kernel first lets a thread go that has been left at the prompt."""
+        """Receive a message between two calls, when no thread of the last one reads any more.
+
+        The kernel lets a thread go that has been left at the prompt.
+
+        Args:
+            channel: the channel itself, or what reads from it the file descriptors that come with a call, too.
+        """
         with self._reading:
             return wire.decode(channel.recv_bytes())
 

@@ -1,4 +1,4 @@
-"""Tells which frames of this rank are the user's, for the debugger."""
+"""Calls the user's function, and tells the debugger which frames of this rank are the user's."""
 
 from __future__ import annotations
 

@@ -102,21 +102,21 @@ def in_ranks() -> None:
     from torch import distributed
 
     from nbddp import payload
-    from nbddp.worker import dead_man_switch, entry, main_module, metrics, output, process_group
+    from nbddp.worker import dead_man_switch, entry, main_module, metrics, output, process_group, setup
 
     for owner, name, label in (
         (dead_man_switch, "arm", "arm the switch"),
         (output, "redirect", "redirect the output"),
         (entry, "_detach_from_fork_server", "detach from the fork server"),
-        (entry, "_set_environ", "set the environment"),
+        (setup, "_set_environ", "set the environment"),
         (main_module, "install", "make __main__"),
         (metrics, "enter", "open metrics"),
-        (entry, "_draw_fresh_seeds", "draw seeds"),
+        (setup, "_draw_fresh_seeds", "draw seeds"),
         (process_group, "TCPStore", "connect to the store"),
         (distributed, "init_process_group", "make the group"),
         (process_group, "open_group", "store and group"),
         (process_group, "wrap_init_process_group", "wrap init_process_group"),
-        (entry, "set_up", "set up, all of it"),
+        (setup, "set_up", "set up, all of it"),
         (payload, "unpack", "unpack"),
         (payload, "pack", "pack the result"),
         (entry, "_live", "from job to report"),
