@@ -20,6 +20,7 @@ NBYTES = 500_000
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Few bytes are enough for several threads; the names of those that have written."""
+    monkeypatch.setattr(block, "_IN_ONE_PIECE_BELOW", 0)
     monkeypatch.setattr(block, "_CHUNK_NBYTES", 1000)
     monkeypatch.setattr(block, "_PARALLEL_FROM_NBYTES", 0)
     names: set[str] = set()
@@ -57,6 +58,18 @@ def test_several_threads_fill_a_block_bit_for_bit(threads: set[str]) -> None:
         assert os.pread(fd, NBYTES + 1, 0) == whole
         os.close(fd)
     assert threads == {"_write ", "_copy nbddp-copy"}
+
+
+def test_a_small_block_is_filled_with_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, whole = [(64, memoryview(b"a" * 100)), (300, memoryview(b"b")), (700, memoryview(b""))], bytearray(700)
+    whole[64:164], whole[300:301] = b"a" * 100, b"b"
+    writes: list[int] = []
+    monkeypatch.setattr(block, "write_at", lambda fd, data, offset: writes.append(os.pwrite(fd, data, offset)))
+    fd = block.open_block("test")
+    block.fill(fd, len(whole), parts, lambda: True)
+    assert os.pread(fd, len(whole) + 1, 0) == whole
+    assert writes == [len(whole)]
+    os.close(fd)
 
 
 def test_a_file_on_a_disk_is_never_mapped_for_writing(threads: set[str]) -> None:

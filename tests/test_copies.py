@@ -66,13 +66,15 @@ def test_ranks_import_the_notebooks_copy(two: tuple[Path, Path], method: str, mo
 def test_a_rank_with_another_copy_is_refused_with_both_paths(two: tuple[Path, Path], version_0_1: bool) -> None:
     mine, other = two
     if version_0_1:  # which neither looks nor says
-        entry = other / "nbddp" / "worker" / "entry.py"
-        source = entry.read_text()
-        assert source.count("wire.Ready(versions.package_folder())") == source.count("if job.copy and") == 1
-        source = source.replace("wire.Ready(versions.package_folder())", "wire.Ready()").replace(
-            "if job.copy and", "if 0 and"
-        )
-        entry.write_text(source)
+        changes = {
+            "entry.py": ("wire.Ready(versions.package_folder())", "wire.Ready()"),
+            "setup.py": ("if job.copy and", "if 0 and"),
+        }
+        for name, (present, before) in changes.items():
+            file = other / "nbddp" / "worker" / name
+            source = file.read_text()
+            assert source.count(present) == 1
+            file.write_text(source.replace(present, before))
     text, logs = _run(two, "spawn", moved=True).stdout.splitlines()
     assert f"the notebook has imported nbddp from {mine}, and this rank from " in text
     assert (str(other) in text) is not version_0_1

@@ -22,6 +22,7 @@ import torch
 from nbddp.payload import huge_pages
 
 MAP_FROM_NBYTES = 1 << 20  # below this a copy is cheaper than a mapping, and does not keep the whole block alive
+_IN_ONE_PIECE_BELOW = 64 << 10  # bytes: one system call takes less time than several
 _CHUNK_NBYTES = 4 << 20  # copied by one thread between two calls of keep_going()
 _PARALLEL_FROM_NBYTES = 32 << 20
 _MAX_THREADS = 4
@@ -97,7 +98,7 @@ def fill(fd: int, nbytes: int, parts: Sequence[tuple[int, memoryview]], keep_goi
         parts: pairs of offset and bytes, sorted by offset.
         keep_going: copying stops when this returns False.
     """
-    if nbytes < MAP_FROM_NBYTES:
+    if nbytes < _IN_ONE_PIECE_BELOW:
         whole = bytearray(nbytes)
         for offset, data in parts:
             whole[offset : offset + data.nbytes] = data
