@@ -214,6 +214,9 @@ def debugger_works(notebook: NotebookPage) -> None:
     answer_both(output, "p loss")
     expect(output).to_contain_text("rank 1: 9")
     expect(notebook.panel).to_contain_text("debugger: fit, line 7")
+    expect(notebook.panel.locator(".nbddp-waiting")).to_be_hidden()  # the prompt is not pushed down by an empty chart
+    notes = notebook.panel.locator(".nbddp-ranks .nbddp-note").all()
+    assert all(note.bounding_box()["height"] < 22 for note in notes), "a note is broken into two lines"
     answer_both(output, "n")
     expect(output).to_contain_text("-> return loss")
     ARTEFACTS.mkdir(exist_ok=True)
