@@ -49,6 +49,17 @@ def written(folder: Path, ranks: int = 2) -> Found:
 _IN_TURN = """
 import ctypes, json, os, runpy, signal, sys, time, torch._dynamo  # what every program would import
 
+def wait(pid, written, program):  # torch may never end: it frees a DDP model's group with the GIL, which gloo waits for
+    ends_at = None
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if ends_at is None and os.path.exists(written):
+            ends_at = time.monotonic() + 5
+        elif ends_at is not None and time.monotonic() > ends_at:
+            os.kill(pid, signal.SIGKILL)
+            return os.waitpid(pid, 0)
+        time.sleep(0.01)
+    assert ended[1] == 0, program
+
 def meet(folder):
     open(f"{folder}/done-{os.environ['RANK']}", "w").close()
     while len([name for name in os.listdir(folder) if name.startswith("done-")]) < 2: time.sleep(0.01)
@@ -57,7 +68,7 @@ for folder, program, argv in json.loads(sys.argv[1]):
     if os.path.exists(f"{folder}/done-{os.environ['RANK']}"):
         continue
     if pid := os.fork():
-        assert os.waitpid(pid, 0)[1] == 0, program
+        wait(pid, f"{folder}/{os.environ['RANK']}.json", program)
         meet(folder)  # else a rank may find the store of the program before, as it ends
         continue
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # when torchrun ends this rank
