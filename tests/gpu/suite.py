@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from tests.gpu.runner import ROOT
 
 NOTEBOOKS = ROOT / "notebooks"
 LIMIT_S = 220  # of the tests; the part has some more
-RUN_CELL = 'run = nbddp.run(train, nprocs=gpus if gpus > 1 else 2, device=None if gpus > 1 else "cpu", seed=0)'
+RUN_LINE = re.compile(r"^run = nbddp\.run\(train, .*$", re.MULTILINE)
 PROBE = """
 import json
 ranks = [[v["before"], v["after"]] for v in run.values]
@@ -48,7 +49,7 @@ def _has_mark(path: Path) -> bool:
 
 
 def quickstart(report: Report) -> None:
-    ways = {"as it is": RUN_CELL}
+    ways = {"as it is": ""}
     if report.on_cuda:
         ways |= {f"on {ranks} ranks": f"run = nbddp.run(train, {report.options(ranks)}, seed=0)" for ranks in (1, 2)}
     for name, call in ways.items():
@@ -60,12 +61,18 @@ def quickstart(report: Report) -> None:
         report.check(f"{name}: it has come back", {found["returned"]} == after)
 
 
+def quickstart_with(call: str) -> Any:
+    """The quickstart, with another call of run; "": as it is."""
+    notebook = nbformat.read(NOTEBOOKS / "quickstart.ipynb", as_version=4)
+    assert sum(len(RUN_LINE.findall(cell.source)) for cell in notebook.cells) == 1
+    for cell in notebook.cells:
+        cell.source = RUN_LINE.sub(call or r"\g<0>", cell.source)
+    return notebook
+
+
 def _executed(call: str) -> Any:
     """What PROBE prints in a copy of the quickstart, with another call of run."""
-    notebook = nbformat.read(NOTEBOOKS / "quickstart.ipynb", as_version=4)
-    assert sum(RUN_CELL in cell.source for cell in notebook.cells) == 1
-    for cell in notebook.cells:
-        cell.source = cell.source.replace(RUN_CELL, call)
+    notebook = quickstart_with(call)
     notebook.cells.append(nbformat.v4.new_code_cell(PROBE, id="probe"))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "quickstart.ipynb"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import trial, wheels
+from tests.gpu import suite, trial, wheels
 from tests.gpu.parts import MOST_S, PARTS, Part
 from tests.gpu.report import Report, Skip
 from tests.gpu.runner import ROOT, Results, run_all
@@ -89,6 +89,14 @@ def test_the_wheels_are_those_that_a_torch_image_may_lack() -> None:
     found = wheels.needs("3.12")
     assert {"cloudpickle", "tblib", "ipykernel", "ipywidgets", "pytest", "pyzmq", "traitlets"} <= set(found)
     assert not {"torch", "numpy", "nbddp", "scipy", "exceptiongroup", "tomli"} & set(found)
+
+
+def test_the_quickstarts_call_of_run_is_found_and_replaced() -> None:
+    there = [cell.source for cell in suite.quickstart_with("").cells]
+    other = [cell.source for cell in suite.quickstart_with("run = None").cells]
+    [(before, after)] = [(one, two) for one, two in zip(there, other) if one != two]
+    assert "nbddp.run(train, " in before
+    assert after.splitlines()[-1] == "run = None"
 
 
 def test_a_skip_has_a_reason() -> None:
