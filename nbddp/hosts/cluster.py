@@ -40,7 +40,7 @@ RAY = "ray"
 _LOGOUT_TIMEOUT_S = 2.0
 _LEAST_HEARTBEAT_S = 1.0
 _ANSWER_POLL_S = 0.02
-_POLL_S = 0.2
+_POLL_S = 0.2  # between two looks at a host under suspicion
 _MOST_NAMED = 5  # hosts in one error
 _CLOSED = "the cluster is closed; make a new one: nbddp.cluster(hosts)"
 

@@ -190,6 +190,7 @@ class Feed:
             "seconds": round(status.seconds, 1),
             "error": summary.plain(status.error),
             "names": [[summary.plain(name), summary.plain(text)] for name, text in status.failing_names],
+            "in_debugger": any(rank.debugger for rank in status.ranks),
             "held": [[summary.plain(name), summary.plain(text)] for name, text in status.held],
             "restarted": summary.restart_text(status),
             "remark": " · ".join(filter(None, [summary.plain(status.remark), *summary.notices(history)])),

@@ -109,7 +109,7 @@ class Panel {
     this._held = h("details", { class: "nbddp-held", hidden: true }, h("summary", {}, "Names on rank 0"), this._heldNames);
     this._fill = h("i");
     this._bar = h("div", { class: "nbddp-progress", role: "progressbar", "aria-label": "Progress" }, this._fill);
-    this._stopped = false; // a rank has been in the debugger
+    this._wasInDebugger = false;
     this._waiting = h("p", { class: "nbddp-waiting" }, "Curves of what log() gets appear here");
     this._grid = h("div", { class: "nbddp-charts" }, this._waiting);
     this._more = h("button", { type: "button", class: "nbddp-button", hidden: true });
@@ -346,8 +346,8 @@ class Panel {
     show(this._more, undrawn > 0);
     show(this._waiting, families.size === 0);
     // Space for them is reserved, unless a rank has stopped in the debugger: its prompt is below the panel.
-    this._stopped ||= Boolean(this._store.head?.rows?.some(({ note }) => note.startsWith("debugger: ")));
-    const expected = families.size > 0 || !(this._store.over || this._stopped);
+    this._wasInDebugger ||= Boolean(this._store.head?.in_debugger);
+    const expected = families.size > 0 || !(this._store.over || this._wasInDebugger);
     show(this._grid, expected);
     show(this._toolbar, expected);
     this._toolbar.dataset.empty = families.size === 0;
