@@ -53,12 +53,26 @@ os.environ[name] = value
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-hypothesis.settings.register_profile("nbddp", deadline=None)  # how long a case takes depends on the machine's load
+# How long a case takes depends on the load; new cases come with NBDDP_CASES, not with somebody's merge.
+hypothesis.settings.register_profile("nbddp", deadline=None, derandomize="NBDDP_CASES" not in os.environ)
 hypothesis.settings.load_profile("nbddp")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="the exhaustive tests too; so does any path or -k")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """README's command runs what promises.txt lists; a folder or file that is named runs whole."""
     lanes.longest_first(items)
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    if named or config.option.keyword or config.option.markexpr or config.option.all:
+        return
+    lines = Path(__file__).with_name("promises.txt").read_text().splitlines()
+    wanted = {f"tests/{line.replace('::', '::test_')}" for line in lines if not line.startswith("#")}
+    names = {item: {item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]} for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not names[item] & wanted])
+    items[:] = [item for item in items if names[item] & wanted]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,6 +1,7 @@
-"""Runs the tests in several processes side by side (``pytest -n 2 --dist loadfile``), each file in one of them.
+"""Lets test processes run side by side (of ``pytest -n 2 --dist loadfile``, or of two clones).
 
-No test sees what another process leaves: each has a /dev/shm of its own, and the tests know their processes by a mark.
+No test sees what another process leaves: where root allows it, each has a /dev/shm of its own, and the tests know
+their processes by a mark.
 """
 
 from __future__ import annotations
@@ -40,15 +41,13 @@ _LONGEST = (
 
 def take_own_shared_memory() -> None:
     """Give this process and all that it starts a /dev/shm of its own, since tests look at what is left there."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
     libc = ctypes.CDLL(None, use_errno=True)
     mounted = (
         libc.unshare(_CLONE_NEWNS) == 0
         and libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
         and libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None) == 0
     )
-    if not mounted:
+    if not mounted and "PYTEST_XDIST_WORKER" in os.environ:
         raise RuntimeError(f"pytest -n needs a /dev/shm for each process: {os.strerror(ctypes.get_errno())} (be root?)")
 
 

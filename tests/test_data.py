@@ -226,27 +226,19 @@ def test_an_evaluation_is_the_same_to_the_bit_with_any_number_of_ranks(cell: Cel
     names = cell("""
         import nbddp, torch
         def evaluate(x, y, shuffle):
-            from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
-            from torchmetrics.functional.classification import binary_auroc
             scores, targets = [], []
             for a, b in nbddp.loader(torch.utils.data.TensorDataset(x, y), 64, exact=True, shuffle=shuffle):
                 scores.append((a * torch.arange(8.0)).sum(1).sigmoid())
                 targets.append(b)
-            scores, targets = (nbddp.gather(torch.cat(each), exact=True) for each in (scores, targets))
-            right = targets, scores > 0.5
-            metrics = accuracy_score(*right), f1_score(*right), roc_auc_score(targets, scores)
-            return scores, targets, (*metrics, binary_auroc(scores, targets).item())
+            return tuple(nbddp.gather(torch.cat(each), exact=True) for each in (scores, targets))
     """)
     torch.manual_seed(0)
     x, y = torch.randn(10_001, 8), torch.randint(0, 2, (10_001,))
     alone = (x * torch.arange(8.0)).sum(1).sigmoid()
-    metrics = []
     for nprocs in (1, 2, 3, 4):
-        for scores, targets, found in run(names.evaluate, x, y, False, nprocs=nprocs).values:
+        for scores, targets in run(names.evaluate, x, y, False, nprocs=nprocs).values:
             assert torch.equal(scores, alone)
             assert torch.equal(targets, y)
-            metrics.append(found)
-    assert len(set(metrics)) == 1
     (shuffled, *_), other = run(names.evaluate, x, y, True, seed=5).values
     assert torch.equal(shuffled, other[0])
     assert torch.equal(shuffled.sort().values, alone.sort().values)

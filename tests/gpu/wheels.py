@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-ROOTS = ("nbddp", "ipykernel", "nbclient", "pytest", "pytest-timeout", "pytest-rerunfailures", "hypothesis", "mlxtend")
+ROOTS = ("nbddp", "ipykernel", "nbclient", "pytest", "pytest-timeout", "hypothesis", "mlxtend")
 # An image with torch has these, and they are large.
 IN_THE_IMAGE = {"torch", "numpy", "scipy", "scikit-learn", "pandas", "matplotlib", "joblib"}
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)] + ["manylinux2014_x86_64"]
