@@ -1,4 +1,4 @@
-"""How many cases a property is tried on: a few new ones in every run, or as many as asked for.
+"""How many cases a property is tried on: the same few in every run, or as many new ones as asked for.
 
 ``NBDDP_CASES=20000 python -m pytest tests/properties --timeout=0`` tries each property on 20,000 cases. A failing case
 is printed with the line that repeats it (``@reproduce_failure``), and kept in ``.hypothesis`` for the next run.
@@ -14,7 +14,7 @@ _ASKED = int(os.environ.get("NBDDP_CASES", "0"))
 
 
 def examples(count: int) -> settings:
-    """The budget of one property: ``count`` new cases, or ``NBDDP_CASES``."""
+    """The budget of one property: ``count`` cases, or ``NBDDP_CASES`` new ones."""
     return settings(
         max_examples=_ASKED or count,
         deadline=None,
