@@ -55,7 +55,7 @@ def test_ranks_that_make_progress_are_not_called_stalled(cell: Cells, in_folder:
                 @staticmethod
                 def backward(ctx, grad):
                     open("there", "w").close()
-                    while not os.path.exists("go_on"): pass
+                    while not os.path.exists("go_on"): time.sleep(0.01)
                     return grad
             Waits.apply(torch.ones(1, requires_grad=True)).backward()
     """)
@@ -252,6 +252,43 @@ def test_a_suspended_rank_is_reported_as_giving_no_answer(cell: Cells) -> None:
     began = time.monotonic()
     going.stop(0.5)  # and does not keep the stop waiting
     assert time.monotonic() - began < 10
+
+
+RESTORES = """
+    import nbddp, os, pathlib, signal, time
+    def train(in_c):
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.getsignal(number))
+        if nbddp.rank() and not in_c:
+            for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1): signal.signal(number, signal.SIG_DFL)
+        try:
+            while not os.path.exists("go_on"): time.sleep(0.01)
+            if nbddp.rank() and in_c: nbddp.barrier()
+            while True: time.sleep(0.01)
+        finally:
+            pathlib.Path(f"ended {nbddp.rank()}").touch()
+"""
+
+
+def test_ranks_that_have_restored_all_signal_handlers_answer_and_stop(cell: Cells, in_folder: Path) -> None:
+    """As every Lightning Trainer does: what is set in C, like faulthandler's handler, is gone then."""
+    going = start(cell(RESTORES).train, True)
+    wait_until(lambda: going.stacks().split("\n")[0] == "both ranks are in train, line 9")
+    Path("go_on").touch()  # now faulthandler answers again, also for a rank that is in a collective
+    expected = "rank 0 is in train, line 11; rank 1 waits in barrier (train, line 10)"
+    wait_until(lambda: going.stacks().split("\n")[0] == expected)
+    assert not going.done()
+    going.stop()
+    assert (going.state, sorted(os.listdir())) == ("stopped", ["ended 0", "ended 1", "go_on"])
+
+
+def test_a_rank_without_a_handler_for_stacks_gives_no_answer_and_lives_on(cell: Cells, in_folder: Path) -> None:
+    going = start(cell(RESTORES).train, False)
+    expected = "rank 0 is in train, line 9; rank 1 gives no answer"
+    for _ in range(2):
+        wait_until(lambda: going.stacks().split("\n")[0] == expected)
+    going.stop()
+    assert (going.state, sorted(os.listdir())) == ("stopped", ["ended 0", "ended 1"])
 
 
 def test_an_interrupt_says_where_each_rank_was(notebook: Notebook) -> None:

@@ -210,7 +210,8 @@ class LocalCrew(CrewBase):
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
         """Return faulthandler's dumps by rank, of the ranks that are in their function and answer in time."""
-        pending = {w: w.request_stacks() for w in self.workers if w.alive and w.report is None and w.called}
+        asked = [(w, w.request_stacks()) for w in self.workers if w.alive and w.report is None and w.called]
+        pending = {worker: before for worker, before in asked if before is not None}
         found: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
         while pending and time.monotonic() < deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import time
@@ -229,8 +230,15 @@ class LocalRank(RankBase):
         """Raise KeyboardInterrupt in the rank's main thread; children such as DataLoader workers get no signal."""
         self._signal(signal.SIGINT)
 
-    def request_stacks(self) -> int:
-        """Have the rank write the Python stacks of all its threads. Returns the argument for :meth:`stacks_since`."""
+    def request_stacks(self) -> int | None:
+        """Have the rank write the Python stacks of all its threads.
+
+        Returns:
+            the argument for :meth:`stacks_since`; None if the user's code has removed the handler: the signal would
+            kill the rank.
+        """
+        if not _catches(self.pid, STACKS_SIGNAL):
+            return None
         before = os.fstat(self._fds["stacks"]).st_size
         self._signal(STACKS_SIGNAL)
         return before
@@ -304,3 +312,11 @@ def _is_alive(process: psutil.Process, group: int | None = None) -> bool:
         in_group = group is None or os.getpgid(process.pid) == group
         return in_group and process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Return whether the process has a handler for the signal; true where the system does not say."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
+        if found := re.search(r"^SigCgt:\s*([0-9a-f]+)$", status.read(), re.MULTILINE):
+            return bool(int(found[1], 16) >> (number - 1) & 1)
+    return True

@@ -10,6 +10,7 @@ import contextvars
 import functools
 import importlib
 import io
+import marshal
 import os
 import pickle
 import sys
@@ -299,6 +300,7 @@ _PICKLING_METHODS = ("__reduce__", "__reduce_ex__", "__setstate__")  # a subclas
 
 _REDUCERS: tuple[tuple[Any, Callable[[Packer, Any], Any]], ...] = (
     ((type, types.FunctionType), Packer._reduce_code),
+    (types.CodeType, lambda _, code: (marshal.loads, (marshal.dumps(code),))),  # cloudpickle 3.1.3 drops the file name
     (types.CellType, Packer._reduce_cell),
     (torch.Tensor, Packer._reduce_tensor),
     (np.ndarray, Packer._reduce_array),

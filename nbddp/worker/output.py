@@ -42,10 +42,22 @@ def continue_in(fd: int) -> None:
 def dump_stacks_on_signal(fd: int) -> None:
     """Write the Python stacks of all threads to ``fd`` on each ``STACKS_SIGNAL``, and when this rank crashes.
 
-    faulthandler writes in the signal handler itself, even inside a C call or a collective. The notebook
-    kernel adds the stacks of a crash to the output, without our frames.
+    faulthandler writes in the signal handler itself, even inside a C call or a collective. Code that saves and restores
+    all handlers, as Lightning's Trainer does, sees and restores only Python's handler below it, which then answers, as
+    soon as this rank runs Python code, and puts faulthandler's back. The notebook kernel adds the stacks of a crash to
+    the output, without our frames.
     """
-    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+
+    def dump(*_: object) -> None:
+        faulthandler.dump_traceback(fd, all_threads=True)
+        faulthandler.unregister(STACKS_SIGNAL)  # else register() would take it for still installed
+        install()
+
+    def install() -> None:
+        faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+
+    signal.signal(STACKS_SIGNAL, dump)
+    install()
     faulthandler.enable(file=fd)
     os.register_at_fork(after_in_child=lambda: faulthandler.enable(file=2))  # the notebook reads fd for ranks only
 
