@@ -261,6 +261,7 @@ RESTORES = """
             signal.signal(number, signal.getsignal(number))
         if nbddp.rank() and not in_c:
             for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1): signal.signal(number, signal.SIG_DFL)
+        pathlib.Path(f"restored {nbddp.rank()}").touch()
         try:
             while not os.path.exists("go_on"): time.sleep(0.01)
             if nbddp.rank() and in_c: nbddp.barrier()
@@ -273,22 +274,24 @@ RESTORES = """
 def test_ranks_that_have_restored_all_signal_handlers_answer_and_stop(cell: Cells, in_folder: Path) -> None:
     """As every Lightning Trainer does: what is set in C, like faulthandler's handler, is gone then."""
     going = start(cell(RESTORES).train, True)
-    wait_until(lambda: going.stacks().split("\n")[0] == "both ranks are in train, line 9")
+    wait_until(lambda: len(list(in_folder.glob("restored*"))) == 2)
+    wait_until(lambda: going.stacks().split("\n")[0] == "both ranks are in train, line 10")
     Path("go_on").touch()  # now faulthandler answers again, also for a rank that is in a collective
-    expected = "rank 0 is in train, line 11; rank 1 waits in barrier (train, line 10)"
+    expected = "rank 0 is in train, line 12; rank 1 waits in barrier (train, line 11)"
     wait_until(lambda: going.stacks().split("\n")[0] == expected)
     assert not going.done()
     going.stop()
-    assert (going.state, sorted(os.listdir())) == ("stopped", ["ended 0", "ended 1", "go_on"])
+    assert (going.state, len(list(in_folder.glob("ended*")))) == ("stopped", 2)
 
 
 def test_a_rank_without_a_handler_for_stacks_gives_no_answer_and_lives_on(cell: Cells, in_folder: Path) -> None:
     going = start(cell(RESTORES).train, False)
-    expected = "rank 0 is in train, line 9; rank 1 gives no answer"
+    wait_until(lambda: len(list(in_folder.glob("restored*"))) == 2)
+    expected = "rank 0 is in train, line 10; rank 1 gives no answer"
     for _ in range(2):
         wait_until(lambda: going.stacks().split("\n")[0] == expected)
     going.stop()
-    assert (going.state, sorted(os.listdir())) == ("stopped", ["ended 0", "ended 1"])
+    assert (going.state, len(list(in_folder.glob("ended*")))) == ("stopped", 2)
 
 
 def test_an_interrupt_says_where_each_rank_was(notebook: Notebook) -> None:

@@ -234,8 +234,8 @@ class LocalRank(RankBase):
         """Have the rank write the Python stacks of all its threads.
 
         Returns:
-            the argument for :meth:`stacks_since`; None if the user's code has removed the handler: the signal would
-            kill the rank.
+            the argument for :meth:`stacks_since`; None if the user's code has removed the handler, as far as the system
+            says so: the signal would kill the rank.
         """
         if not _catches(self.pid, STACKS_SIGNAL):
             return None

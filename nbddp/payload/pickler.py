@@ -169,6 +169,12 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if not self._back and obj.__module__ == "__main__" and self._main.get(name) is obj:
             self.named[name] = obj
 
+    def _reduce_bytecode(self, code: types.CodeType) -> Any:
+        try:
+            return marshal.loads, (marshal.dumps(code),)  # cloudpickle 3.1.3 drops the name of the file
+        except ValueError:  # it has constants that no compiler makes
+            return self._by_cloudpickle(code)
+
     def _reduce_cell(self, cell: types.CellType) -> Any:
         return (types.CellType, ()) if id(cell) in self._cells else self._by_cloudpickle(cell)
 
@@ -300,7 +306,7 @@ _PICKLING_METHODS = ("__reduce__", "__reduce_ex__", "__setstate__")  # a subclas
 
 _REDUCERS: tuple[tuple[Any, Callable[[Packer, Any], Any]], ...] = (
     ((type, types.FunctionType), Packer._reduce_code),
-    (types.CodeType, lambda _, code: (marshal.loads, (marshal.dumps(code),))),  # cloudpickle 3.1.3 drops the file name
+    (types.CodeType, Packer._reduce_bytecode),
     (types.CellType, Packer._reduce_cell),
     (torch.Tensor, Packer._reduce_tensor),
     (np.ndarray, Packer._reduce_array),

@@ -43,9 +43,9 @@ def dump_stacks_on_signal(fd: int) -> None:
     """Write the Python stacks of all threads to ``fd`` on each ``STACKS_SIGNAL``, and when this rank crashes.
 
     faulthandler writes in the signal handler itself, even inside a C call or a collective. Code that saves and restores
-    all handlers, as Lightning's Trainer does, sees and restores only Python's handler below it, which then answers, as
-    soon as this rank runs Python code, and puts faulthandler's back. The notebook kernel adds the stacks of a crash to
-    the output, without our frames.
+    all handlers, as Lightning's Trainer does, sees and restores only the Python handler that is set here. That one
+    answers as soon as the main thread runs Python code again, and installs faulthandler's anew. The notebook kernel
+    adds the stacks of a crash to the output, without our frames.
     """
 
     def dump(*_: object) -> None:
