@@ -115,7 +115,8 @@ def _heard_beyond_loopback(pids: set[int]) -> list[str]:
                 if c.family == socket.AF_UNIX:
                     bad = isinstance(c.laddr, str) and c.laddr.startswith("@")
                 else:
-                    waits = c.status == psutil.CONN_LISTEN or c.type == socket.SOCK_DGRAM
+                    # A lookup of a library's own thread in the meantime hears its DNS server only.
+                    waits = c.status == psutil.CONN_LISTEN or (c.type == socket.SOCK_DGRAM and not c.raddr)
                     bad = waits and c.laddr.ip not in ("127.0.0.1", "::1")
                 if bad:
                     found.append(f"{pid}: {c}")
