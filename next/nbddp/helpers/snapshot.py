@@ -1,0 +1,124 @@
+"""Saves snapshots on rank 0, whole or not at all, and loads them on every rank to its device."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import pathlib
+import socket
+import types
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from nbddp.errors import NbddpError
+from nbddp.helpers import context, log
+
+_multiarray = np._core.multiarray if hasattr(np, "_core") else np.core.multiarray  # type: ignore[attr-defined]  # numpy 1
+_NUMPY = [np.ndarray, np.dtype, _multiarray._reconstruct, _multiarray.scalar]
+_NUMPY += {type(np.dtype(code)) for code in np.typecodes["All"]}
+_PLAIN = [bytes, frozenset, range, slice, argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath]
+_PLAIN += [datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone]
+
+
+def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
+    """Write ``state`` to ``path``, on rank 0 only; an old file stays until the new one is complete.
+
+    Args:
+        **state: tensors, numbers, text, numpy's arrays and numbers, and containers of these. A model, an optimizer or
+            any other object with a ``state_dict`` is saved as its ``state_dict`` (a DDP model as its ``.module``'s).
+
+    Raises:
+        NbddpError: :func:`load_snapshot` could not read it again, and nothing is written. OSError: as ``open``.
+    """
+    if not context.is_primary():
+        return
+    partial = f"{os.fspath(path)}.partial"
+    try:
+        with open(partial, "wb") as file:
+            with _checksums():
+                torch.save({"state": _plain(state), "steps": log.last_steps()}, file)
+            os.fsync(file.fileno())
+        _read(partial, "cpu", mmap=True)
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+    log.saved(os.path.abspath(path))
+
+
+@contextlib.contextmanager
+def _checksums() -> Iterator[None]:
+    """Have torch.save write them, even if the user has turned them off: the loss would show at the restart only."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def load_snapshot(
+    path: str | os.PathLike[str], map_location: Any = None, *, weights_only: bool = True
+) -> dict[str, Any] | None:
+    """Load what :func:`save_snapshot` wrote; None if the file does not exist yet.
+
+    The steps that :func:`nbddp.log` counts continue from the snapshot's.
+
+    Raises:
+        NbddpError: the file is damaged or no snapshot, or another rank has found another file at this path.
+    """
+    path = os.fspath(path)
+    if not os.path.exists(path):
+        return _agreed(path, "no file", None)
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not compare the checksums
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"{damaged} is damaged")
+            digest = zlib.crc32(repr([(each.filename, each.CRC) for each in archive.infolist()]).encode())
+        content = _read(path, map_location or context.device(), weights_only=weights_only)
+        state, steps = content["state"], content["steps"]
+    except (zipfile.BadZipFile, KeyError, TypeError) as error:
+        raise NbddpError(f"{path} cannot be read as a snapshot: {error}") from error
+    log.resume_after(steps)
+    return _agreed(path, f"a snapshot ({digest:08x})", state)
+
+
+def _read(path: str, map_location: Any, **options: Any) -> Any:
+    try:
+        with torch.serialization.safe_globals([*_NUMPY, *_PLAIN]):
+            return torch.load(path, map_location=map_location, **{"weights_only": True, **options})
+    except Exception as error:  # of an unpickler
+        raise NbddpError(f"{path}: load_snapshot() cannot read it: {error}") from error
+
+
+def _agreed(path: str, found: str, state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the state. Raise NbddpError if the first rank to load this path, as often as here, found another file."""
+    if context.world_size() > 1 and dist.is_initialized():
+        store = distributed_c10d._get_default_store()
+        point = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]  # ranks with the same number are at the same place
+        key, here = f"nbddp snapshot {path} {point}", f"rank {context.rank()} on {socket.gethostname()}"
+        first, _, other = store.compare_set(key, "", f"{here}\n{found}").decode().partition("\n")
+        if other != found:
+            raise NbddpError(f"load_snapshot({path!r}): {first} found {other}, {here} found {found}. All need one file")
+    return state
+
+
+def _plain(value: Any) -> Any:
+    """Replace objects in dicts, lists and tuples by their ``state_dict``."""
+    if isinstance(value, DistributedDataParallel):
+        value = value.module
+    if type(value) is dict:
+        return {key: _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value.state_dict() if hasattr(value, "state_dict") and not isinstance(value, type) else value

@@ -1,0 +1,177 @@
+"""Follows one order on a crew, until every rank has reported: the first failure, interrupts, stop, timeout.
+
+It runs on the thread that waits for the ranks. Meanwhile an interrupt of the cell is a request, so that it ends nothing
+of ours halfway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from nbddp.kernel.crew import POLL_S, Crew
+from nbddp.kernel.failure import RankState
+from nbddp.kernel.page import Page
+from nbddp.kernel.prompt import Prompt
+from nbddp.messages import CountSteps, Release, Steps, StopAfter
+from nbddp.process.machine import Event
+
+_CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
+_PLACES_S = 0.2  # for the ranks to say how many optimizer steps they have taken
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long ranks that should end an order may take, before they are killed.
+
+    Attributes:
+        after_failure_s: of another rank, for their ``finally`` blocks.
+        after_interrupts_s: the first, the second; one more raises KeyboardInterrupt here, whatever the ranks do.
+    """
+
+    after_failure_s: float
+    after_interrupts_s: tuple[float, float]
+
+
+OF_A_RUN = Patience(0.3, (5.0, 0.0))
+OF_A_SESSION = Patience(10.0, (10.0, 10.0))  # whose state would be lost
+
+
+class Attempt:
+    """One order on some ranks of a crew.
+
+    Attributes:
+        stopping: it's being stopped: by an interrupt, ``stop()``, or its timeout.
+        interrupts: how often the cell was interrupted.
+        released: ranks have been asked to leave what they were doing.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        ranks: Sequence[RankState],
+        page: Page,
+        patience: Patience,
+        *,
+        deadline: float = float("inf"),
+        look: Callable[[Attempt], None] = lambda attempt: None,
+    ) -> None:
+        self._crew, self._ranks, self._page, self._patience = crew, ranks, page, patience
+        self._deadline = deadline
+        self._look = look
+        self._prompt = Prompt(crew, ranks, page)
+        self._plan: list[tuple[float, Callable[[Sequence[RankState]], None]]] = []  # what to do when
+        self._places: dict[int, Steps] = {}
+        self._failed_at: float | None = None
+        self._grace_s = 0.0
+        self.stopping = self.timed_out = self.released = False
+        self.interrupts = 0
+
+    def follow(self) -> None:
+        """Return when every rank has reported or ended."""
+        with _interrupts_to(self._interrupted):
+            while self._waiting():
+                due = self._plan[0][0] - time.monotonic() if self._plan else POLL_S
+                self._note(self._crew.take(min(POLL_S, max(0.0, due))))
+                self._page.look()
+                self._look(self)
+                self._end_what_has_failed()
+                self._end_what_is_late()
+                if not self._plan and self._crew.inbox.empty():  # the rank that asks may have ended
+                    self._prompt.serve(lambda: self.stop(self._patience.after_interrupts_s[0]))
+                while self._plan and self._plan[0][0] <= time.monotonic():
+                    self._plan.pop(0)[1](self._waiting())
+
+    def stop(self, grace_s: float) -> None:
+        """End the order: after the same optimizer step if all ranks train, otherwise where they are."""
+        again, self.stopping = self.stopping, True
+        self._grace_s = min(grace_s, self._grace_s) if again else grace_s
+        if again or grace_s <= 0:
+            return self._begin(self._to_stop(0.0))
+        self._places = {}
+        self._crew.send(CountSteps(), [rank for rank in self._waiting() if rank.called])
+        self._begin(self._to_stop(_PLACES_S))
+
+    def _waiting(self) -> list[RankState]:
+        return [rank for rank in self._ranks if not rank.over]
+
+    def _interrupted(self) -> None:
+        """Handle SIGINT, between any two instructions of this thread."""
+        self.interrupts += 1
+        if self.interrupts > len(self._patience.after_interrupts_s):
+            raise KeyboardInterrupt
+        grace_s = self._patience.after_interrupts_s[self.interrupts - 1]
+        self._crew.inbox.put(functools.partial(self.stop, grace_s))
+
+    def _note(self, event: Event | None) -> None:
+        if event is None:
+            return
+        if isinstance(event.data, Steps):
+            self._note_place(event.rank, event.data)
+        else:
+            self._page.take(event)
+
+    def _note_place(self, rank: int, place: Steps) -> None:
+        self._places[rank] = place
+        if self.released or self._places.keys() < {rank.number for rank in self._waiting()}:
+            return
+        places, patience_s = self._places.values(), 0.0
+        if all(place.taken > 1 and place.ago_s < 2 * place.pace_s + 0.2 for place in places):  # all of them train
+            patience_s = 2 * max(place.pace_s for place in places) + 0.5
+            self._crew.send(StopAfter(max(place.taken for place in places) + 1), self._waiting())
+        self._begin(self._to_stop(patience_s))
+
+    def _end_what_has_failed(self) -> None:
+        if self._plan or self.released or self.stopping:
+            return
+        failed = [rank for rank in self._ranks if rank.failed]
+        if not failed:
+            return
+        self._failed_at = self._failed_at or time.monotonic()
+        if time.monotonic() > self._failed_at + _CONSEQUENCE_WINDOW_S or not all(
+            rank.is_consequence for rank in failed
+        ):
+            kill_s = self._patience.after_failure_s
+            self._begin(
+                [(0.03, self._release), (0.06, self._interrupt), (1.06, self._interrupt), (kill_s, self._crew.kill)]
+            )
+
+    def _end_what_is_late(self) -> None:
+        if time.monotonic() > self._deadline and not self.stopping:
+            self.timed_out = True
+            self.stop(self._patience.after_interrupts_s[0])
+
+    def _to_stop(self, after_s: float) -> list[tuple[float, Callable[[Sequence[RankState]], None]]]:
+        kill_s = self._grace_s and after_s + self._grace_s
+        steps = [(0.0, self._interrupt), (0.03, self._release), (1.03, self._interrupt)]
+        return [*((after_s + later_s, step) for later_s, step in steps), (kill_s, self._crew.kill)]
+
+    def _begin(self, plan: list[tuple[float, Callable[[Sequence[RankState]], None]]]) -> None:
+        now = time.monotonic()
+        self._plan = sorted(((now + later_s, step) for later_s, step in plan), key=lambda each: each[0])
+
+    def _release(self, ranks: Sequence[RankState]) -> None:
+        self.released = True
+        self._crew.send(Release(), ranks)
+
+    def _interrupt(self, ranks: Sequence[RankState]) -> None:
+        self.released = True
+        self._crew.interrupt(ranks)
+
+
+@contextlib.contextmanager
+def _interrupts_to(callback: Callable[[], None]) -> Iterator[None]:
+    """Have an interrupt of the cell call this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: callback())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)

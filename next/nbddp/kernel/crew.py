@@ -1,0 +1,170 @@
+"""All ranks of a run or session, on one machine or several: what they tell, and what they are told, on one thread."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nbddp.errors import LaunchError
+from nbddp.history.records import RecordReader
+from nbddp.kernel.failure import RankState
+from nbddp.messages import Asks, Called, Leave, Ready, Report, Settings
+from nbddp.payload import Block
+from nbddp.process.machine import Event
+
+POLL_S = 0.1  # how often what was printed and logged is looked for
+_LEAVE_S = 30.0  # for threads and exit handlers of the user's code
+_END_S = 2.0
+
+_MOST_WAITING = 16
+_NOT_PRELOADED = (
+    "the fork server could not import nbddp, so each rank has to, which takes seconds: install nbddp, or put its "
+    "folder on PYTHONPATH, and not only on this notebook's sys.path"
+)
+
+Request = Callable[[], None]
+
+
+class Crew:
+    """The ranks. One thread uses it; others put requests into ``inbox``, which that thread carries out.
+
+    Attributes:
+        machines: objects with the methods of ``LocalMachine``.
+        metrics_to: gets decoded records, with the rank.
+        at_exit: called when a rank has ended, on another thread.
+    """
+
+    def __init__(self, settings: Settings, machines: Sequence[Any]) -> None:
+        self.ranks = [RankState(number) for number in range(settings.world_size)]
+        self.inbox: queue.SimpleQueue[Event | Request] = queue.SimpleQueue()
+        self.metrics_to: Callable[[int, list[Any]], None] = lambda rank, records: None
+        self.at_exit: Callable[[], None] = lambda: None
+        self._settings = settings
+        self._machines = machines
+        self._readers = [RecordReader() for _ in self.ranks]
+        self._threads: list[threading.Thread] = []
+        self._over = False
+
+    def open(self) -> None:
+        """Start all ranks. Raises LaunchError."""
+        settings, machines = self._settings, self._machines
+        share = -(-len(self.ranks) // len(machines))
+        store = machines[0].store(len(self.ranks)) if settings.contract or len(machines) > 1 else None
+        settings = dataclasses.replace(settings, store=store, nnodes=len(machines))
+        try:
+            for index, machine in enumerate(machines):
+                mine = range(len(self.ranks))[index * share : (index + 1) * share]
+                machine.start(dataclasses.replace(settings, group_rank=index), mine)
+                thread = threading.Thread(
+                    target=self._hear, args=(machine, len(mine)), name="nbddp-events", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except (OSError, EOFError) as error:
+            self.end()
+            raise LaunchError(f"the ranks could not be started: {error}") from error
+
+    def _hear(self, machine: Any, left: int) -> None:
+        while left and not self._over:
+            while self.inbox.qsize() > _MOST_WAITING and not self._over:
+                time.sleep(POLL_S / 10)  # requests, such as Stop, come after what waits; the rest waits in the files
+            for event in machine.events(POLL_S):
+                left -= event.kind == "exit"
+                self.inbox.put(event)
+                if event.kind == "exit":
+                    self.at_exit()
+
+    def call(self, order: Any, payload: Block | None = None, ranks: Sequence[RankState] | None = None) -> None:
+        """Give an order to these ranks, or to all."""
+        asked = self.ranks if ranks is None else ranks
+        for rank in asked:
+            rank.begin_order()
+        for machine in self._machines:
+            machine.call(order, payload, _numbers(asked))
+
+    def take(self, wait_s: float) -> Event | None:
+        """Wait for one thing, and note it: what a rank has done, or what another thread asks for."""
+        try:
+            thing = self.inbox.get(timeout=wait_s) if wait_s > 0 else self.inbox.get_nowait()
+        except queue.Empty:
+            return None
+        if not isinstance(thing, Event):
+            thing()
+            return None
+        rank = self.ranks[thing.rank]
+        if thing.kind == "exit":
+            rank.ended(thing.data)
+        elif thing.kind == "output":
+            rank.output.add(thing.data)
+        elif thing.kind == "metrics":
+            self.metrics_to(thing.rank, list(self._readers[thing.rank].feed(thing.data)))
+        elif isinstance(thing.data, Report):
+            rank.report, rank.asks = rank.report or thing.data, None
+        elif isinstance(thing.data, Asks):
+            rank.asks = thing.data, time.monotonic()
+        elif isinstance(thing.data, Ready):
+            rank.ready, rank.pid = True, thing.data.pid
+            if not thing.data.preloaded:
+                warnings.warn(_NOT_PRELOADED, stacklevel=2)
+        elif isinstance(thing.data, Called):
+            rank.called = True
+        return thing
+
+    def send(self, message: Any, ranks: Sequence[RankState]) -> None:
+        """Send a message to these ranks."""
+        for machine in self._machines:
+            machine.send(_numbers(ranks), message)
+
+    def interrupt(self, ranks: Sequence[RankState]) -> None:
+        """Raise KeyboardInterrupt where the user's code runs; kill ranks that have not come so far."""
+        for machine in self._machines:
+            machine.signal(_numbers(rank for rank in ranks if rank.called), signal.SIGINT)
+            machine.signal(_numbers(rank for rank in ranks if not rank.called), signal.SIGKILL)
+
+    def kill(self, ranks: Sequence[RankState]) -> None:
+        """Kill them; their ends come as events."""
+        for machine in self._machines:
+            machine.signal(_numbers(ranks), signal.SIGKILL)
+
+    def stacks(self, wait_s: float = 1.0) -> dict[int, str]:
+        """Return the stacks of the ranks that run and answer in time."""
+        found: dict[int, str] = {}
+        for machine in self._machines:
+            found |= machine.stacks(_numbers(rank for rank in self.ranks if not rank.over), wait_s)
+        return found
+
+    def result(self, rank: int) -> Block | None:
+        """Return the block of the rank's last report."""
+        return next((block for m in self._machines if (block := m.result(rank)) is not None), None)
+
+    def dismiss(self) -> None:
+        """Let the ranks end by themselves: threads, exit handlers."""
+        self.send(Leave(), self.ranks)
+        deadline = time.monotonic() + _LEAVE_S
+        while any(rank.alive for rank in self.ranks) and (left := deadline - time.monotonic()) > 0:
+            self.take(left)
+
+    def end(self) -> None:
+        """End all ranks and their children, and close everything."""
+        for machine in self._machines:
+            machine.end()
+        deadline = time.monotonic() + _END_S
+        while any(rank.alive for rank in self.ranks) and time.monotonic() < deadline and self._threads:
+            with contextlib.suppress(Exception):  # of a request
+                self.take(POLL_S)
+        self._over = True
+        for thread in self._threads:
+            thread.join()
+        for machine in self._machines:
+            machine.close()
+
+
+def _numbers(ranks: Any) -> list[int]:
+    return [rank.number for rank in ranks]

@@ -1,0 +1,122 @@
+"""What the ranks say → the cell: output, displays, the value of a cell, widgets, and where ranks differ."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nbddp import messages
+from nbddp.kernel.failure import RankState
+from nbddp.messages import Ran
+from nbddp.process.machine import Event
+
+_MAX_LINES = 10  # of ranks that differ
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class Page:
+    """Shows what one rank, the speaker, prints and displays.
+
+    Args:
+        hear: takes what the page says to a widget: rank, content, buffers.
+        look: draws the run's view.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankState],
+        speaker: int = 0,
+        *,
+        quiet: bool = False,
+        hear: Callable[[int, Any], None] = lambda rank, said: None,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._ranks, self._speaker, self._quiet, self._hear, self.look = ranks, speaker, quiet, hear, look
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a piece may end within a character
+        self._since_prompt: dict[int, int] = {}  # size of each rank's output at the last prompt
+
+    def take(self, event: Event) -> None:
+        """Show an event, if it's the speaker's."""
+        if event.rank != self._speaker or self._quiet:
+            return
+        if event.kind == "output":
+            self.write(self._decode(event.data))
+        elif show := _SHOWN.get(type(event.data)):
+            show(self, event.data)
+
+    def write(self, text: str) -> None:
+        """Write text into the cell."""
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def show_differences(self, ranks: Sequence[RankState]) -> None:
+        """Before a prompt: show what ranks that ask have printed, if the speaker hasn't shown the same."""
+        texts = {rank.number: rank.output.text(self._since_prompt.get(rank.number, rank.begin)) for rank in self._ranks}
+        for rank in ranks:
+            if rank.number == self._speaker:
+                self.write(texts[rank.number] if self._quiet else "")
+            elif texts[rank.number] != texts[self._speaker]:
+                self.write("".join(f"[rank {rank.number}] {line}\n" for line in texts[rank.number].splitlines()))
+        self._since_prompt = {rank.number: rank.output.size for rank in self._ranks}
+
+    def show_where_ranks_differ(self, answers: dict[int, Ran]) -> None:
+        """After a cell: show what other ranks have printed or returned, if it differs from the speaker's."""
+        lines = []
+        for name in ("printed", "value"):
+            plain = {number: _ADDRESS.sub("", getattr(ran, name)) for number, ran in sorted(answers.items())}
+            for number, text in plain.items():
+                if text != plain.get(self._speaker, ""):
+                    lines += [f"[rank {number}] {line}" for line in text.splitlines()]
+        left_out = [f"[{len(lines) - _MAX_LINES} more lines: %ddp logs]"] if len(lines) > _MAX_LINES else []
+        if lines:
+            self.write("\n".join([*lines[:_MAX_LINES], *left_out, ""]))
+
+    def _display(self, said: messages.Display) -> None:
+        if shell := notebook():
+            shell.display_pub.publish(
+                data=said.data, metadata=said.metadata, transient=said.transient, update=said.update
+            )
+        else:
+            self.write(said.data.get("text/plain", "") + "\n")
+
+    def _clear(self, said: messages.Clear) -> None:
+        if shell := notebook():
+            shell.display_pub.clear_output(said.wait)
+
+    def _result(self, said: messages.Result) -> None:
+        hook: Any = getattr(notebook(), "displayhook", None)
+        if not hasattr(hook, "pub_socket"):  # no kernel
+            return self.write(said.data.get("text/plain", "") + "\n")
+        shown = {"execution_count": notebook().execution_count - 1, "data": said.data, "metadata": said.metadata}
+        hook.session.send(hook.pub_socket, "execute_result", shown, parent=hook.parent_header, ident=hook.topic)
+
+    def _widget_says(self, said: messages.WidgetSays) -> None:
+        """A widget has a twin here, which speaks for it and hears the page."""
+        import comm
+
+        known: Any = comm.get_comm_manager().comms
+        if said.kind == "comm_open":
+            target = said.keys["target_name"]
+            twin = known[said.comm_id] = comm.create_comm(comm_id=said.comm_id, primary=False, target_name=target)
+            twin.on_msg(functools.partial(self._hear, self._speaker))
+        if twin := known.get(said.comm_id):
+            blobs = list(said.buffers)
+            twin.publish_msg(said.kind, data=said.data, metadata=said.metadata, buffers=blobs, **said.keys)
+
+
+_SHOWN: dict[type, Callable[[Page, Any], None]] = {
+    messages.Display: Page._display,
+    messages.Clear: Page._clear,
+    messages.Result: Page._result,
+    messages.WidgetSays: Page._widget_says,
+}
+
+
+def notebook() -> Any:
+    """Return this process's IPython; None in a script."""
+    found = sys.modules.get("IPython")
+    return found.get_ipython() if found is not None else None

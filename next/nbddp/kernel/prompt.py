@@ -1,0 +1,87 @@
+"""One prompt under the cell for all ranks that ask the same: ``input()``, pdb, %debug."""
+
+from __future__ import annotations
+
+import builtins
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from nbddp.kernel.crew import Crew
+from nbddp.kernel.failure import RankState
+from nbddp.kernel.page import Page
+from nbddp.messages import Answer
+from nbddp.text import numbers_text
+
+_OTHERS_S = 0.05  # for the other ranks to ask the same
+_DEBUGGERS = ("(Pdb) ", "ipdb> ")
+_RANK = re.compile(r"rank\s+(\d+|all)\s*$")
+
+
+class _RankEnded(Exception):
+    """While the prompt was open."""
+
+
+class Prompt:
+    """Reads a line for the ranks that ask for one, and answers them."""
+
+    def __init__(self, crew: Crew, ranks: Sequence[RankState], page: Page) -> None:
+        self._crew, self._ranks, self._page = crew, ranks, page
+        self._only: int | None = None  # of the ranks, in a debugger
+
+    def serve(self, stop: Callable[[], None]) -> None:
+        """Ask once for all ranks at one prompt, a moment after the first of them. An interrupt stops the order."""
+        asking = [rank for rank in self._ranks if rank.asks is not None and not rank.over]
+        if not asking or time.monotonic() < min(rank.asks[1] for rank in asking if rank.asks) + _OTHERS_S:
+            return
+        first = next((rank for rank in asking if rank.number == self._only), asking[0])
+        assert first.asks is not None
+        prompt = first.asks[0].prompt
+        alike = [first] if first.number == self._only else [r for r in asking if r.asks and r.asks[0].prompt == prompt]
+        self._page.show_differences(alike)
+        try:
+            line: str | None = self._read(prompt, alike)
+        except _RankEnded:
+            return  # and so has its question, perhaps
+        except KeyboardInterrupt:
+            stop()
+            return
+        except Exception:  # StdinNotImplementedError, EOFError: nobody can answer here
+            line = "c" if prompt in _DEBUGGERS else None
+        if prompt in _DEBUGGERS and line is not None and (chosen := _RANK.match(line)):
+            self._choose(chosen[1])
+            return
+        for rank in alike:
+            rank.asks = None
+        self._crew.send(Answer(line), alike)
+
+    def _read(self, prompt: str, ranks: Sequence[RankState]) -> str:
+        if threading.current_thread() is not threading.main_thread():
+            raise EOFError
+        numbers = [rank.number for rank in ranks]
+        named = prompt if len(numbers) == len(self._ranks) else f"[rank {numbers_text(numbers)}] {prompt}"
+        ended = threading.Event()
+
+        def leave_prompt() -> None:
+            ended.set()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._crew.at_exit = leave_prompt
+        try:
+            return builtins.input(named)
+        except KeyboardInterrupt:
+            if ended.is_set():
+                raise _RankEnded from None
+            raise
+        finally:
+            self._crew.at_exit = lambda: None
+            signal.signal(signal.SIGINT, before)
+
+    def _choose(self, word: str) -> None:
+        self._only = None if word == "all" else int(word)
+        if self._only is not None and self._only not in {rank.number for rank in self._ranks}:
+            self._page.write(f"There is no rank {word} (0 to {len(self._ranks) - 1}).\n")
+            self._only = None

@@ -1,0 +1,202 @@
+"""``Run``: the record of one call, with its state, history, output, and error; and the handle to stop it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import collections
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
+
+from nbddp.errors import NbddpError
+from nbddp.history.history import History
+from nbddp.kernel.crew import Crew
+from nbddp.kernel.failure import RankState
+from nbddp.kernel.view import Status
+from nbddp.process import server
+from nbddp.text import duration
+
+R = TypeVar("R")
+STOP_GRACE_S = 5.0
+
+
+class Run(Generic[R]):
+    """One call on all ranks.
+
+    Attributes:
+        name: of the function or cell.
+        nprocs: how many ranks it has.
+        history: its metrics.
+        state: ``"starting"``, ``"running"``, ``"finished"``, ``"failed"``, or ``"stopped"``.
+        error: of a failed run; None otherwise.
+        restarts: how often all ranks were started again.
+        remark: a possible mistake in a finished run; "" for none.
+    """
+
+    def __init__(self, name: str, nprocs: int) -> None:
+        self.name, self.nprocs = name, nprocs
+        self.history = History(nprocs)
+        self.state = "starting"
+        self.error: BaseException | None = None
+        self.restarts = 0
+        self.remark = ""
+        self._began = time.monotonic()
+        self._ended: float | None = None
+        self._values: list[Any] = []
+        self._crew: Crew | None = None
+        self._stop: Callable[[float], None] | None = None
+        self._stop_grace_s: float | None = None  # asked for before there was anything to stop
+        self._parts: list[tuple[RankState, int, int]] = []  # of the ranks' outputs: begin and end
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[], object]] = []
+        _runs.add(self)
+        _newest.append(self)
+
+    # ------------------------------------------------------------------ for the user
+
+    @property
+    def value(self) -> R:
+        """What rank 0 returned. Raises the run's error."""
+        return self.values[0]
+
+    @property
+    def values(self) -> list[R]:
+        """What each rank returned. Raises the run's error."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        if self.state != "finished":
+            advice = "it has no value" if self._done.is_set() else "wait() for it"
+            raise NbddpError(f"{self.name} is {self.state}: {advice}")
+        return self._values
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken, so far or in all."""
+        return (self._ended or time.monotonic()) - self._began
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids, on their machines."""
+        return [rank.pid for rank in self._crew.ranks] if self._crew is not None else []
+
+    def logs(self, rank: int | None = None) -> str:
+        """Return what that rank has printed; of all ranks, each line with its rank."""
+        if rank is None:
+            return "".join(
+                f"[rank {each}] {line}\n" for each in range(self.nprocs) for line in self.logs(each).splitlines()
+            )
+        parts = [(state, begin, end) for state, begin, end in self._parts if state.number == rank]
+        if not 0 <= rank < self.nprocs:
+            raise ValueError(f"there is no rank {rank} (0 to {self.nprocs - 1})")
+        return "".join(state.output.text(begin, end) for state, begin, end in parts)
+
+    def stacks(self) -> dict[int, str]:
+        """Return where each rank is now."""
+        crew, found = self._crew, {}
+        if crew is not None and not self._done.is_set():
+            answered = threading.Event()
+            crew.inbox.put(lambda: (found.update(crew.stacks()), answered.set()))  # type: ignore[arg-type, func-returns-value]
+            answered.wait(5.0)
+        return found
+
+    def stop(self, grace: float = STOP_GRACE_S) -> None:
+        """Stop it: KeyboardInterrupt is raised in all ranks after the same optimizer step; killed after the grace."""
+        self._stop_grace_s = grace
+        if self._crew is not None and self._stop is not None:
+            stop = self._stop
+            self._crew.inbox.put(lambda: stop(grace))
+        self._done.wait()
+
+    def wait(self, timeout: float | None = None) -> Run[R]:
+        """Wait for its end. Raises its error, or TimeoutError."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"{self.name} still runs after {timeout} s")
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def result(self, timeout: float | None = None) -> R:
+        """Return rank 0's value, as ``concurrent.futures.Future``."""
+        return self.wait(timeout).value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return its error, as ``concurrent.futures.Future``."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"{self.name} still runs after {timeout} s")
+        return self.error
+
+    def done(self) -> bool:
+        """Return whether it is over."""
+        return self._done.is_set()
+
+    def cancel(self) -> bool:
+        """Return False: it has started. ``stop()`` ends it."""
+        return False
+
+    def __await__(self) -> Generator[Any, None, Run[R]]:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        self._callbacks.append(lambda: loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None)))  # type: ignore[func-returns-value]
+        if not self._done.is_set():
+            yield from future
+        return self.wait()
+
+    def __repr__(self) -> str:
+        why = f": {type(self.error).__name__}" if self.error is not None else ""
+        return f"<Run {self.name}: {self.state}{why}, {self.nprocs} ranks, {duration(self.seconds)}>"
+
+    # ------------------------------------------------------------------ for what carries it out
+
+    def _status(self) -> Status:
+        error = f"{type(self.error).__name__}: {self.error}" if self.error is not None else ""
+        return Status(self.name, self.state, self.seconds, self.restarts, error or self.remark)
+
+    def _take_part(self, crew: Crew, stop: Callable[[float], None]) -> None:
+        """The next call on a crew is a part of this run: its only one, if it isn't restarted."""
+        self._crew, self._stop = crew, stop
+        self._parts += [(rank, rank.begin, sys.maxsize) for rank in crew.ranks]
+        crew.metrics_to = self.history.add
+        if self._stop_grace_s is not None:
+            stop(self._stop_grace_s)
+
+    def _end(self, state: str, error: BaseException | None = None) -> None:
+        if self._crew is not None:
+            self._crew.metrics_to = lambda rank, records: None
+        self._parts = [(rank, begin, min(end, rank.output.size)) for rank, begin, end in self._parts]
+        self._crew = self._stop = None
+        self.state, self.error, self._ended = state, error, time.monotonic()
+        self.history.settle(broken_off=state != "finished")
+        self._done.set()
+        for call in self._callbacks:
+            call()
+
+
+_runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()  # what carries a run out holds it
+_newest: collections.deque[Run[Any]] = collections.deque(maxlen=1)  # kept even if no variable holds it
+
+
+def runs() -> list[Run[Any]]:
+    """Return the runs that go on or that a variable holds, and the newest; oldest first."""
+    return sorted(_runs, key=lambda run: run._began)
+
+
+def shutdown() -> None:
+    """Stop all runs, and end the fork server: the memory of torch in it is free again."""
+    _stop_all()
+    server.shut_down()
+
+
+@atexit.register  # after multiprocessing's handler, to run before it: that one would wait for the ranks
+def _stop_all() -> None:
+    for run in runs():
+        if not run.done():
+            run.stop(0.0)
+
+
+def last_run() -> Run[Any] | None:
+    """Return the newest run; it's kept even if no variable holds it."""
+    return _newest[0] if _newest else None

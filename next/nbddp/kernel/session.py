@@ -1,0 +1,343 @@
+"""``Session``: a crew that stays open. Its ranks keep their names from one call to the next, also after a failure."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nbddp import payload
+from nbddp.errors import LaunchError, NbddpError
+from nbddp.helpers import context
+from nbddp.kernel import failure
+from nbddp.kernel.attempt import OF_A_SESSION, Attempt
+from nbddp.kernel.crew import Crew
+from nbddp.kernel.failure import RankState
+from nbddp.kernel.page import Page, notebook
+from nbddp.kernel.run import Run
+from nbddp.kernel.settings import Options, check_call, decide, takes_options
+from nbddp.kernel.start import follow, pack_call
+from nbddp.kernel.view import TextView
+from nbddp.messages import Cell, Complete, CountCollectives, Hear, Inspect, Mend, Pull, Push, Ran, Render
+from nbddp.payload import Block, explain
+from nbddp.process.machine import LocalMachine
+from nbddp.text import ranks_text
+
+_ONLY_OF_RUNS = ("timeout", "max_restarts", "stop_on_nan", "wait", "pdb")
+_UNDEFINED = re.compile(r"name '(\w+)' is not defined")
+
+
+class CellError(NbddpError):
+    """A cell failed on a rank: its class is named as the error there, and it shows the traceback IPython made there."""
+
+    shown: Sequence[str] = ()
+
+    def _render_traceback_(self) -> list[str]:
+        return [*self.shown]
+
+
+class SessionLost(NbddpError):
+    """A rank has ended, and with it the session."""
+
+
+class Session:
+    """Ranks that stay.
+
+    Attributes:
+        nprocs: how many ranks it has.
+        lost: why it's over; "" as long as it isn't.
+    """
+
+    @takes_options
+    def __init__(self, *, options: Options) -> None:
+        if context.is_rank():
+            raise LaunchError("this code already runs on the ranks of a session")
+        for name in _ONLY_OF_RUNS:
+            if getattr(options, name) != getattr(Options(), name):
+                raise LaunchError(f"{name}= is an option of run(), not of a session")
+        settings = decide(options.name or "session", options, attended=True)
+        self._options, self.nprocs, self.lost = options, settings.world_size, ""
+        self._busy, self._group = False, 0
+        self._sent: dict[int, tuple[weakref.ref[Any], set[str]]] = {}  # parameters, with the names they went under
+        self._known: list[Any] = []  # classes and functions that the ranks have got
+        self._run: Run[Any] | None = None  # of the present call, as soon as it has logged something
+        self._crew = Crew(dataclasses.replace(settings, shell=_look()), self._machines())
+        self._crew.open()
+        atexit.register(self.close)
+        try:
+            self._ask(CountCollectives(), self._crew.ranks)
+        except BaseException:
+            self.close()
+            raise
+
+    _machines: Callable[[], Sequence[Any]] = staticmethod(lambda: [LocalMachine()])
+
+    # ------------------------------------------------------------------ for the user
+
+    def cell(self, source: str, ranks: Sequence[int] | None = None) -> None:
+        """Run a cell in the IPython of all ranks, or of these. Raises an error named as the first rank's."""
+        asked = self._asked(ranks)
+        shell = notebook()
+        count = shell.execution_count - 1 if shell is not None else 1
+        page = self._page(asked[0].number)
+        self._call(Cell(source, count, asked[0].number), asked, page)
+        answers = {rank.number: rank.report.answer for rank in asked if rank.report is not None}
+        page.show_where_ranks_differ(answers)
+        if shell is not None:
+            for each in answers[asked[0].number].payload:
+                shell.payload_manager.write_payload(each)
+        if any(answer.leaving for answer in answers.values()):
+            self.close()
+
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Run[Any]:
+        """Call a function on all ranks. Returns the run; raises as ``nbddp.run``."""
+        asked = self._asked(None)
+        name = check_call(fn, args, kwargs or {}, None)
+        packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
+        run: Run[Any] = Run(name, self.nprocs)
+        with self._calling(), packed.block:
+            try:
+                follow(run, self._crew, packed, self._page(0), TextView(), patience=OF_A_SESSION)
+                run._end("finished")
+            except (NbddpError, KeyboardInterrupt) as error:
+                self._put_right(asked, released=True)
+                if isinstance(error, KeyboardInterrupt):
+                    run._end("stopped")
+                    raise
+                run._end("failed", error)
+        return run.wait()
+
+    def push(self, **values: Any) -> None:
+        """Bind these names on all ranks. Values that share something have to go together."""
+        self._refuse_torn(values)
+        try:
+            packed = payload.pack(values)
+        except Exception as error:  # whatever a user's __reduce__ raises
+            raise explain.explained(values, error, what="this cannot be sent to the ranks") from error
+        with packed.block:
+            self._call(Push(), self._asked(None), self._page(0), packed.block)
+        self._known += packed.by_value
+
+    def pull(self, *names: str, rank: int | None = None) -> Any:
+        """Return the value of a name on the lowest rank that lives, or on this one; a tuple for several names."""
+        alive = [each for each in self._crew.ranks if each.alive and rank in (None, each.number)]
+        if not alive:
+            raise SessionLost(self.lost or f"there is no rank {rank} (0 to {self.nprocs - 1})")
+        self._call(Pull(names), alive[:1], self._page(alive[0].number))
+        block = self._crew.result(alive[0].number)
+        assert block is not None
+        with block:
+            found = payload.unpack(block, known=self._known).value
+        return found[names[0]] if len(names) == 1 else tuple(found[name] for name in names)
+
+    def complete(self, code: str, cursor: int) -> dict[str, Any]:
+        """Return rank 0's completions, as a kernel replies."""
+        return self._ask(Complete(code, cursor), self._asked([0]))[0]  # type: ignore[no-any-return]
+
+    def inspect(self, code: str, cursor: int, level: int = 0) -> dict[str, Any]:
+        """Describe an object of rank 0, as a kernel replies."""
+        return self._ask(Inspect(code, cursor, level), self._asked([0]))[0]  # type: ignore[no-any-return]
+
+    def logs(self, rank: int = 0) -> str:
+        """Return what that rank has printed since its start."""
+        return self._crew.ranks[rank].output.text()
+
+    def stacks(self) -> dict[int, str]:
+        """Return where each rank is now."""
+        return self._crew.stacks()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the ranks have an order."""
+        return self._busy
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self.lost == "the session is closed":
+            return
+        atexit.unregister(self.close)
+        if all(rank.alive for rank in self._crew.ranks):
+            self._crew.dismiss()
+        self._crew.end()
+        self.lost = "the session is closed"
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Session: {self.lost or 'open'}, {self.nprocs} ranks>"
+
+    # ------------------------------------------------------------------ calls
+
+    def _asked(self, ranks: Sequence[int] | None) -> list[RankState]:
+        if self.lost:
+            raise SessionLost(self.lost)
+        if self._busy:
+            raise NbddpError("the ranks are busy")
+        if ranks is not None and (wrong := [number for number in ranks if not 0 <= number < self.nprocs]):
+            raise ValueError(f"there is no rank {wrong[0]} (0 to {self.nprocs - 1})")
+        return [rank for rank in self._crew.ranks if ranks is None or rank.number in ranks]
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        self._busy = True
+        try:
+            yield
+        except KeyboardInterrupt:  # the third one: nobody knows what the ranks do
+            if not self.lost and not all(rank.over for rank in self._crew.ranks):
+                self.close()
+            raise
+        finally:
+            self._busy = False
+
+    def _call(self, order: Any, ranks: Sequence[RankState], page: Page, block: Block | None = None) -> None:
+        """Give an order, and wait. Raises the first rank's failure, when the ranks can take the next order."""
+        attempt = Attempt(self._crew, ranks, page, OF_A_SESSION, look=self._look)
+        self._run, error = None, None
+        with self._calling():
+            self._crew.call(order, block, ranks)
+            self._crew.metrics_to = self._logged
+            attempt.follow()
+            if any(rank.failed for rank in ranks):
+                error = self._error(attempt, ranks, order)
+        if self._run is not None:
+            state = "finished" if error is None else "stopped" if attempt.stopping else "failed"
+            self._run._end(state, error if state == "failed" else None)
+            TextView().update(self._run._status(), self._run.history)
+        if error is not None:
+            raise error
+
+    def _ask(self, order: Any, ranks: Sequence[RankState]) -> dict[int, Any]:
+        """Give an order that doesn't run the user's code. Returns the answers."""
+        attempt = Attempt(self._crew, ranks, Page(self._crew.ranks, quiet=True), OF_A_SESSION)
+        was_busy, self._busy = self._busy, True
+        try:
+            self._crew.call(order, None, ranks)
+            attempt.follow()
+        finally:
+            self._busy = was_busy
+        for rank in ranks:
+            if not rank.alive or (rank.report is not None and rank.report.failure is not None):
+                raise failure.error_of(rank, "session", self._crew.ranks, self._crew.result, self._known)
+        return {rank.number: rank.report.answer for rank in ranks if rank.report is not None}
+
+    def _page(self, speaker: int) -> Page:
+        return Page(self._crew.ranks, speaker, hear=self._hear)
+
+    def _hear(self, rank: int, said: Any) -> None:
+        """The page answers a widget; its callbacks run on its rank, between cells."""
+        if not self._busy and not self.lost:
+            blobs = tuple(bytes(each) for each in said.get("buffers", ()))
+            self._call(Hear(said["content"], blobs), self._asked([rank]), self._page(rank))
+
+    def _logged(self, rank: int, records: list[Any]) -> None:
+        if self._run is None:
+            self._run = Run("cell", self.nprocs)
+            self._run._take_part(self._crew, lambda grace: None)
+            self._crew.metrics_to = self._logged
+            self._view = TextView()
+        self._run.history.add(rank, records)
+
+    def _look(self, _: Attempt) -> None:
+        if self._run is not None:
+            self._view.update(self._run._status(), self._run.history)
+
+    # ------------------------------------------------------------------ failures
+
+    def _error(self, attempt: Attempt, ranks: Sequence[RankState], order: Any) -> BaseException:
+        """Return the error of the first rank, and leave the ranks able to take orders."""
+        first = failure.first(ranks)
+        report = first.report
+        name, text, shown, notes = "KeyboardInterrupt", "", None, []
+        if report is None or report.failure is None:
+            error = failure.error_of(first, "session", self._crew.ranks, self._crew.result, self._known)
+            name, text = type(error).__name__, str(error)
+        elif not attempt.stopping:
+            name, text = report.failure.kind, report.failure.text
+            if not isinstance(order, Cell):
+                return failure.error_of(first, "session", ranks, self._crew.result, self._known)
+        alike = [rank.number for rank in ranks if rank is first or self._failed_alike(rank, first)]
+        notes.append(f"{ranks_text(alike)} of {self.nprocs}")
+        steps = {rank.report.answer.steps for rank in ranks if rank.report and isinstance(rank.report.answer, Ran)}
+        if len(steps) > 1:
+            notes.append(f"The ranks have taken {min(steps)} to {max(steps)} optimizer steps, so their models differ")
+        if report is not None and all(rank.alive for rank in self._crew.ranks):
+            shown = self._ask(Render(), [first])[first.number]
+        notes += self._put_right(ranks, released=attempt.released)
+        shell = notebook()
+        if (missing := _UNDEFINED.match(text)) and shell is not None and missing[1] in shell.user_ns:
+            notes.append(f"The notebook has {missing[1]}: %ddp push {missing[1]}, or run its cell again")
+        kind = KeyboardInterrupt if name == "KeyboardInterrupt" else CellError
+        raised: CellError = type(name, (CellError, kind) if kind is KeyboardInterrupt else (CellError,), {})(text)
+        raised.shown = [*(shown or [f"{name}: {text}"]), "", *notes]
+        return raised
+
+    @staticmethod
+    def _failed_alike(rank: RankState, first: RankState) -> bool:
+        mine, other = (each.report.failure if each.report is not None else None for each in (rank, first))
+        return mine is not None and other is not None and (mine.kind, mine.text) == (other.kind, other.text)
+
+    def _put_right(self, ranks: Sequence[RankState], *, released: bool) -> list[str]:
+        """Leave the ranks in one group, with nobody in the middle of anything. Returns what the user should know."""
+        every = self._crew.ranks
+        if dead := [rank for rank in every if not rank.alive]:
+            ended = failure.error_of(dead[0], "session", every, self._crew.result, self._known)
+            self.lost = str(ended).splitlines()[0]
+            return [f"The session is over: {self.lost}. %ddp pull NAME brings what the others have"]
+        counts = list(self._ask(CountCollectives(), every).values())
+        groups = {group for count in counts for group in count}
+        apart = any(len({count[group] for count in counts if group in count}) > 1 for group in groups)
+        self._group += released or apart
+        stuck = self._ask(Mend(self._group if released or apart else None), every)
+        names = sorted({name for each in stuck.values() for name in each})
+        if names and (released or apart):
+            return [f"Make again: {', '.join(names)}; the failure has ended process groups"]
+        return []
+
+    def _refuse_torn(self, values: Mapping[str, Any]) -> None:
+        """Refuse to push an optimizer apart from its model: the ranks would have two copies of the parameters."""
+        for name, value in values.items():
+            for parameter in _parameters(value):
+                before, names = self._sent.get(id(parameter), (lambda: None, set()))
+                if before() is parameter and (missing := names - values.keys()):
+                    together = " and ".join(sorted({name, *missing}))
+                    raise NbddpError(
+                        f"{name} shares parameters with {', '.join(sorted(missing))}: push {together} together"
+                    )
+        for name, value in values.items():
+            for parameter in _parameters(value):
+                kept = self._sent.get(id(parameter))
+                names = kept[1] if kept is not None and kept[0]() is parameter else set()
+                self._sent[id(parameter)] = weakref.ref(parameter), names | {name}
+
+
+def _parameters(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.nn.Module):
+        return list(value.parameters())
+    if isinstance(value, torch.optim.Optimizer):
+        return [parameter for group in value.param_groups for parameter in group["params"]]
+    return []
+
+
+def _look() -> dict[str, Any]:
+    """Return how the notebook's IPython shows things."""
+    shell = notebook()
+    if shell is None:
+        return {}
+    return {
+        "is_kernel": "IPKernelApp" in shell.config,
+        "colors": shell.colors,
+        "ast_node_interactivity": shell.ast_node_interactivity,
+        "call_pdb": shell.call_pdb,
+    }

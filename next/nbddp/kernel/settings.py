@@ -1,0 +1,246 @@
+"""The options of a run, checked, and what they decide: one record that every rank gets as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from nbddp.errors import LaunchError
+from nbddp.messages import Settings
+from nbddp.text import did_you_mean
+
+F = TypeVar("F", bound=Callable[..., Any])
+CPU_NPROCS = 2  # ranks on a machine without GPUs, unless the user chooses another number
+_CONTRACT = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+_ATTENDED_TIMEOUT_S = 3600.0  # of collectives
+_MOST_PER_CORE = 16  # ranks
+_WHOLE = {"nprocs": 1, "max_restarts": 0, "seed": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of ``run()`` and of all that starts ranks; see ``run``'s docstring."""
+
+    nprocs: int | None = None
+    device: str | torch.device | None = None
+    gpus: Sequence[int] | None = None
+    backend: str | None = None
+    init_process_group: bool = True
+    seed: int | None = None
+    deterministic: bool = False
+    env: Mapping[str, str] | None = None
+    timeout: float | None = None
+    pg_timeout: float | None = None
+    max_restarts: int = 0
+    stop_on_nan: bool = False
+    wait: bool = True
+    show: bool | str | None = None
+    name: str | None = None
+    log_to: Any = None
+    autolog: bool = True
+    pdb: bool | None = None
+
+
+def takes_options(function: F) -> F:
+    """Decorate a function whose last parameter is ``options``: it is called with the options by name."""
+    own = [p for p in inspect.signature(function).parameters.values() if p.name != "options"]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shown = [inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields(Options)]
+    names = {parameter.name for parameter in [*own, *shown]}
+
+    @functools.wraps(function)
+    def with_options(*args: Any, **given: Any) -> Any:
+        if unknown := given.keys() - names:
+            name = unknown.pop()
+            hint = did_you_mean(name, names)
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
+        mine = {p.name: given.pop(p.name) for p in own if p.name in given}
+        return function(*args, **mine, options=Options(**given))
+
+    with_options.__signature__ = inspect.Signature([*own, *shown])  # type: ignore[attr-defined]
+    return cast(F, with_options)
+
+
+def decide(
+    name: str, options: Options, *, argv: Sequence[str] = (), contract: bool = True, attended: bool = False
+) -> Settings:
+    """Check the options, and choose the values of those that are None. Raises LaunchError: says what to do instead.
+
+    Args:
+        contract: the ranks get torchrun's environment variables.
+        attended: somebody is there to use the debugger, while which the other ranks have to wait.
+    """
+    _check(options, contract)
+    device, count = _device(options)
+    nprocs = _nprocs(options, device, count)
+    backend = _backend(options.backend, device) if options.init_process_group else None
+    environ, gpus = {**os.environ}, options.gpus
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    threads = _threads({**environ, **(options.env or {})}) or max(1, _cores() // nprocs)
+    environ = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, **environ}
+    if contract:
+        environ.setdefault("OMP_NUM_THREADS", str(threads))
+        if device == "cpu":
+            environ.setdefault("ACCELERATE_USE_CPU", "true")  # without this, accelerate trains N separate models
+    if options.deterministic:
+        environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if gpus is not None:  # each GPU once: with a repeated one, CUDA sees none
+        visible = [v for v in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in dict.fromkeys(gpus))
+    once = list(dict.fromkeys(gpus or range(nprocs)))
+    return Settings(
+        name=name,
+        world_size=nprocs,
+        device=device,
+        indices=tuple(once.index(gpu) for gpu in gpus or range(nprocs)),
+        backend=backend,
+        pg_timeout_s=options.pg_timeout or (_ATTENDED_TIMEOUT_S if attended else None),
+        seed=options.seed,
+        deterministic=options.deterministic,
+        threads=threads,
+        environ={**environ, **(options.env or {})},
+        cwd=working_directory(),
+        argv=(name, *argv) if argv or "ipykernel" in sys.argv[0] else tuple(sys.argv),
+        sys_path=tuple(part or os.getcwd() for part in sys.path if isinstance(part, str)),
+        autolog=options.autolog,
+        post_mortem=bool(options.pdb) and attended,
+        contract=contract,
+        max_restarts=options.max_restarts,
+    )
+
+
+def _check(options: Options, contract: bool) -> None:
+    for name in ("nprocs", "max_restarts", "seed", "timeout", "pg_timeout"):
+        value, whole = getattr(options, name), name in _WHOLE
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            raise LaunchError(f"{name} is {'a whole number' if whole else 'a number of seconds'}, not {value!r}")
+        if value < _WHOLE.get(name, 0) or (not whole and not value > 0):
+            advice = "; torch.cuda.device_count() is 0 without a GPU: leave it out" if name == "nprocs" else ""
+            raise LaunchError(f"{name}={value} is too small{advice}")
+    if options.env is not None and not isinstance(options.env, Mapping):
+        raise LaunchError(f"env is a dict of strings, not {type(options.env).__name__}")
+    for key, value in (options.env or {}).items():  # an error names no value, which may be a secret
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise LaunchError(f"env is a dict of strings; {key!r} is set to {type(value).__name__}. Use str(...)")
+        if not key or "=" in key or "\0" in key + value:
+            raise LaunchError(f"env has {key!r}: a name must not be empty or contain '=', nor a zero byte")
+        if contract and key in _CONTRACT:
+            raise LaunchError(f"env sets {key}, which nbddp sets to each rank's own value. Leave it out")
+    gpus = options.gpus
+    if gpus is not None and not (gpus and isinstance(gpus, (list, tuple, range)) and all(type(i) is int for i in gpus)):
+        raise LaunchError(f"gpus is a list of device numbers, e.g. gpus=[0, 1], not {gpus!r}")
+
+
+def _device(options: Options) -> tuple[str, int]:
+    """Return the type of device, and how many there are; makes no context on them."""
+    gpus = options.gpus
+    if options.device is None:
+        if count := torch.cuda.device_count():
+            return "cuda", count
+        found = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+        if found is not None and found.type != "mps" and (count := torch.get_device_module(found).device_count()):
+            return found.type, count
+        if gpus is not None:
+            raise LaunchError(f"gpus={list(gpus)}, but torch sees no GPU here. Leave gpus out to run on the CPU")
+        return "cpu", 0
+    try:
+        asked = torch.device(options.device)
+    except (RuntimeError, TypeError) as error:
+        raise LaunchError(f"device={options.device!r} is not a torch device: {str(error).splitlines()[0]}") from None
+    if asked.index is not None:
+        raise LaunchError(f"device={str(asked)!r} names one device; use device={asked.type!r}, gpus=[{asked.index}]")
+    if asked.type == "cpu":
+        if gpus is not None:
+            raise LaunchError(f"gpus={list(gpus)} and device='cpu' exclude each other; leave one out")
+        return "cpu", 0
+    count = torch.get_device_module(asked).device_count()
+    if not count:
+        raise LaunchError(f"device={asked.type!r}, but torch sees none here. Use device='cpu', or leave it out")
+    return asked.type, count
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _nprocs(options: Options, device: str, count: int) -> int:
+    nprocs, gpus = options.nprocs, options.gpus
+    if gpus is not None:
+        if missing := [i for i in gpus if not 0 <= i < count]:
+            raise LaunchError(f"gpus={list(gpus)}: there is no GPU {missing[0]} here, only {list(range(count))}")
+        if nprocs not in (None, len(gpus)):
+            raise LaunchError(f"nprocs={nprocs}, but gpus={list(gpus)} are {len(gpus)}: one process for each")
+        if len(set(gpus)) < len(gpus) and options.backend != "gloo":
+            raise LaunchError(f"gpus={list(gpus)}: NCCL needs a GPU for each rank. To try it out, use backend='gloo'")
+        return len(gpus)
+    if device == "cpu":
+        cores = _cores()
+        if nprocs is not None and nprocs > _MOST_PER_CORE * cores:
+            most = _MOST_PER_CORE * cores
+            raise LaunchError(f"nprocs={nprocs} is too large: at most {most} ranks on {cores} cores")
+        return nprocs or CPU_NPROCS
+    if nprocs is not None and nprocs > count:
+        raise LaunchError(
+            f"nprocs={nprocs}, but this machine has {count} {device} devices: use nprocs={count}, or device='cpu'"
+        )
+    return nprocs or count
+
+
+def _backend(backend: str | None, device: str) -> str:
+    if backend is None:
+        return dist.Backend.default_device_backend_map.get(device, "gloo")
+    if not isinstance(backend, str):
+        raise LaunchError(f"backend is a name such as 'gloo' or 'nccl', not {backend!r}")
+    usable = [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
+    for name in (part.rpartition(":")[2] for part in backend.lower().split(",")):
+        if name not in usable:
+            raise LaunchError(f"backend={backend!r}: this torch has {', '.join(usable)}")
+        if name == "nccl" and device == "cpu":
+            raise LaunchError("backend='nccl' works on GPUs only; on the CPU use 'gloo'")
+    return backend.lower()
+
+
+def _threads(environ: Mapping[str, str]) -> int:
+    """Return the intra-op threads of a rank that the user's variables name; 0 if none does."""
+    values = (environ.get(name, "") for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"))
+    return next((int(value) for value in values if value.isdigit() and int(value) > 0), 0)
+
+
+def working_directory() -> str:
+    """Return the notebook's working directory, where the ranks start. Raises LaunchError if it has been deleted."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.getcwd()
+    raise LaunchError("the notebook's working directory has been deleted. Change to one that exists, with %cd")
+
+
+def check_call(fn: Any, args: Any, kwargs: Any, name: str | None) -> str:
+    """Check that the function can be called like this on a rank. Returns its name. Raises LaunchError."""
+    named = getattr(fn, "func", fn)  # functools.partial
+    name = str(name or getattr(named, "__name__", type(named).__name__))
+    if not callable(fn):
+        raise LaunchError(f"run() takes the function itself: run(train), not run(train()); this is {fn!r}"[:200])
+    if isinstance(args, (str, bytes)) or not isinstance(args, (tuple, list)):
+        raise LaunchError(f"args is a tuple of {name}'s arguments, e.g. args=(x,), not {type(args).__name__}")
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        raise LaunchError(f"kwargs is a dict of {name}'s keyword arguments")
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise LaunchError(f"{name} is a coroutine or generator function: calling it runs none of its lines")
+    with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
+        signature = inspect.signature(fn)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise LaunchError(f"{name}{signature} cannot be called with these arguments: {error}") from None
+    return name

@@ -1,0 +1,208 @@
+"""``run``: a crew that is opened for one call."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nbddp import errors, payload
+from nbddp.errors import LaunchError, NanLogged, NbddpError, PayloadError, RankDied, RankError, RunTimeout
+from nbddp.helpers import context
+from nbddp.kernel import failure
+from nbddp.kernel.attempt import OF_A_RUN, Attempt, Patience
+from nbddp.kernel.crew import Crew
+from nbddp.kernel.page import Page, notebook
+from nbddp.kernel.run import Run
+from nbddp.kernel.settings import Options, check_call, decide, takes_options
+from nbddp.kernel.view import NoView, TextView, View
+from nbddp.messages import Function, Settings
+from nbddp.payload import Block, Packed, explain
+from nbddp.process.machine import LocalMachine
+from nbddp.text import duration, in_a_line
+
+_SIDE_BY_SIDE = (
+    "no rank took part in a collective: {} ranks worked side by side, without sharing gradients. "
+    "To train one model, wrap it: nbddp.wrap(model)"
+)
+_SEE_PARTIAL = ". All else that the ranks returned is in this error's .partial, by rank"
+Machines = Callable[[], Sequence[Any]]
+
+
+@takes_options
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Options,
+) -> Run[Any]:
+    """Call ``fn(*args, **kwargs)`` on fresh ranks, and wait for them.
+
+    Returns:
+        The run: ``run.value`` is what rank 0 returned.
+
+    Raises:
+        LaunchError, PayloadError, RankError, RankDied, RunTimeout, NanLogged: the first failure in time.
+        KeyboardInterrupt: it was interrupted or stopped.
+    """
+    if context.is_rank():
+        raise LaunchError("this code already runs on the ranks: call the function itself")
+    name = check_call(fn, args, kwargs or {}, options.name)
+    settings = decide(name, options, attended=options.wait and notebook() is not None)
+    packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
+    started: Run[Any] = Run(name, settings.world_size)
+    carry_out_it = functools.partial(carry_out, started, settings, packed, options)
+    if not options.wait:
+        threading.Thread(target=carry_out_it, name=f"nbddp-{name}", daemon=True).start()
+        return started
+    carry_out_it()
+    if started.state == "stopped":
+        raise errors.interrupt(f"{name} was stopped after {duration(started.seconds)}")
+    return started.wait()
+
+
+def pack_call(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packed:
+    """Pack a call. Raises PayloadError with the user's name of what can't be sent."""
+    try:
+        return payload.pack((fn, args, kwargs))
+    except Exception as error:  # whatever a user's __reduce__ raises
+        named = {name: fn, **{f"args[{index}]": arg for index, arg in enumerate(args)}, **kwargs}
+        raise explain.explained(named, error, what=f"{name} cannot be sent to the ranks") from error
+
+
+def carry_out(
+    run: Run[Any],
+    settings: Settings,
+    packed: Packed,
+    options: Options,
+    machines: Machines = lambda: [LocalMachine()],
+) -> None:
+    """Carry out a run, with its restarts, on this thread. All that may be raised is in ``run.error`` afterwards."""
+    with packed.block:
+        _carry_out(run, settings, packed, options, machines)
+
+
+def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Options, machines: Machines) -> None:
+    view: View = NoView() if options.show is False or not options.wait else TextView()
+    first: NbddpError | None = None
+    deadline = time.monotonic() + (options.timeout or float("inf"))
+    while True:
+        try:
+            attempt_on(
+                run,
+                dataclasses.replace(settings, restart_count=run.restarts),
+                packed,
+                options,
+                machines,
+                view,
+                deadline,
+            )
+            run._end("finished")
+        except (RankError, RankDied, LaunchError) as error:
+            if run.restarts < options.max_restarts and run._stop_grace_s is None:
+                first = first or error
+                run.restarts += 1
+                run.state = "starting"
+                run.history.restart(in_a_line(error))
+                continue
+            if first is not None:
+                error.after_restarts(run.restarts, first)
+            run._end("failed", error)
+        except NbddpError as error:
+            run._end("failed", error)
+        except KeyboardInterrupt:
+            run._end("stopped")
+        except BaseException as error:
+            ours = NbddpError(f"nbddp itself failed: {in_a_line(error)}")
+            ours.__cause__ = error
+            run._end("failed", ours)
+        break
+    view.update(run._status(), run.history)
+
+
+def attempt_on(
+    run: Run[Any],
+    settings: Settings,
+    packed: Packed,
+    options: Options,
+    machines: Machines,
+    view: View,
+    deadline: float,
+) -> None:
+    """Open a crew, call, close. Raises how it failed, or KeyboardInterrupt if it was stopped."""
+    crew = Crew(settings, machines())
+    with contextlib.ExitStack() as stack:
+        crew.open()
+        stack.callback(crew.end)
+        page = Page(crew.ranks, quiet=options.show is False or not options.wait)
+        follow(run, crew, packed, page, view, deadline, timeout=options.timeout, stop_on_nan=options.stop_on_nan)
+        crew.dismiss()
+
+
+def follow(
+    run: Run[Any],
+    crew: Crew,
+    packed: Packed,
+    page: Page,
+    view: View,
+    deadline: float = float("inf"),
+    *,
+    timeout: float | None = None,
+    patience: Patience = OF_A_RUN,
+    stop_on_nan: bool = False,
+) -> None:
+    """Call the function on an open crew, and take its values. Raises how it failed."""
+
+    def look(attempt: Attempt) -> None:
+        if run.state == "starting" and all(rank.called for rank in crew.ranks):
+            run.state = "running"
+        if stop_on_nan and run.history.first_nan and not attempt.stopping:
+            attempt.stop(patience.after_interrupts_s[0])
+        view.update(run._status(), run.history)
+
+    attempt = Attempt(crew, crew.ranks, page, patience, deadline=deadline, look=look)
+    crew.call(Function(run.name), packed.block)
+    run._take_part(crew, attempt.stop)
+    attempt.follow()
+    if stop_on_nan and (nan := run.history.first_nan):
+        metric, step, rank = nan
+        raise NanLogged(metric, step, [rank])
+    if attempt.timed_out:
+        raise RunTimeout(f"{run.name} was still {run.state} after its timeout of {timeout} s")
+    if attempt.stopping:
+        raise KeyboardInterrupt
+    if any(rank.failed for rank in crew.ranks):
+        failed = failure.first(crew.ranks)
+        raise failure.error_of(failed, run.name, crew.ranks, crew.result, packed.by_value)
+    run._values = values(run.name, crew, packed)
+    if len(crew.ranks) > 1 and not any(rank.report.met for rank in crew.ranks if rank.report):
+        run.remark = _SIDE_BY_SIDE.format(len(crew.ranks))
+
+
+def values(name: str, crew: Crew, packed: Packed) -> list[Any]:
+    """Return what the ranks returned. Raises PayloadError if not all of it could be sent."""
+    found, lost = [], []
+    for rank in crew.ranks:
+        found.append(_value(name, crew.result(rank.number), packed.by_value))
+        if rank.report is not None and rank.report.lost:
+            lost.append(rank.report)
+    if lost:
+        error = PayloadError(lost[0].lost + _SEE_PARTIAL, lost[0].path)
+        error.partial = found
+        raise error
+    return found
+
+
+def _value(name: str, block: Block | None, known: Sequence[Any]) -> Any:
+    if block is None:
+        return None
+    with block:
+        try:
+            return payload.unpack(block, known=known).value
+        except Exception as error:  # of a user's __setstate__, or a module that only the ranks have
+            raise PayloadError(f"what {name} returned cannot be unpickled here: {in_a_line(error)}") from error

@@ -1,0 +1,270 @@
+"""The ranks of this machine: starts their processes, hears them, signals them, ends them. It decides nothing.
+
+All arguments and answers are plain data, so that a Ray actor can do the same on another machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import operator
+import os
+import platform
+import re
+import selectors
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe, reduction
+from typing import Any, NamedTuple
+
+import torch
+
+from nbddp.messages import Envelope, Place, Report, Settings
+from nbddp.payload import Block
+from nbddp.process.server import ForkedProcess, temporary_folder
+from nbddp.process.store import Store
+from nbddp.worker import rank as ranks_life
+from nbddp.worker import tracked
+from nbddp.worker.redirect import STACKS_SIGNAL
+
+_END_S = 2.0
+_READ_BYTES = 256 << 10
+_PUNCH_BYTES = 16 << 20  # of a metrics file, given back when they have been read
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+_POLL_S = 0.002
+
+
+class Event(NamedTuple):
+    """What a machine tells: ``message`` (from a rank), ``metrics`` and ``output`` (bytes), ``exit`` (the code)."""
+
+    kind: str
+    rank: int
+    data: Any
+
+
+class _Descriptor:
+    """A file descriptor for a process that is being started, which unpickles it as an int."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.methodcaller("detach"), (reduction.DupFd(self._fd),)
+
+
+class _Rank:
+    """One rank's process, its channel, and the files it writes for its whole life."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.exitcode: int | None = None
+        self.result: Block | None = None
+        self.channel, theirs = Pipe()
+        self.files = {"output": _unnamed_file(), "metrics": _appended(os.memfd_create("metrics", os.MFD_CLOEXEC))}
+        self.stacks = _appended(os.memfd_create("stacks", os.MFD_CLOEXEC))
+        self._read = dict.fromkeys(self.files, 0)
+        handed = [theirs, *(_Descriptor(fd) for fd in (*self.files.values(), self.stacks))]
+        self.process = ForkedProcess(target=ranks_life.main, args=handed, name=name)
+        try:
+            self.process.start()
+        finally:
+            theirs.close()
+
+    def send(self, message: Any, block: Block | None = None) -> None:
+        """Send it; it's lost if the rank has ended."""
+        with contextlib.suppress(OSError):
+            self.channel.send(Envelope(message, block.nbytes if block is not None else None))
+            if block is not None:
+                reduction.send_handle(self.channel, block.fd, None)
+
+    def news(self) -> Iterator[Event]:
+        """Yield what has arrived. What the rank had written before a message, or its end, comes before that."""
+        exitcode = self.process.exitcode if self.exitcode is None else None
+        with contextlib.suppress(EOFError, OSError):
+            while self.channel.poll():
+                envelope = self.channel.recv()
+                if envelope.nbytes is not None:
+                    if self.result is not None:
+                        self.result.close()
+                    self.result = Block(reduction.recv_handle(self.channel), envelope.nbytes)
+                yield from self.written("output", envelope.printed)
+                if isinstance(envelope.message, Report):
+                    yield from self.written("metrics")
+                yield Event("message", self.number, envelope.message)
+        if exitcode is not None:
+            yield from self.all_written()
+            self.exitcode = exitcode
+            self._end_children()
+            yield Event("exit", self.number, exitcode)
+
+    def all_written(self) -> Iterator[Event]:
+        """Yield what is new in the files."""
+        for kind in self.files:
+            yield from self.written(kind)
+
+    def written(self, kind: str, until: int | None = None) -> Iterator[Event]:
+        """Yield what is new in one file, up to an offset, or its present end: a flood must not keep us here."""
+        fd = self.files[kind]
+        end = os.fstat(fd).st_size if until is None else until
+        while (before := self._read[kind]) < end and (data := os.pread(fd, min(_READ_BYTES, end - before), before)):
+            self._read[kind] += len(data)
+            if kind == "metrics" and before // _PUNCH_BYTES != self._read[kind] // _PUNCH_BYTES:
+                _give_back(fd, before // _PUNCH_BYTES * _PUNCH_BYTES)
+            yield Event(kind, self.number, data)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank; SIGKILL also to its children, which are in its process group once it has begun."""
+        if self.exitcode is None:
+            for send in (os.killpg, os.kill) if number == signal.SIGKILL else (os.kill,):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    send(self.process.pid, number)
+
+    def answers_stacks(self) -> bool:
+        """Whether the rank has a handler for a request for stacks, which would kill it otherwise."""
+        with contextlib.suppress(OSError), open(f"/proc/{self.process.pid}/status") as file:
+            caught = re.search(r"SigCgt:\s*([0-9a-f]+)", file.read())
+            return caught is not None and bool(int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1)
+        return False
+
+    def _end_children(self) -> None:
+        """Kill what is left of the rank's process group, and wait for it: at once, before its number is used again."""
+        deadline = time.monotonic() + _END_S
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        self.channel.close()
+        for fd in (*self.files.values(), self.stacks):
+            os.close(fd)
+        if self.result is not None:
+            self.result.close()
+        self.process.join(_END_S)
+        with contextlib.suppress(ValueError):  # it is in an uninterruptible wait
+            self.process.close()
+
+
+class LocalMachine:
+    """This machine's share of the ranks. ``events`` is called by one thread, all else by another."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._selector = selectors.DefaultSelector()
+        self._folder = ""
+        self._looked_at = 0.0
+        self._store: Store | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return its devices and versions."""
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        count = torch.accelerator.device_count() if found is not None else 0
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        return {"device": found.type if found is not None else "cpu", "count": count, "versions": versions}
+
+    def store(self, size: int) -> tuple[str, int]:
+        """Open a store for that many ranks, on this machine's address."""
+        self._store = Store(size)
+        return self._store.address
+
+    def start(self, settings: Settings, ranks: Sequence[int]) -> None:
+        """Start one process per rank. Raises OSError, EOFError."""
+        self._folder = self._folder or tempfile.mkdtemp(prefix="r-", dir=temporary_folder())
+        for local_rank, rank in enumerate(ranks):
+            started = self._ranks[rank] = _Rank(rank, f"{settings.name[:60]}-{rank}")
+            started.channel.send((settings, Place(rank, local_rank, len(ranks), self._folder)))
+        if self._store is not None:
+            self._store.open()
+        for started in self._mine(ranks):
+            _ = started.process.pid  # after it, the sentinel tells only the end
+            self._selector.register(started.channel, selectors.EVENT_READ, started)
+            self._selector.register(started.process.sentinel, selectors.EVENT_READ, started)
+
+    def call(self, order: Any, payload: Block | None, ranks: Sequence[int]) -> None:
+        """Give these ranks an order; they all map the one copy of the payload."""
+        for rank in self._mine(ranks):
+            rank.send(order, payload)
+
+    def events(self, wait_s: float) -> list[Event]:
+        """Wait until something happens, and return it; what was printed and logged, at least after this time."""
+        found: list[Event] = []
+        for rank in {key.data for key, _ in self._selector.select(wait_s)}:
+            found += rank.news()
+            if rank.exitcode is not None:
+                for file in (rank.channel, rank.process.sentinel):
+                    with contextlib.suppress(KeyError):
+                        self._selector.unregister(file)
+        if (now := time.monotonic()) >= self._looked_at + wait_s:
+            self._looked_at = now
+            for rank in self._ranks.values():
+                found += rank.all_written() if rank.exitcode is None else ()
+        return found
+
+    def send(self, ranks: Sequence[int], message: Any) -> None:
+        """Send a message."""
+        for rank in self._mine(ranks):
+            rank.send(message)
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to the ranks themselves; SIGKILL also to their children."""
+        for rank in self._mine(ranks):
+            rank.signal(number)
+
+    def stacks(self, ranks: Sequence[int], wait_s: float) -> dict[int, str]:
+        """Return faulthandler's dumps of the ranks that answer in time."""
+        asked = {rank: os.fstat(rank.stacks).st_size for rank in self._mine(ranks) if rank.answers_stacks()}
+        for rank in asked:
+            rank.signal(STACKS_SIGNAL)
+        deadline, found = time.monotonic() + wait_s, dict.fromkeys(asked, "")
+        while time.monotonic() < deadline and not all('  File "<string>"' in dump for dump in found.values()):
+            time.sleep(_POLL_S)
+            found = {rank: os.pread(rank.stacks, 1 << 20, at).decode("utf-8", "replace") for rank, at in asked.items()}
+        return {rank.number: dump for rank, dump in found.items() if dump}
+
+    def result(self, rank: int) -> Block | None:
+        """Return the block that came with the rank's last report, once; None if there is none, or no such rank."""
+        if (mine := self._ranks.get(rank)) is None:
+            return None
+        result, mine.result = mine.result, None
+        return result
+
+    def end(self) -> None:
+        """Kill what is left of the ranks; their ends come as events."""
+        self.signal(list(self._ranks), signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close everything. No thread waits for events any more."""
+        self._selector.close()
+        for rank in self._ranks.values():
+            rank.close()
+        if self._store is not None:
+            self._store.close()
+        if self._folder:
+            tracked.remove_rest(self._folder)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _mine(self, ranks: Sequence[int]) -> list[_Rank]:
+        return [self._ranks[rank] for rank in ranks if rank in self._ranks and self._ranks[rank].exitcode is None]
+
+
+def _unnamed_file() -> int:
+    """Open a file on disk: what is printed may be long."""
+    with tempfile.TemporaryFile() as file:
+        return _appended(os.dup(file.fileno()))
+
+
+def _appended(fd: int) -> int:
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+    return fd
+
+
+def _give_back(fd: int, offset: int) -> None:
+    """Free a stretch of the file that has been read: a long run's file would grow without an end."""
+    with contextlib.suppress(OSError):
+        fallocate = ctypes.CDLL(None).fallocate
+        fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+        fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, offset, _PUNCH_BYTES)

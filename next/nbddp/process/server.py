@@ -1,0 +1,161 @@
+"""A fork server of our own, the standard library's, with torch already imported; and the processes forked from it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import os
+import re
+import sys
+import threading
+from multiprocessing import context, forkserver, popen_forkserver, process, reduction, util
+from multiprocessing.context import set_spawning_popen
+from typing import Any
+
+from nbddp.errors import LaunchError
+
+_preloaded = ["nbddp.process.preloaded"]
+# Read when Python, a C library or torch starts: a rank that is forked later cannot change them.
+_READ_AT_START = re.compile(
+    r"(PYTHON|LD_|DYLD_|MALLOC_|GLIBC_|OMP_|MKL_|KMP_|OPENBLAS_|TORCH(?!INDUCTOR_CACHE_DIR)|PYTORCH|ATEN_|LC_ALL|LANG)"
+)
+
+_lock = threading.Lock()
+_server: forkserver.ForkServer | None = None
+_began_with: dict[str, str] = {}
+
+
+def running() -> forkserver.ForkServer:
+    """Return the server, started if it does not run, or if the environment that it read at its start has changed."""
+    global _server, _began_with
+    with _lock:
+        now = {name: value for name, value in os.environ.items() if _READ_AT_START.match(name)}
+        temporary_folder()
+        if _server is not None and (now != _began_with or not _is_reachable(_server)):
+            _stop(_server)
+            _server = None
+        if _server is None or not _is_alive(_server):
+            _server, _began_with = forkserver.ForkServer(), now
+            _server.set_forkserver_preload(_preloaded)
+            _ensure_running(_server)
+        return _server
+
+
+def _is_alive(server: forkserver.ForkServer) -> bool:
+    """Whether it runs, or can be started again. Not, if the user's code has waited for it: os.wait()."""
+    with contextlib.suppress(ChildProcessError):
+        _ensure_running(server)
+        return True
+    return False
+
+
+def _ensure_running(server: forkserver.ForkServer) -> None:
+    """Without the standard library's side effect, after which the user could not set a start method any more."""
+    default: Any = context._default_context
+    before = default._actual_context
+    try:
+        server.ensure_running()
+    finally:
+        default._actual_context = before
+
+
+def temporary_folder() -> str:
+    """Return multiprocessing's folder for sockets; made again if a cleaner of /tmp has removed it."""
+    folder = util.get_temp_dir()
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    return folder
+
+
+def _is_reachable(server: forkserver.ForkServer) -> bool:
+    address = server._forkserver_address  # type: ignore[attr-defined]
+    return address is None or os.path.exists(address)
+
+
+def preload(*modules: str) -> None:
+    """Have the fork server import these modules, once for all ranks: ``nbddp.preload("pandas")``.
+
+    The next run starts a new server. A module that starts threads or initializes CUDA must not be among them.
+    """
+    for name in modules:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise LaunchError(f"preload(): there is no module {name}")
+    _preloaded[:0] = [name for name in modules if name not in _preloaded]  # ours last: it makes the server ready
+    shut_down()
+
+
+def shut_down() -> None:
+    """End the server when its last rank has ended; the next run starts another one."""
+    global _server
+    with _lock:
+        if _server is not None:
+            _stop(_server)
+            _server = None
+
+
+def _stop(server: forkserver.ForkServer) -> None:
+    """On a thread: it waits for the last rank."""
+
+    def stop() -> None:
+        with contextlib.suppress(OSError):  # its socket has been removed, or it has been waited for
+            server._stop()  # type: ignore[attr-defined]
+
+    threading.Thread(target=stop, name="nbddp-server", daemon=True).start()
+
+
+class _Forked(popen_forkserver.Popen):
+    """The standard library's, but from our server, and without a copy of the user's ``__main__``."""
+
+    def _launch(self, process_obj: Any) -> None:
+        data = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            path = [part or os.getcwd() for part in sys.path if isinstance(part, str)]
+            reduction.dump({"name": process_obj.name, "authkey": process_obj.authkey, "sys_path": path}, data)
+            reduction.dump(process_obj, data)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, writer = running().connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        _ours.update((self.sentinel, writer))
+        self.finalizer = util.Finalize(self, _close, (self.sentinel, writer))
+        with open(writer, "wb", closefd=False) as pipe:
+            pipe.write(data.getbuffer())
+
+    @functools.cached_property
+    def pid(self) -> int:  # type: ignore[override]
+        """Read when it's first needed, so that the next process is sent for while this one is forked."""
+        return int(forkserver.read_signed(self.sentinel))
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        _ = self.pid  # comes before the exit code
+        return super().poll(flag)
+
+
+class ForkedProcess(process.BaseProcess):
+    """A process forked from our server. It is killed with its children when this process ends or closes it."""
+
+    _Popen = _Forked  # start() makes one
+    pid: int  # of a process that has been started
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a rank is a plain process of multiprocessing
+        return object.__new__, (process.BaseProcess,), {**self.__dict__, "_start_method": None}
+
+
+_ours: set[int] = set()  # ends that a fork of this process must not hold open, or ranks would not see this one's end
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        _ours.discard(fd)
+        os.close(fd)
+
+
+def _disown() -> None:
+    global _server
+    alive = [_server._forkserver_alive_fd] if _server is not None and _server._forkserver_alive_fd is not None else []  # type: ignore[attr-defined]
+    _server = None
+    _close(*_ours, *alive)
+
+
+os.register_at_fork(after_in_child=_disown)

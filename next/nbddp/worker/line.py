@@ -1,0 +1,88 @@
+"""A rank's end of its channel: a thread reads it, also while the rank waits in a collective, and a thread writes it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+from nbddp.messages import Answer, Asks, Envelope, Leave
+from nbddp.payload import Block
+from nbddp.worker import redirect
+
+Order = tuple[Any, Block | None]
+
+
+class Line:
+    """Takes orders and tells what happens.
+
+    Attributes:
+        orders: with their blocks; None: the rank should leave.
+        at_once: what to do on the reading thread, by the class of the message.
+    """
+
+    def __init__(self, channel: Connection) -> None:
+        self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self.at_once: dict[type, Callable[[Any], None]] = {Answer: self._answer}
+        self._channel = channel
+        self._outbox: queue.SimpleQueue[tuple[Envelope, Block | None, threading.Event]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._pid = os.getpid()
+        for work in (self._listen, self._send):
+            threading.Thread(target=work, name="nbddp-line", daemon=True).start()
+
+    def tell(self, message: Any, block: Block | None = None) -> None:
+        """Send a message, and then what is in the block. What the rank prints from now on comes after it."""
+        redirect.flush()
+        sent = threading.Event()
+        envelope = Envelope(message, block.nbytes if block is not None else None, os.fstat(1).st_size)
+        self._outbox.put((envelope, block, sent))
+        if threading.current_thread() is threading.main_thread():
+            sent.wait()
+
+    def ask(self, prompt: object = "", /) -> str:
+        """Replace ``input()``, which the prompts of pdb, %debug and %pdb call: so this is the debugger, too."""
+        if os.getpid() != self._pid:
+            raise EOFError("a child process of a rank, such as a DataLoader worker, can't ask: use num_workers=0")
+        self.tell(Asks(str(prompt)))
+        redirect.printed.clear()  # up to here, the prompt shows where ranks differ
+        if (line := self._answers.get()) is None:
+            raise EOFError("nobody can answer here")
+        return line
+
+    def _answer(self, answer: Answer) -> None:
+        self._answers.put(answer.line)
+
+    def _send(self) -> None:
+        """Send, on a thread: an interrupt of the main thread could leave half a message on the channel."""
+        while True:
+            envelope, block, sent = self._outbox.get()
+            try:
+                self._channel.send(envelope)
+                if block is not None:
+                    reduction.send_handle(self._channel, block.fd, None)
+            except OSError:  # the notebook has closed it, and kills this rank
+                pass
+            sent.set()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                envelope = self._channel.recv()
+                block = None
+                if envelope.nbytes is not None:
+                    block = Block(reduction.recv_handle(self._channel), envelope.nbytes)
+                if isinstance(envelope.message, Leave):
+                    break
+                if act := self.at_once.get(type(envelope.message)):
+                    act(envelope.message)
+                else:
+                    self.orders.put((envelope.message, block))
+        except (EOFError, OSError):  # the notebook kernel has ended
+            os.killpg(0, signal.SIGKILL)
+        self.orders.put(None)

@@ -1,0 +1,95 @@
+"""After a failure: leaves collectives that others won't join, and makes DDP models usable again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch._C._distributed_c10d import _register_comm_hook
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+_INET = (socket.AF_INET, socket.AF_INET6)
+_BOUND_TO_GROUPS = {"ProcessGroup", "DeviceMesh", "FullyShardedDataParallel", "FSDPModule", "ZeroRedundancyOptimizer"}
+_Sockets = set[tuple[int, str]]  # descriptor and name
+
+_sockets: _Sockets = set()  # of process groups
+_models: weakref.WeakSet[Any] = weakref.WeakSet()  # of DDP, whose own types are partial
+
+
+def remember() -> None:
+    """From now on, remember the connections of each process group, and each DDP model."""
+    make, init = c10d._new_process_group_helper, DistributedDataParallel.__init__
+
+    @functools.wraps(make)
+    def making(*args: Any, **kwargs: Any) -> Any:
+        before = _open_sockets()
+        try:
+            return make(*args, **kwargs)
+        finally:
+            _sockets.update(_open_sockets() - before)
+
+    @functools.wraps(init)
+    def initializing(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        init(model, *args, **kwargs)
+        _models.add(model)
+
+    c10d._new_process_group_helper, DistributedDataParallel.__init__ = making, initializing  # type: ignore[assignment, method-assign]
+
+
+def release(_: object = None) -> None:
+    """Leave a collective that others won't join: gloo ends it when its connections are shut for reading."""
+    for fd, _name in _sockets & _open_sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+            # gloo aborts without its listener
+            if each.family in _INET and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                each.shutdown(socket.SHUT_RD)
+
+
+def mend(names: Mapping[str, Any], before: Any) -> list[str]:
+    """Give DDP models a reducer that isn't in the middle of a backward pass.
+
+    Args:
+        names: of the user.
+        before: the default group that was left after the failure.
+
+    Returns:
+        The names of what can't go on. It raises when it's used.
+    """
+    known, cannot = list(c10d._world.pg_map), set()
+    for model in list(_models):
+        model.require_forward_param_sync = model.require_backward_grad_sync = True  # after a no_sync()
+        if model.process_group in known:  # all ranks are at the same point
+            model._update_process_group(model.process_group)
+        elif model.process_group is before and before is not None and not _has_state(model):
+            model.process_group = c10d.group.WORLD
+            # A new reducer with the initial layout: other ranks may have ordered their buckets anew already.
+            model.__setstate__(model.__getstate__())
+            model._static_graph_delay_allreduce_enqueued = False
+            for hook, _ in model._comm_hooks:
+                _register_comm_hook(model.reducer, None, hook)
+        else:
+            cannot.add(model)
+    bound = [value for value in names.values() if _BOUND_TO_GROUPS & {cls.__name__ for cls in type(value).__mro__}]
+    stuck = {*map(id, cannot), *(id(value) for value in bound if value not in known)}
+    return sorted(name for name, value in names.items() if id(value) in stuck)
+
+
+def _has_state(model: Any) -> bool:
+    """Return whether a new reducer can't take over its communication hook: one with a state, or a built-in one."""
+    built_in = not model._comm_hooks and model._get_ddp_logging_data().get("comm_hook")
+    return bool(built_in) or any(state is not None for _, state in model._comm_hooks)
+
+
+def _open_sockets() -> _Sockets:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if (name := os.readlink(f"/proc/self/fd/{fd}")).startswith("socket:"):
+                found.add((int(fd), name))
+    return found

@@ -1,0 +1,68 @@
+"""Redirects everything that this rank prints, from Python, C or a subprocess, to one file for its whole life.
+
+It's a file and not a pipe, so a rank never waits for the notebook to read, and nothing is lost when the rank dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import os
+import signal
+import sys
+
+STACKS_SIGNAL: int = signal.SIGRTMIN + 7
+KEPT_CHARS = 10_000
+
+_stacks = -1  # the file that requests for stacks are answered in
+printed: list[str] = []  # what went through sys.stdout since the last order; not much more than KEPT_CHARS
+
+
+class _Stdout(io.TextIOWrapper):
+    _kept = 0
+
+    def write(self, text: str) -> int:
+        if not printed:
+            self._kept = 0
+        if self._kept < KEPT_CHARS:
+            self._kept += len(text)
+            printed.append(text)
+        return super().write(text)
+
+
+def redirect(fd: int, stacks: int) -> None:
+    """Put stdout and stderr into the file ``fd``, and the stacks of all threads into ``stacks`` on each signal."""
+    for number, name, kind in ((1, "stdout", _Stdout), (2, "stderr", io.TextIOWrapper)):
+        os.dup2(fd, number)
+        raw = io.FileIO(number, "w", closefd=False)
+        stream = kind(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
+        vars(sys).update({name: stream, f"__{name}__": stream})
+    os.close(fd)
+    global _stacks
+    _stacks = stacks
+    signal.signal(STACKS_SIGNAL, _dump_stacks)
+    answer_stacks()
+
+
+def answer_stacks() -> None:
+    """Have faulthandler answer requests for stacks, also inside a C call or a collective, and tell of crashes.
+
+    Code that saves and restores all handlers, as every Lightning Trainer does, takes both away. Python's handler, which
+    it restores, answers then as soon as the main thread runs Python code again.
+    """
+    faulthandler.unregister(STACKS_SIGNAL)  # else register() takes it for still installed
+    faulthandler.register(STACKS_SIGNAL, file=_stacks, all_threads=True, chain=False)
+    faulthandler.enable(file=2)
+
+
+def _dump_stacks(*_: object) -> None:
+    faulthandler.dump_traceback(_stacks, all_threads=True)
+    answer_stacks()
+
+
+def flush() -> None:
+    """Write Python's buffers to the file."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # the user's code replaced or closed it
+            stream.flush()

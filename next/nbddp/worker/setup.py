@@ -1,0 +1,111 @@
+"""Makes a new process the rank of a run: environment, folders, ``__main__``, torch, process group."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import set_debug_level_from_env
+
+from nbddp.helpers import context, log
+from nbddp.messages import Place, Settings
+from nbddp.payload import pickler
+from nbddp.worker import mending, tracked
+from nbddp.worker.group import Groups
+
+
+def set_up(settings: Settings, place: Place, metrics: int) -> Groups:
+    """Turn this process into the rank. Returns its groups, of which the default one is open."""
+    _detach_from_fork_server()
+    _set_environment(settings, place)
+    index = settings.indices[place.local_rank] if settings.indices else place.local_rank
+    context.enter(
+        context.Context(
+            rank=place.rank,
+            local_rank=place.local_rank,
+            world_size=settings.world_size,
+            device_type=settings.device,
+            device_index=index,
+            seed=settings.seed,
+            restart_count=settings.restart_count,
+        )
+    )
+    log.enter(metrics)
+    _set_up_torch(settings, place)
+    mending.remember()
+    groups = Groups(settings, place, context.device())
+    if settings.backend is not None:
+        groups.open()
+    groups.let_users_open_their_own()
+    return groups
+
+
+def _detach_from_fork_server() -> None:
+    """Drop what was inherited from the fork server."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # outside the user's code
+    atexit._clear()
+    # The standard library's server has set its own start method, with which DataLoader workers would import torch.
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def _set_environment(settings: Settings, place: Place) -> None:
+    environ = dict(settings.environ)
+    if settings.contract:  # torchrun's
+        environ |= {
+            "RANK": str(place.rank),
+            "LOCAL_RANK": str(place.local_rank),
+            "WORLD_SIZE": str(settings.world_size),
+            "LOCAL_WORLD_SIZE": str(place.local_world_size),
+            "GROUP_RANK": str(settings.group_rank),
+            "GROUP_WORLD_SIZE": str(settings.nnodes),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(place.rank),
+            "ROLE_WORLD_SIZE": str(settings.world_size),
+            "TORCHELASTIC_RESTART_COUNT": str(settings.restart_count),
+            "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
+            "TORCHELASTIC_RUN_ID": f"nbddp-{os.path.basename(place.folder)}",
+        }
+        if settings.store is not None:
+            environ |= {"MASTER_ADDR": settings.store[0], "MASTER_PORT": str(settings.store[1])}
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update((name, value) for name, value in environ.items() if os.environ.get(name) != value)
+    time.tzset()
+    os.chdir(settings.cwd)
+    sys.argv = list(settings.argv)
+    sys.path[:] = settings.sys_path
+    for path in settings.sys_path:  # Python looks again for folders that did not exist when the fork server looked
+        if sys.path_importer_cache.get(path, path) is None:
+            del sys.path_importer_cache[path]
+    multiprocessing.current_process()._config["tempdir"] = place.folder  # type: ignore[attr-defined]
+    tracked.keep_list(place.folder)
+
+
+def _set_up_torch(settings: Settings, place: Place) -> None:
+    torch.set_num_threads(settings.threads)
+    set_debug_level_from_env()  # else TORCH_DISTRIBUTED_DEBUG is read at import only
+    device = context.device()
+    if device.type != "cpu":
+        torch.get_device_module(device.type).set_device(device.index)
+    pickler.device_here = device
+    if settings.seed is None:
+        np.random.seed()  # a forked rank begins with the server's generators; Python reseeds its own
+        torch.default_generator.seed()
+    else:
+        seed = settings.seed + place.rank
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True

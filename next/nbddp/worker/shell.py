@@ -1,0 +1,155 @@
+"""IPython in a rank. The fork server makes the shell, once; what it shows goes to the notebook."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import comm
+from comm.base_comm import BaseComm
+from IPython.core import page, payloadpage
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.formatters import DisplayFormatter
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+
+from nbddp.messages import Clear, Display, Result, WidgetSays
+
+Tell = Callable[[Any], None]
+
+
+class _Publisher(DisplayPublisher):
+    def publish(  # type: ignore[override]
+        self, data: Any, metadata: Any = None, *, transient: Any = None, update: bool = False, **_: Any
+    ) -> None:
+        if self.shell.speaks:
+            self.shell.tell(Display(data, metadata or {}, transient or {}, update))
+        else:
+            print(data.get("text/plain", ""), file=sys.stderr)  # in this rank's output
+
+    def clear_output(self, wait: bool = False) -> None:
+        if self.shell.speaks:
+            self.shell.tell(Clear(wait))
+
+
+class _Formatter(DisplayFormatter):
+    def format(self, obj: Any, include: Any = None, exclude: Any = None) -> Any:
+        """Make text only, where nothing else is shown: a figure isn't drawn on every rank."""
+        return super().format(obj, include if self.parent.speaks else {"text/plain"}, exclude)  # type: ignore[no-untyped-call, union-attr]
+
+
+class _Hook(DisplayHook):
+    shell: Any  # IPython's own types are partial
+
+    def write_output_prompt(self) -> None: ...
+
+    def write_format_data(self, format_dict: Any, md_dict: Any = None) -> None:
+        self.shell.value = format_dict.get("text/plain", "")
+        if self.shell.speaks:
+            self.shell.tell(Result(format_dict, md_dict or {}))
+
+
+class _Comm(BaseComm):
+    """A widget of the rank that speaks talks to the page, through its twin in the notebook kernel."""
+
+    def publish_msg(
+        self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **keys: Any
+    ) -> None:
+        shell: Any = InteractiveShell.instance()
+        if shell.speaks:
+            blobs = tuple(bytes(each) for each in buffers or ())
+            shell.tell(WidgetSays(msg_type, self.comm_id, data or {}, metadata or {}, blobs, keys))
+
+
+class Shell(InteractiveShell):
+    """The shell of a rank.
+
+    Attributes:
+        speaks: its displays are shown in the notebook.
+        value: the text of the last line's value.
+        error: how IPython shows the last error, once :meth:`render` has been called.
+        leaving: the user has called ``exit()``.
+    """
+
+    displayhook_class, display_pub_class = Type(_Hook), Type(_Publisher)
+    system = InteractiveShell.system_raw  # its output goes where the rank's goes
+    tell: Tell
+    speaks = False
+    leaving = False
+    value = ""
+    error: list[str] | None = None
+    _render: Callable[[], None] | None = None
+
+    def enter(self, tell: Tell, look: dict[str, Any], speaks: bool) -> None:
+        """Belong to a rank from now on, and show things as the notebook's shell does."""
+        self.tell = tell
+        self.speaks = speaks
+        if look:
+            comm.create_comm = _Comm
+            self.set_hook("show_in_pager", page.as_hook(payloadpage.page), 99)  # type: ignore[no-untyped-call]
+        if (look := dict(look)).pop("is_kernel", False):
+            self.config["IPKernelApp"] = Config()  # by this tqdm, transformers, and rich know a notebook
+        for name, value in look.items():
+            if getattr(self, name) != value:
+                setattr(self, name, value)
+
+    def render(self) -> list[str]:
+        """Render the last error: up to a second of work."""
+        render, self.error, self._render = self._render, None, None
+        if render is not None:
+            render()
+        return self.error or []
+
+    @property
+    def has_shown_an_error(self) -> bool:
+        """Whether there is an error to render."""
+        return self._render is not None
+
+    def begin(self, count: int) -> None:
+        """Begin a cell."""
+        self.execution_count, self.value, self._render, self.leaving = count, "", None, False
+
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        sys.last_type, sys.last_value, sys.last_traceback = found = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
+        self._render = functools.partial(super().showtraceback, found, *args, **kwargs)
+        if self.call_pdb and isinstance(found[1], Exception):
+            self._render()  # and opens the debugger
+        elif threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the cell has failed already
+
+    def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+        self._render = functools.partial(super().showsyntaxerror, *args, **kwargs)
+
+    def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
+        self.error = stb
+
+    def init_display_formatter(self) -> None:
+        self.display_formatter = _Formatter(parent=self)
+        self.configurables.append(self.display_formatter)  # type: ignore[arg-type]
+
+    def ask_exit(self) -> None:
+        self.leaving = True
+
+    def enable_gui(self, gui: Any = None) -> None: ...
+
+
+def make() -> Shell:
+    """Make the shell, run a cell, and render an error: what each rank would otherwise do for its first one."""
+    config = Config({"HistoryManager": {"enabled": False}})  # nor a thread that would not survive the fork
+    module = types.ModuleType("__main__")
+    shell = Shell.instance(config=config, user_module=module, user_ns=vars(module))
+    shell.tell = lambda _: None
+    shell.run_cell("None")  # type: ignore[no-untyped-call]
+    shell.run_cell("1 / 0")  # type: ignore[no-untyped-call]
+    shell.render()
+    sys.last_type = sys.last_value = sys.last_traceback = None
+    shell.user_ns.pop("_i", None)
+    return shell

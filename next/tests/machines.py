@@ -1,0 +1,131 @@
+"""Machines for tests: one whose events are written down, and one that is reached by pickle, as Ray's actor is."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nbddp import payload
+from nbddp.kernel import start
+from nbddp.kernel.run import Run
+from nbddp.kernel.settings import Options, decide
+from nbddp.messages import Called, Failure, Leave, Ready, Report, Settings
+from nbddp.payload import Block
+from nbddp.process.machine import Event, LocalMachine
+
+
+class FakeMachine:
+    """A machine without processes: after a call come the events of its script, after ``Leave`` the ends.
+
+    Ranks that are interrupted report so, unless they are deaf.
+    """
+
+    def __init__(self, *script: Event, deaf: bool = False) -> None:
+        self._script, self._deaf, self._events = script, deaf, queue.SimpleQueue[Event]()
+        self.sent: list[Any] = []
+        self.signals: list[tuple[list[int], int]] = []
+        self.closed = False
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def store(self, size: int) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def start(self, settings: Settings, ranks: Sequence[int]) -> None:
+        self.settings, self.alive = settings, list(ranks)
+        for rank in ranks:
+            self.tell(message(rank, Ready(rank)))
+
+    def tell(self, *events: Event) -> None:
+        for event in events:
+            if event.kind == "exit":
+                self.alive.remove(event.rank)
+            self._events.put(event)
+
+    def call(self, order: Any, block: Block | None, ranks: Sequence[int]) -> None:
+        self.tell(*(message(rank, Called()) for rank in ranks), *self._script)
+
+    def events(self, wait_s: float) -> list[Event]:
+        try:
+            return [self._events.get(timeout=wait_s)]
+        except queue.Empty:
+            return []
+
+    def send(self, ranks: Sequence[int], message: Any) -> None:
+        self.sent.append(message)
+        if isinstance(message, Leave):
+            self._end(ranks, 0)
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        if ranks:
+            self.signals.append((list(ranks), number))
+        if number == signal.SIGKILL:
+            self._end(ranks, -number)
+        elif number == signal.SIGINT and not self._deaf:
+            self.tell(*(failed(rank, 9.0, "", "KeyboardInterrupt") for rank in ranks))
+
+    def _end(self, ranks: Sequence[int], code: int) -> None:
+        self.tell(*(Event("exit", rank, code) for rank in ranks if rank in self.alive))
+
+    def stacks(self, ranks: Sequence[int], wait_s: float) -> dict[int, str]:
+        return {}
+
+    def result(self, rank: int) -> Block | None:
+        return None
+
+    def end(self) -> None:
+        self.signal([*self.alive], signal.SIGKILL)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class PicklingMachine:
+    """This machine's ranks behind a wire: each argument and each answer goes through pickle."""
+
+    def __init__(self) -> None:
+        self._machine = LocalMachine()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            answer = getattr(self._machine, name)(*pickle.loads(pickle.dumps(args)))
+            return pickle.loads(pickle.dumps(answer))
+
+        return call
+
+
+def message(rank: int, what: Any) -> Event:
+    return Event("message", rank, what)
+
+
+def finished(rank: int, at: float = 1.0) -> Event:
+    return message(rank, Report(at))
+
+
+def failed(rank: int, at: float, text: str, kind: str = "RuntimeError") -> Event:
+    return message(rank, Report(at, failure=Failure("call", kind, f"{kind}: {text}")))
+
+
+def exited(rank: int, code: int) -> Event:
+    return Event("exit", rank, code)
+
+
+def run_on(machines: Callable[[], Sequence[Any]], fn: Callable[..., Any], *args: Any, **options: Any) -> Run[Any]:
+    """Carry out a run on these machines. Returns it when it's over, also if it failed."""
+    given = Options(**{"nprocs": 4, "show": False, "device": "cpu", **options})
+    run: Run[Any] = Run("train", given.nprocs or 1)
+    start.carry_out(run, decide("train", given), start.pack_call("train", fn, args, {}), given, machines)
+    return run
+
+
+def follow(nprocs: int, *scripts: Sequence[Event] | FakeMachine, **options: Any) -> Run[Any]:
+    """Follow the events that are written down, one script per attempt."""
+    machines = iter([each if isinstance(each, FakeMachine) else FakeMachine(*each) for each in scripts])
+    given = Options(nprocs=nprocs, show=False, device="cpu", **options)
+    run: Run[Any] = Run("train", nprocs)
+    start.carry_out(run, decide("train", given), payload.pack((print, (), {})), given, lambda: [next(machines)])
+    return run

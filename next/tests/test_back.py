@@ -1,0 +1,94 @@
+"""Results come back whole: large ones without deadlock, instances as instances of the notebook's own classes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nbddp
+from tests.support import Cells, run
+
+
+def test_values_are_by_rank_and_value_is_rank_0s(cell: Cells) -> None:
+    names = cell("import nbddp\ndef train(): return {'rank': nbddp.rank()}")
+    done = run(names.train, nprocs=3)
+    assert done.values == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert done.value == {"rank": 0}
+    assert (done.state, done.nprocs, done.error) == ("finished", 3, None)
+    assert 0 < done.seconds < 60
+
+
+def test_500_mb_come_back_without_deadlock(cell: Cells) -> None:
+    """A queue's pipe holds 64 kB: a launcher that joins before it reads hangs."""
+    names = cell("""
+        import torch, numpy, nbddp
+        def train():
+            big = torch.full((125_000_000,), float(nbddp.rank() + 1))
+            return (big, big[:10]) if nbddp.rank() == 0 else numpy.arange(1_000_000)
+    """)
+    done = run(names.train, timeout=120)
+    big, part = done.values[0]
+    assert big.nbytes == 500_000_000
+    assert big.device.type == "cpu"
+    assert bool((big == 1).all())
+    part.fill_(7)
+    assert big[9].item() == 7  # views still share storage
+    assert done.values[1].sum() == 499_999_500_000
+
+
+def test_a_trained_model_is_an_instance_of_the_notebooks_class(cell: Cells) -> None:
+    """Unpickled by value it would be an instance of a second class of the same name."""
+    names = cell("""
+        import torch, torch.distributed as dist
+        class Net(torch.nn.Module):
+            made = []
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(3, 1)
+            def forward(self, x): return super().__repr__() and self.layer(x)
+        Config = __import__("dataclasses").make_dataclass("Config", ["lr"])
+        import enum
+        class Mode(enum.Enum):
+            A = 1
+        def train():
+            Net.made.append("in a rank")
+            Net.poison = True
+            model = torch.nn.parallel.DistributedDataParallel(Net())
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            before = model.module.layer.weight.detach().clone()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            return model, before, Mode.A, [Net], Net
+    """)
+    identity = id(names.Net)
+    for model, before, mode, listed, net in run(names.train, seed=0).values:
+        assert type(model) is names.Net  # the DDP wrapper is gone with its group
+        assert mode is names.Mode.A
+        assert listed == [names.Net]
+        assert net is names.Net
+        assert not torch.equal(model.layer.weight, before)
+        assert model(torch.ones(1, 3)).shape == (1, 1)
+    assert id(cell.main.Net) == identity
+    assert names.Net.made == []
+    assert not hasattr(names.Net, "poison")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_unpicklable_result_is_named_and_the_rest_is_in_partial(cell: Cells, rank: int) -> None:
+    names = cell("""
+        import threading, nbddp
+        def train(bad):
+            return {"fine": 1, "lock": threading.Lock()} if nbddp.rank() == bad else "fine"
+    """)
+    with pytest.raises(nbddp.PayloadError) as caught:
+        run(names.train, rank)
+    assert caught.value.path == ("the result", "['lock']")
+    assert f"returned on rank {rank}" in str(caught.value)
+    assert ".partial" in str(caught.value)
+    partial = caught.value.partial
+    assert partial is not None
+    assert partial[1 - rank] == "fine"
+    assert partial[rank]["fine"] == 1
+    assert partial[rank]["lock"].text.startswith("<unlocked _thread.lock")
+    assert "stayed on its rank: cannot pickle" in repr(partial[rank])
+    assert nbddp.last_run().state == "failed"

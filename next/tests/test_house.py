@@ -1,0 +1,62 @@
+"""The package's rooms and their imports: none goes upwards or in a circle, and no two files have one name."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import nbddp
+
+PACKAGE = Path(nbddp.__file__).parent
+# A room may import those to its right; modules directly in nbddp/ are the ground.
+ROOMS = ["magic", "job", "kernel", "ray", "process", "worker", "helpers", "panel", "loggers", "history", "payload", ""]
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {_module(path): path for path in FILES}
+
+
+def _room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else ""
+
+
+def _imports(module: str) -> set[str]:
+    """Also inside functions and under TYPE_CHECKING."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "nbddp"}
+        elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "nbddp":
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in names}
+    return found - {module}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_what_is_below_it(module: str) -> None:
+    upward = {name for name in _imports(module) if ROOMS.index(_room(name)) < ROOMS.index(_room(module))}
+    assert upward == set()
+    assert "nbddp" not in _imports(module)  # the face imports all of them
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    left = {module: _imports(module) for module in MODULES}
+    while leaves := {module for module, imported in left.items() if not imported & set(left)}:
+        left = {module: imported for module, imported in left.items() if module not in leaves}
+    assert left == {}
+
+
+def test_no_room_has_the_name_of_a_public_one_and_no_two_files_have_one_name() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms <= set(ROOMS)
+    assert rooms & set(dir(nbddp)) == set()
+    names = Counter(path.name for path in FILES if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []

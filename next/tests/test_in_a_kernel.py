@@ -1,0 +1,67 @@
+"""What a function shows and asks in a notebook: displays, figures, ``input()``, debuggers."""
+
+from __future__ import annotations
+
+from tests.support import Notebook, out
+
+
+def test_rank_0s_displays_and_figures_are_the_cells(notebook: Notebook) -> None:
+    notebook.ok("""
+        import nbddp
+        from IPython.display import HTML, display
+        import matplotlib.pyplot as plt
+        def show():
+            display(HTML(f"<b>{nbddp.rank()}</b>"))
+            plt.plot([1, 2])
+            plt.show()
+    """)
+    shown = notebook.ok("nbddp.run(show, nprocs=2, device='cpu')").data
+    assert [data["text/html"] for data in shown if "text/html" in data] == ["<b>0</b>"]
+    assert ["image/png" in data for data in shown].count(True) == 1
+
+
+def test_input_asks_rank_0_and_every_rank_gets_its_own_answer(notebook: Notebook) -> None:
+    notebook.ok("import nbddp\ndef ask(): return input('name? ') if nbddp.rank() == 0 else 'nobody'")
+    talk = notebook.talk("nbddp.run(ask, nprocs=2, device='cpu', show=False).values", ["Ada"])
+    assert talk.prompts == ["[rank 0] name? "]
+    assert talk.result == "['Ada', 'nobody']"
+
+
+def test_breakpoint_opens_the_debugger_where_the_ranks_are(notebook: Notebook) -> None:
+    notebook.ok("""
+        import nbddp
+        def train(x):
+            y = x + 1
+            breakpoint()
+            return y
+    """)
+    talk = notebook.talk("nbddp.run(train, (3,), nprocs=2, device='cpu', show=False).values", ["p y", "y = 7", "c"])
+    assert "4\n" in talk.shown
+    assert talk.result == "[7, 7]"
+
+
+def test_pdb_opens_the_debugger_where_a_rank_failed(notebook: Notebook) -> None:
+    notebook.ok("import nbddp\ndef train():\n    z = 41\n    1 / 0")
+    talk = notebook.talk("nbddp.run(train, nprocs=1, device='cpu', pdb=True, show=False)", ["p z + 1", "q"])
+    assert "42\n" in talk.shown
+    assert talk.ename == "RankError"
+
+
+def test_a_run_waits_in_an_async_cell(notebook: Notebook) -> None:
+    notebook.ok("import nbddp\ndef train(): return nbddp.rank()")
+    reply = notebook.ok("r = nbddp.run(train, nprocs=2, device='cpu', wait=False)\n(await r).values, r.state")
+    assert out(reply) == "([0, 1], 'finished')"
+
+
+def test_another_thread_stops_the_run_of_a_cell(notebook: Notebook) -> None:
+    notebook.ok("""
+        import nbddp, threading, time
+        def train():
+            while True: time.sleep(0.01)
+        def end():
+            while (run := nbddp.last_run()).name != "waits" or run.state == "starting": time.sleep(0.01)
+            run.stop()
+        threading.Thread(target=end).start()
+    """)
+    reply = notebook.cell("nbddp.run(train, nprocs=2, device='cpu', name='waits', show=False)")
+    assert (reply.ename, reply.evalue.split(" after")[0]) == ("KeyboardInterrupt", "waits was stopped")

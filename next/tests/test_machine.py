@@ -1,0 +1,121 @@
+"""What every machine does, reached directly or by pickle, with all ranks or with half of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import nbddp
+from nbddp.kernel.session import Session
+from nbddp.process.machine import LocalMachine
+from tests.machines import PicklingMachine, run_on
+from tests.support import Cells, wait_until
+
+Machines = Callable[[], Sequence[Any]]
+MACHINES = {
+    "here": lambda: [LocalMachine()],
+    "behind a wire": lambda: [PicklingMachine()],
+    "two": lambda: [LocalMachine(), LocalMachine()],
+    "two behind wires": lambda: [PicklingMachine(), PicklingMachine()],
+}
+
+
+@pytest.fixture(params=MACHINES)
+def machines(request: pytest.FixtureRequest) -> Machines:
+    return MACHINES[request.param]
+
+
+def test_ranks_meet_and_their_values_metrics_and_output_arrive(cell: Cells, machines: Machines) -> None:
+    names = cell("""
+        import nbddp, os, torch
+        def train(x):
+            nbddp.log(loss=x)
+            print("hi", nbddp.rank())
+            return nbddp.all_reduce(nbddp.rank()), nbddp.local_rank(), int(os.environ["GROUP_RANK"]), torch.ones(2)
+    """)
+    run = run_on(machines, names.train, 1.5)
+    each = 1 + max(value[1] for value in run.values)
+    assert [value[:3] for value in run.values] == [(6, rank % each, rank // each) for rank in range(4)]
+    assert all(value[3].tolist() == [1, 1] for value in run.values)
+    assert run.logs() == "".join(f"[rank {rank}] hi {rank}\n" for rank in range(4))
+    assert run.history["loss"].values.tolist() == [1.5]
+
+
+def test_the_first_failure_has_its_cause(cell: Cells, machines: Machines) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            if nbddp.rank() == 3:
+                raise KeyError("missing")
+            nbddp.barrier()
+    """)
+    error = run_on(machines, names.train).error
+    assert (type(error), error.rank, error.cause.args) == (nbddp.RankError, 3, ("missing",))
+
+
+def test_output_and_metrics_come_before_the_report(cell: Cells, machines: Machines) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            for step in range(20_000):
+                nbddp.log(loss=step)
+                if step % 10 == 0: print(step, "x" * 200)
+    """)
+    run = run_on(machines, names.train)
+    assert run.history["loss"].steps.tolist() == list(range(20_000))
+    assert [line.split()[0] for line in run.logs(3).splitlines()] == [str(step) for step in range(0, 20_000, 10)]
+
+
+def test_a_rank_that_dies_keeps_its_last_words_and_is_restarted(cell: Cells, machines: Machines) -> None:
+    names = cell("""
+        import nbddp, os
+        def train():
+            nbddp.log(loss=nbddp.restart_count())
+            print("last words", flush=True)
+            if nbddp.rank() == 2: os.kill(os.getpid(), 9)
+            nbddp.barrier()
+    """)
+    run = run_on(machines, names.train, max_restarts=1)
+    assert (type(run.error), run.error.rank, run.restarts) == (nbddp.RankDied, 2, 1)
+    assert "last words" in str(run.error)
+    assert run.history["loss"].values[-1] == 1
+
+
+def test_data_and_results_of_tens_of_megabytes_arrive_whole(cell: Cells, machines: Machines) -> None:
+    names = cell("""
+        import nbddp, torch
+        data = torch.arange(8 << 20, dtype=torch.float32)  # 32 MB
+        def train(data): return data + nbddp.rank()
+    """)
+    values = run_on(machines, names.train, names.data, nprocs=2).values
+    assert all((value == names.data + rank).all() for rank, value in enumerate(values))
+
+
+def test_stacks_say_where_each_rank_is_until_it_is_stopped(cell: Cells, machines: Machines) -> None:
+    train = cell("import time\ndef train():\n    while True: time.sleep(0.01)").train
+    with ThreadPoolExecutor() as pool:
+        before = nbddp.last_run()
+        over = pool.submit(run_on, machines, train)
+        wait_until(lambda: nbddp.last_run() is not before)
+        run = nbddp.last_run()
+        wait_until(lambda: run.state == "running")
+        stacks = run.stacks()
+        run.stop()
+    assert (list(stacks), over.result().state) == ([0, 1, 2, 3], "stopped")
+    assert all("in train" in stack for stack in stacks.values())
+
+
+def test_a_session_goes_on_after_a_failure(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "_machines", staticmethod(machines))
+    with nbddp.Session(nprocs=4, device="cpu") as session:
+        session.cell("import nbddp\nr = nbddp.rank()\nx = nbddp.all_reduce(r)")
+        assert session.pull("x") == 6
+        assert session.run(lambda: nbddp.rank() * 2).values == [0, 2, 4, 6]
+        with pytest.raises(nbddp.NbddpError, match="boom") as caught:
+            session.cell("if r == 2: raise ValueError('boom')\nnbddp.barrier()")
+        assert type(caught.value).__name__ == "ValueError"
+        session.cell("y = nbddp.all_reduce(1)")
+        assert session.pull("y", "r") == (4, 0)

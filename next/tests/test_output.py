@@ -1,0 +1,94 @@
+"""Output of every rank, from Python, C and subprocesses: whole lines, labelled, and a flood blocks nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+import nbddp
+from tests.support import Cells, Notebook, run
+
+
+def test_logs_of_all_ranks_are_labelled_line_by_line(cell: Cells) -> None:
+    names = cell("import nbddp\ndef train():\n    for i in range(3): print('line', i, 'of', nbddp.rank())")
+    done = run(names.train)
+    assert done.logs() == "".join(f"[rank {rank}] line {i} of {rank}\n" for rank in range(2) for i in range(3))
+    with pytest.raises(ValueError, match="no rank 2"):
+        done.logs(2)
+
+
+def test_carriage_return_bars_are_folded(cell: Cells) -> None:
+    pytest.importorskip("tqdm")
+    names = cell("""
+        import sys, time, tqdm
+        def train():
+            print("before")
+            for _ in tqdm.tqdm(range(1000), file=sys.stdout, mininterval=0):
+                pass
+            print("10%\\r50%\\r100%")
+            print("after")
+    """)
+    done = run(names.train)
+    lines = done.logs(0).splitlines()
+    assert [lines[0], lines[-2], lines[-1]] == ["before", "100%", "after"]
+    assert len(lines) <= 5
+    assert re.search(r"100%.*1000/1000", done.logs(0))
+    assert "\r" not in done.logs()
+
+
+def test_output_before_a_crash_is_kept(cell: Cells) -> None:
+    names = cell("""
+        import os, signal, nbddp
+        def train():
+            print("last words, of rank", nbddp.rank())
+            if nbddp.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            nbddp.barrier()
+    """)
+    with pytest.raises(nbddp.RankDied, match="last words, of rank 1"):
+        run(names.train)
+    failed = nbddp.last_run()
+    assert failed is not None
+    assert failed.logs(1) == "last words, of rank 1\n"
+
+
+def test_two_hundred_mb_of_output_keep_the_last_4_mib(cell: Cells) -> None:
+    """Scaled to 200 MB: what is kept must not grow with it, neither here nor, after the run, on the disk."""
+    names = cell("""
+        import os
+        def train():
+            block = b"".join(b"%099d\\n" % i for i in range(10_000))
+            for _ in range(200):
+                os.write(1, block)
+    """)
+    done = run(names.train, nprocs=1, timeout=100)
+    text = done.logs(0)
+    first, _, rest = text.partition("\n")
+    assert (dropped := re.fullmatch(r"\[([\d,]+) older bytes are no longer kept\]", first))
+    assert 4 << 20 <= len(rest) <= 8 << 20
+    assert int(dropped[1].replace(",", "")) + len(rest) == 200_000_000
+    assert rest.endswith(f"{9999:099d}\n")
+
+
+def test_rank_0s_output_is_shown_in_the_cell_while_it_runs(notebook: Notebook) -> None:
+    notebook.ok("""
+        import nbddp, time, os
+        def train(path):
+            print("early", nbddp.rank())
+            while not os.path.exists(path):
+                time.sleep(0.01)
+            print("late", nbddp.rank())
+    """)
+    path = f"{os.environ['TMPDIR']}/go"
+    message = notebook.begin(f"nbddp.run(train, ({path!r},), nprocs=2, device='cpu')")
+    shown = notebook.shown_so_far(message, until="early 0")
+    assert "late" not in shown
+    with open(path, "w"):
+        pass
+    shown += notebook.end_of(message).shown
+    os.unlink(path)
+    assert "late 0\n" in shown
+    assert "early 1" not in shown
+    assert "finished" in shown

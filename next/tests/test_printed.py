@@ -1,0 +1,66 @@
+"""Output is shown as a terminal would show it, wherever its bytes are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbddp.kernel.failure import RankState
+from nbddp.kernel.page import Page
+from nbddp.process.machine import Event
+from nbddp.process.output import Output
+from nbddp.text import fold
+
+TEXT = st.text(st.sampled_from("ab\r\n é€😀\0\x1b"), max_size=60)
+RAW = st.one_of(
+    TEXT.map(str.encode), st.binary(max_size=40), st.lists(TEXT.map(str.encode), max_size=3).map(b"\xff".join)
+)
+CUTS = st.lists(st.integers(1, 7), max_size=60)
+
+
+def terminal(text: str) -> str:
+    """A screen whose cursor goes to the line's start by a carriage return, and clears the line with what comes next."""
+    lines = [""]
+    returned = False
+    for char in text:
+        if char == "\n":
+            lines.append("")
+            returned = False
+        elif char == "\r":
+            returned = True
+        else:
+            lines[-1] = char if returned else lines[-1] + char
+            returned = False
+    return "\n".join(lines)
+
+
+def pieces(data: bytes, cuts: list[int]) -> Iterator[bytes]:
+    position = 0
+    for cut in cuts:
+        yield data[position : position + cut]
+        position += cut
+    yield data[position:]
+
+
+@given(TEXT)
+def test_folded_text_is_what_a_terminal_shows(text: str) -> None:
+    assert fold(text) == terminal(text)
+    assert fold(fold(text)) == fold(text)
+
+
+@given(RAW, RAW, CUTS)
+def test_the_cell_and_the_logs_have_all_output_wherever_it_is_cut(before: bytes, data: bytes, cuts: list[int]) -> None:
+    output, page, shown = Output(), Page([RankState(0)]), []
+    page.write = shown.append  # type: ignore[method-assign]
+    output.add(before)
+    begin = output.size
+    for piece in pieces(data, cuts):
+        output.add(piece)
+        page.take(Event("output", 0, piece))
+    whole = data.decode("utf-8", "replace")
+    assert output.text(begin) == terminal(whole)
+    # A character that was never finished waits for its other half.
+    assert whole.startswith("".join(shown))
+    assert len(whole) - len("".join(shown)) <= 1

@@ -1,0 +1,238 @@
+"""What a rank finds: its process group, environment, device, threads and seeds, and any group that it makes itself."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+import nbddp
+from tests.support import Cells, run
+
+CONTRACT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def test_the_process_group_is_ready_and_collectives_are_right(cell: Cells) -> None:
+    names = cell("""
+        import torch, torch.distributed as dist
+        def train():
+            x = torch.tensor([float(dist.get_rank() + 1)])
+            dist.all_reduce(x)
+            seen = [None] * dist.get_world_size()
+            dist.all_gather_object(seen, dist.get_rank())
+            return dist.get_backend(), dist.get_world_size(), x.item(), seen
+    """)
+    assert run(names.train, nprocs=4).values == [("gloo", 4, 10.0, [0, 1, 2, 3])] * 4
+
+
+def test_the_environment_is_torchruns(cell: Cells) -> None:
+    names = cell("""
+        import os
+        def train(): return {k: v for k, v in os.environ.items() if k.startswith("TORCHELASTIC") or k in wanted}
+    """)
+    names = cell(f"wanted = {(*CONTRACT, 'GROUP_RANK', 'ROLE_RANK', 'ROLE_WORLD_SIZE', 'ACCELERATE_USE_CPU')!r}")
+    for init in (True, False):
+        values = run(names.train, nprocs=3, init_process_group=init).values
+        assert len({value["MASTER_PORT"] for value in values}) == 1
+        for rank, value in enumerate(values):
+            assert value["RANK"] == value["LOCAL_RANK"] == value["ROLE_RANK"] == str(rank)
+            assert value["WORLD_SIZE"] == value["LOCAL_WORLD_SIZE"] == value["ROLE_WORLD_SIZE"] == "3"
+            assert value["MASTER_ADDR"] == "127.0.0.1"
+            assert value["GROUP_RANK"] == "0"
+            assert value["TORCHELASTIC_RESTART_COUNT"] == value["TORCHELASTIC_MAX_RESTARTS"] == "0"
+            assert value["TORCHELASTIC_RUN_ID"].startswith("nbddp-")
+            assert value["ACCELERATE_USE_CPU"] == "true"
+    assert not any(key in os.environ for key in CONTRACT)
+
+
+def test_init_false_makes_no_process_group(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch.distributed as dist
+        def train(): return dist.is_initialized(), nbddp.rank(), nbddp.world_size()
+    """)
+    assert run(names.train, init_process_group=False).values == [(False, 0, 2), (False, 1, 2)]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("init", [True, False], ids=["group ready", "init_process_group=False"])
+@pytest.mark.parametrize("url", ["default", "env://", "own port", "tcp://", "file://", "store"])
+def test_a_function_can_make_its_own_process_group(cell: Cells, tmp_path: Path, url: str, init: bool) -> None:
+    """With a group already up torch says "trying to initialize the default process group twice"."""
+    names = cell("""
+        import os, nbddp, torch, torch.distributed as dist
+        def train(url, port, path):
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            numbers = dict(rank=rank, world_size=world_size)
+            if url == "default":
+                dist.init_process_group("gloo")
+            elif url == "env://":
+                dist.init_process_group("gloo", init_method="env://", **numbers)
+            elif url == "own port":
+                os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
+                dist.init_process_group("gloo", **numbers)
+            elif url == "tcp://":
+                dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", **numbers)
+            elif url == "file://":
+                dist.init_process_group("gloo", init_method=f"file://{path}/meet", **numbers)
+            else:
+                dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", world_size), **numbers)
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            dist.barrier()
+            dist.destroy_process_group()
+            return x.item(), dist.is_initialized(), nbddp.world_size()
+    """)
+    assert (
+        run(names.train, url, _free_port(), str(tmp_path), init_process_group=init, timeout=60).values
+        == [(2.0, False, 2)] * 2
+    )
+
+
+def test_ddp_trains_and_every_rank_holds_the_same_moved_weights(cell: Cells) -> None:
+    names = cell("""
+        import torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        def train(steps):
+            rank = dist.get_rank()
+            model = DDP(torch.nn.Linear(4, 1))
+            before = model.module.weight.detach().clone()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            torch.manual_seed(100 + rank)
+            for _ in range(steps):
+                x = torch.randn(8, 4)
+                loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+                optimizer.zero_grad(); loss.backward(); optimizer.step()
+            return dist.get_world_size(), before, model.module.weight.detach(), loss.item()
+    """)
+    first, second = run(names.train, 50, seed=0).values
+    assert first[0] == second[0] == 2
+    assert torch.equal(first[1], second[1])
+    assert torch.equal(first[2], second[2])
+    assert (first[2] - first[1]).abs().max() > 0.3
+    assert first[3] < 0.1
+
+
+@pytest.mark.parametrize(
+    "workers", ["fork", *(pytest.param(each, marks=pytest.mark.long) for each in ("spawn", "forkserver"))]
+)
+def test_dataloader_workers_work_inside_ranks_with_every_start_method(cell: Cells, workers: str) -> None:
+    """Their start method is the platform's or the user's, never an accident of how the rank was started."""
+    names = cell("""
+        import torch, torch.distributed as dist
+        class Squares(torch.utils.data.Dataset):
+            def __len__(self): return 8
+            def __getitem__(self, i): return torch.tensor(i * i)
+        def collate(items): return torch.stack(items) + offset
+        offset = 1
+        def train(method):
+            loader = torch.utils.data.DataLoader(
+                Squares(), batch_size=2, num_workers=2, collate_fn=collate, multiprocessing_context=method)
+            total = sum(int(batch.sum()) for epoch in range(2) for batch in loader)
+            dist.barrier()
+            return total
+    """)
+    expected = 2 * sum(i * i + 1 for i in range(8))
+    assert run(names.train, workers, timeout=100).values == [expected, expected]
+
+
+def test_seeds_differ_by_rank_and_repeat_by_run(cell: Cells) -> None:
+    names = cell("""
+        import random, numpy, torch
+        def train(): return random.random(), float(numpy.random.rand()), torch.rand(1).item(), torch.initial_seed()
+    """)
+    first, again, other = (run(names.train, seed=seed).values for seed in (7, 7, 8))
+    assert first == again
+    assert [value[3] for value in first] == [7, 8]
+    assert first[0] != first[1]
+    assert other[0] == first[1]  # seed + rank
+    unseeded = run(names.train).values
+    assert unseeded[0][2] != unseeded[1][2]
+    assert unseeded != run(names.train).values
+
+
+def test_a_run_leaves_the_notebooks_random_state_alone(cell: Cells) -> None:
+    import random
+
+    import numpy as np
+
+    names = cell("def train(): return 1")
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    run(names.train, seed=3, deterministic=True)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_unseeded_ranks_of_two_runs_do_not_repeat_the_fork_servers_numbers(cell: Cells) -> None:
+    """A forked process inherits the generator's state: every rank of every run would draw the same numbers."""
+    names = cell("""
+        import random, numpy, torch, uuid
+        def train(): return torch.rand(1).item(), random.random(), float(numpy.random.rand())
+    """)
+    drawn = [value for _ in range(2) for value in run(names.train).values]
+    for column in zip(*drawn):
+        assert len(set(column)) == 4
+
+
+def test_threads_are_divided_among_the_ranks(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = cell("""
+        import os, torch
+        def train(): return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+    """)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    for nprocs in (1, 2, 3):
+        threads = max(1, cores // nprocs)
+        assert run(names.train, nprocs=nprocs).values == [(threads, str(threads))] * nprocs
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert run(names.train).values == [(3, "3")] * 2
+
+
+def test_each_rank_has_its_own_session(cell: Cells) -> None:
+    """Jupyter interrupts the kernel's whole process group; only the kernel side decides about ranks."""
+    names = cell("import os\ndef train(): return os.getsid(0), os.getpgrp(), os.getpid()")
+    values = run(names.train).values
+    assert all(session == group == pid for session, group, pid in values)
+    assert os.getsid(0) not in {value[0] for value in values}
+
+
+def test_runs_of_1_and_of_32_ranks_work(cell: Cells) -> None:
+    names = cell("import nbddp\ndef train(): return nbddp.rank(), nbddp.world_size(), nbddp.all_reduce(1, 'sum')")
+    assert run(names.train, nprocs=1).values == [(0, 1, 1)]
+    assert run(names.train, nprocs=32, timeout=120).values == [(rank, 32, 32) for rank in range(32)]
+
+
+def test_restart_count_grows_with_each_failure_up_to_max_restarts(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        import nbddp, os
+        def train():
+            count = nbddp.restart_count()
+            open(f"ran-{count}-{nbddp.rank()}", "w").close()
+            nbddp.barrier()
+            if count < 2 and nbddp.rank() == 1:
+                raise RuntimeError(f"attempt {count}")
+            return count, os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
+    """)
+    assert run(names.train, max_restarts=3).values == [(2, "2", "3")] * 2
+    assert len(list(in_folder.iterdir())) == 6
+    with pytest.raises(nbddp.RankError, match="attempt 1") as caught:
+        run(names.train, max_restarts=1)
+    assert caught.value.rank == 1
+
+
+def test_the_notebooks_time_zone_and_arguments_are_the_ranks(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = cell("import sys, time\ndef train(): return time.strftime('%H', time.localtime(0)), sys.argv")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1"])
+    assert run(names.train).values == [("09", ["train.py", "--lr", "0.1"])] * 2
+    monkeypatch.setattr("sys.argv", ["/usr/lib/ipykernel_launcher.py", "-f", "kernel.json"])
+    assert run(names.train).values == [("09", ["train"])] * 2

@@ -1,0 +1,93 @@
+"""Restarts after a failure: steps, errors and counts are right, and a stop, interrupt or timeout is not restarted."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+
+import nbddp
+from tests.support import Cells, run, start, wait_until
+
+RESUMING = """
+    import nbddp, os, signal, torch
+    def train(deaths, steps=12):
+        found = nbddp.load_snapshot("s.pt") or {"step": -1, "weights": torch.zeros(3)}
+        weights = found["weights"]
+        for step in range(found["step"] + 1, steps):
+            weights += 1
+            nbddp.log(loss=float(weights[0]))
+            nbddp.barrier()
+            if step in deaths[nbddp.restart_count():nbddp.restart_count() + 1] and nbddp.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            nbddp.barrier()  # a rank shall not be beyond the step in which another dies
+            if step % 5 == 4:
+                nbddp.save_snapshot("s.pt", step=step, weights=weights)
+                nbddp.barrier()
+        return float(weights[0]), nbddp.restart_count()
+"""
+
+
+def test_the_last_error_is_raised_and_names_the_first(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, os
+        def train():
+            if nbddp.rank() == 1:
+                if nbddp.restart_count() == 0: os._exit(7)
+                raise ValueError(f"attempt {nbddp.restart_count()}")
+            nbddp.barrier()
+    """)
+    with pytest.raises(nbddp.RankError, match="attempt 2") as raised:
+        run(names.train, max_restarts=2)
+    error = raised.value
+    assert isinstance(error.first, nbddp.RankDied)
+    assert (error.restarts, error.first.exitcode) == (2, 7)
+    told = "That was after 2 restarts; the first failure was RankDied: rank 1 of 2 ended with exit code 7"
+    assert told in str(error)
+    assert told in "\n".join(error._render_traceback_())
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_one_killed_rank_of_four_restarts_all_four(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        import nbddp, time
+        def train():
+            nbddp.barrier()
+            if nbddp.restart_count(): return nbddp.world_size(), nbddp.all_reduce(1.0, op="sum")
+            open(f"ready-{nbddp.rank()}", "w").close()
+            time.sleep(1000)
+    """)
+    going = start(names.train, nprocs=4, max_restarts=1)
+    wait_until(lambda: len(os.listdir()) == 4)
+    old = list(going.pids)
+    os.kill(old[2], signal.SIGKILL)
+    assert going.wait().values == [(4, 4.0)] * 4
+    assert not set(old) & set(going.pids)
+
+
+def test_a_resumed_run_has_every_step_once(cell: Cells, in_folder: Path) -> None:
+    finished = run(cell(RESUMING).train, [7, 11], max_restarts=3)
+    assert finished.values == [(12.0, 2)] * 2
+    # log() counted on from the snapshot, and what was logged twice counts once.
+    steps, values = finished.history["loss"]
+    assert steps.tolist() == list(range(12))
+    assert values.tolist() == [step + 1.0 for step in range(12)]
+    assert [restart.step for restart in finished.history.restarts] == [5, 10]
+    assert "RankDied: rank 1 of 2 was killed by SIGKILL" in finished.history.restarts[0].reason
+
+
+def test_a_stop_is_not_restarted(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        import nbddp, time
+        def train():
+            open(f"started-{nbddp.rank()}-{nbddp.restart_count()}", "w").close()
+            time.sleep(1000)
+    """)
+    going = start(names.train, max_restarts=3)
+    wait_until(lambda: len(os.listdir()) == 2)
+    going.stop()
+    assert (going.state, going.restarts) == ("stopped", 0)
+    assert sorted(os.listdir()) == ["started-0-0", "started-1-0"]

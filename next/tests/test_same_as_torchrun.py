@@ -1,0 +1,184 @@
+"""The same seed gives bit for bit the weights that ``torchrun`` gives, and the official tutorial trains."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import Cells, run, script
+
+# One source for both: a cell here, a script there. mse_loss and not the tutorial's cross_entropy on one class, whose
+# gradient is 0: its weights never move, and equal ones would prove nothing.
+TRAIN = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+class MyTrainDataset(Dataset):
+    def __init__(self, size):
+        generator = torch.Generator().manual_seed(0)
+        self.data = [(torch.rand(20, generator=generator), torch.rand(1, generator=generator)) for _ in range(size)]
+    def __len__(self): return len(self.data)
+    def __getitem__(self, index): return self.data[index]
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.2),
+            torch.nn.Linear(64, 1))
+    def forward(self, x): return self.layers(x)
+
+def train(seed, epochs=3):
+    torch.manual_seed(seed + dist.get_rank())
+    model = DDP(Net())
+    first = {k: v.clone() for k, v in model.module.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sampler = DistributedSampler(dataset := MyTrainDataset(512))
+    losses = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(dataset, batch_size=32, sampler=sampler):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return first, model.module.state_dict(), losses, dist.get_world_size(), torch.get_num_threads()
+"""
+
+
+def _digest(state: dict[str, torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_weights_equal_torchruns_bit_for_bit(
+    cell: Cells, tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = tmp_path / "train_script.py"
+    path.write_text(
+        TRAIN
+        + "\ndist.init_process_group('gloo')\nresult = train(7)\n"
+        + f"torch.save(result, r'{tmp_path}/%d.pt' % dist.get_rank())\ndist.destroy_process_group()\n"
+    )
+    ended = script(
+        "import sys, torch.distributed.run as r\nr.main(sys.argv[1:])",
+        "--standalone", f"--nproc-per-node={world_size}", str(path),
+        TMPDIR=str(tmp_path),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    theirs = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
+    names = cell(TRAIN)
+    ours = run(names.train, 7, nprocs=world_size).values
+    seeded = run(cell(TRAIN.replace("torch.manual_seed(seed + dist.get_rank())", "")).train, 7,
+                 nprocs=world_size, seed=7).values  # fmt: skip
+    for rank in range(world_size):
+        assert ours[rank][3:] == theirs[rank][3:] == (world_size, 1)
+        assert ours[rank][2] == theirs[rank][2] == seeded[rank][2]
+        # BatchNorm's running statistics are rank 0's own, broadcast before each forward.
+        assert _digest(ours[rank][0]) == _digest(theirs[rank][0])
+        assert _digest(ours[rank][1]) == _digest(theirs[rank][1]) == _digest(seeded[rank][1])
+    weight = "layers.0.weight"
+    assert not torch.equal(ours[0][0][weight], ours[0][1][weight])  # it moved
+    assert torch.equal(ours[0][1][weight], ours[1][1][weight])  # on all ranks alike
+    assert sum(ours[0][2][-4:]) < sum(ours[0][2][:4]) / 2  # and learned
+
+
+def test_helpers_and_plain_torch_give_the_same_weights(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``wrap`` and ``loader`` are thin names: nothing of the numbers changes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    names = cell(
+        TRAIN
+        + """
+import nbddp
+def with_helpers(seed, epochs=3):
+    torch.manual_seed(seed + nbddp.rank())
+    model = nbddp.wrap(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = nbddp.loader(MyTrainDataset(512), batch_size=32, shuffle=True)
+    for epoch in nbddp.progress(range(epochs)):
+        for x, y in loader:
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+            nbddp.log(loss=loss)
+    return model.module.state_dict()
+"""
+    )
+    plain = run(names.train, 3).values[0][1]
+    helped = run(names.with_helpers, 3)
+    assert _digest(plain) == _digest(helped.value)
+    assert len(helped.history["loss"].values) == 3 * 8
+
+
+def test_the_official_tutorial_series_trains_and_resumes_in_a_notebook(cell: Cells, in_folder: Path) -> None:
+    """A helper module, a relative path, a snapshot, and the resume that repeats no finished epoch."""
+    (in_folder / "datautils.py").write_text(
+        "import torch\nfrom torch.utils.data import Dataset\n"
+        "class MyTrainDataset(Dataset):\n"
+        "    def __init__(self, size):\n"
+        "        g = torch.Generator().manual_seed(0)\n"
+        "        self.data = [(torch.rand(20, generator=g), torch.rand(1, generator=g)) for _ in range(size)]\n"
+        "    def __len__(self): return len(self.data)\n"
+        "    def __getitem__(self, i): return self.data[i]\n"
+    )
+    names = cell("""
+        import sys
+        sys.path.insert(0, "")
+        import os, torch, torch.distributed as dist, nbddp
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        class Trainer:
+            def __init__(self, path):
+                from datautils import MyTrainDataset
+                self.rank = int(os.environ["LOCAL_RANK"])
+                self.path, self.epochs_run = path, 0
+                torch.manual_seed(0)
+                model = torch.nn.Linear(20, 1)
+                if os.path.exists(path):
+                    snapshot = torch.load(path)
+                    model.load_state_dict(snapshot["model"])
+                    self.epochs_run = snapshot["epochs_run"]
+                dist.barrier()
+                self.model = DDP(model)
+                self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+                data = MyTrainDataset(256)
+                self.data = torch.utils.data.DataLoader(
+                    data, batch_size=32, sampler=torch.utils.data.DistributedSampler(data))
+            def train(self, max_epochs):
+                ran = []
+                for epoch in range(self.epochs_run, max_epochs):
+                    self.data.sampler.set_epoch(epoch)
+                    for x, y in self.data:
+                        self.optimizer.zero_grad()
+                        torch.nn.functional.mse_loss(self.model(x), y).backward()
+                        self.optimizer.step()
+                    ran.append(epoch)
+                    if self.rank == 0:
+                        torch.save({"model": self.model.module.state_dict(), "epochs_run": epoch + 1}, self.path)
+                return ran, self.model.module.weight.detach()
+        def main(max_epochs):
+            dist.init_process_group("gloo")
+            result = Trainer("snapshot.pt").train(max_epochs)
+            dist.destroy_process_group()
+            return result
+    """)
+    try:
+        (ran, half), _ = run(names.main, 2, init_process_group=False).values
+        assert ran == [0, 1]
+        (ran, resumed), (_, other) = run(names.main, 4).values
+        assert ran == [2, 3]
+        os.unlink("snapshot.pt")
+        (ran, straight), _ = run(names.main, 4).values
+        assert ran == [0, 1, 2, 3]
+    finally:
+        import sys
+
+        sys.path.remove("")
+    assert torch.equal(resumed, straight)
+    assert torch.equal(resumed, other)
+    assert not torch.equal(half, resumed)

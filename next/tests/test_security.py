@@ -1,0 +1,212 @@
+"""What another user on the same machine can and cannot do to a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import nbddp
+from nbddp.process import server as forkserver
+from tests.support import Cells, listening_ports, marked_pids, run, start, wait_until
+
+SECRET = f"hunter2-{secrets.token_hex(8)}"  # in no file: copies of this one lie in temporary folders
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+_MEETS = """
+    import os, time, torch, torch.distributed as dist
+    def meet(how, path):
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        where = dict(rank=rank, world_size=world_size)
+        if how == "file":
+            where["init_method"] = f"file://{path}/store"
+        if how != "ours":
+            dist.init_process_group("gloo", **where)
+        dist.new_group([0, 1])
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        open(f"{path}/{rank}", "w").close()
+        while not os.path.exists(f"{path}/go"):
+            time.sleep(0.01)
+        return total.item()
+"""
+
+
+@pytest.mark.parametrize("init", [True, False])
+@pytest.mark.parametrize("how", ["ours", "env", "file"])
+def test_a_run_listens_only_on_loopback(cell: Cells, tmp_path: Path, how: str, init: bool) -> None:
+    """torch's own store listens on all interfaces."""
+    names = cell(_MEETS)
+    if how == "ours" and not init:
+        pytest.skip("there is no group")
+    started = run(names.meet, how, str(tmp_path), init_process_group=init, wait=False)
+    try:
+        wait_until(lambda: started.error or all((tmp_path / str(rank)).exists() for rank in range(2)))
+        heard = _heard_beyond_loopback({os.getpid(), *marked_pids()})
+        ports = [port for pid in started.pids for _, port in listening_ports(pid)]
+    finally:
+        (tmp_path / "go").touch()
+    assert started.wait().values == [2.0, 2.0]
+    assert heard == []
+    assert len(ports) >= 2  # gloo's own, or this has looked at nothing
+
+
+def _heard_beyond_loopback(pids: set[int]) -> list[str]:
+    """Sockets that another machine can reach, or that have a name in no folder."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for c in psutil.Process(pid).net_connections("all"):
+                if c.family == socket.AF_UNIX:
+                    bad = isinstance(c.laddr, str) and c.laddr.startswith("@")
+                else:
+                    waits = c.status == psutil.CONN_LISTEN or c.type == socket.SOCK_DGRAM
+                    bad = waits and c.laddr.ip not in ("127.0.0.1", "::1")
+                if bad:
+                    found.append(f"{pid}: {c}")
+    return found
+
+
+_STRANGER = """
+    import ctypes, json, os, socket, sys
+    pids, paths = json.load(sys.stdin)
+    libc = ctypes.CDLL(None, use_errno=True)
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+    done = []
+    def attempt(what, function):
+        try:
+            function()
+        except PermissionError:
+            return
+        done.append(what)
+    def trace(pid):
+        if libc.ptrace(16, pid, None, None) == -1:
+            raise OSError(ctypes.get_errno(), "ptrace")
+    for path in paths:
+        attempt(f"list {path}", lambda: os.listdir(path))
+        attempt(f"write to {path}", lambda: open(path + "/x", "w").close())
+    for pid, fds in pids.items():
+        for name in ("environ", "maps", "mem", "stack"):
+            attempt(f"read {name} of {pid}", lambda: open(f"/proc/{pid}/{name}", "rb").read(1))
+        attempt(f"list fds of {pid}", lambda: os.listdir(f"/proc/{pid}/fd"))
+        for fd in fds:
+            attempt(f"open fd {fd} of {pid}", lambda: open(f"/proc/{pid}/fd/{fd}", "rb"))
+            attempt(f"take fd {fd} of {pid}", lambda: take(int(pid), fd))
+        attempt(f"trace {pid}", lambda: trace(int(pid)))
+        attempt(f"signal {pid}", lambda: os.kill(int(pid), 0))
+    attempt("nothing, which always works", lambda: None)
+    print(json.dumps(done))
+"""
+_TAKE = """
+    def take(pid, fd):
+        pidfd = os.pidfd_open(pid)
+        try:
+            if libc.syscall(438, pidfd, fd, 0) == -1:  # pidfd_getfd
+                raise OSError(ctypes.get_errno(), "pidfd_getfd")
+        finally:
+            os.close(pidfd)
+"""
+
+
+@as_root
+def test_another_user_cannot_reach_ranks_server_or_folder(cell: Cells) -> None:
+    names = cell("import time\ndef wait(data): time.sleep(60)")
+    started = start(names.wait, SECRET * 100_000)
+    try:
+        server = forkserver.running()._forkserver_pid
+        pids = {pid: _fds(pid) for pid in (*started.pids, server)}
+        source = textwrap.dedent(_TAKE) + textwrap.dedent(_STRANGER)
+        source = "import ctypes, json, os, socket, sys\n" + source
+        said = subprocess.run(
+            [sys.executable, "-c", source],
+            input=json.dumps([pids, _folders_of_runs()]),
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        started.stop(0)
+    assert said.stderr == ""
+    assert json.loads(said.stdout) == ["nothing, which always works"]
+
+
+def _fds(pid: int) -> list[int]:
+    return [int(fd) for fd in os.listdir(f"/proc/{pid}/fd")]
+
+
+def _folders_of_runs() -> list[str]:
+    return [str(path) for path in Path(forkserver.temporary_folder()).glob("r-*")]
+
+
+def test_private_files_cannot_be_opened_by_others(cell: Cells) -> None:
+    """What has a name lies in a folder of ours alone; all else has none."""
+    names = cell("import time\ndef wait(data): print(data); time.sleep(60)")
+    started = start(names.wait, SECRET)
+    try:
+        wait_until(lambda: SECRET in started.logs(0))  # it opens no more files
+        folders = _folders_of_runs()
+        assert folders
+        assert {stat.S_IMODE(os.stat(folder).st_mode) for folder in folders} == {0o700}
+        named = set()
+        for pid in started.pids:
+            for fd in _fds(pid):
+                target = os.readlink(f"/proc/{pid}/fd/{fd}")
+                if target.endswith("(deleted)") and not target.startswith("/memfd:"):
+                    assert stat.S_IMODE(os.stat(f"/proc/{pid}/fd/{fd}").st_mode) == 0o600, target
+                elif not target.startswith(("/memfd:", "pipe:", "socket:", "anon_inode:", "/dev/", "/proc/")):
+                    named.add(target)
+        assert not {
+            path
+            for path in named
+            if stat.S_IMODE(os.stat(path).st_mode) != 0o600 or not path.startswith(tuple(folders))
+        }
+        with_secret = [path for path in _files(tempfile.gettempdir()) if SECRET.encode() in path.read_bytes()]
+        assert with_secret == []
+    finally:
+        started.stop(0)
+
+
+def _files(folder: str) -> Iterator[Path]:
+    return (path for path in Path(folder).rglob("*") if path.is_file())
+
+
+def test_secrets_appear_on_no_command_line_and_in_no_message(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks have the notebook's environment, as they must; nobody else sees it."""
+    monkeypatch.setenv("API_TOKEN", SECRET)
+    names = cell("""
+        import os, time, nbddp
+        def train(data):
+            assert os.environ["API_TOKEN"] == data
+            nbddp.log(loss=1.0)
+            raise ValueError("boom")
+        def wait(data): time.sleep(60)
+    """)
+    with pytest.raises(nbddp.RankError) as caught:
+        run(names.train, SECRET, nprocs=2)
+    failed = nbddp.last_run()
+    assert failed is not None
+    told = [
+        str(caught.value),
+        repr(caught.value),
+        repr(failed),
+        failed.logs(),
+        str(failed.stacks()),
+        repr(failed.history),
+    ]
+    assert not [text for text in told if SECRET in text]
+    started = start(names.wait, SECRET)
+    try:
+        lines = [Path(f"/proc/{pid}/cmdline") for pid in marked_pids()]
+        assert len(lines) >= 3
+        assert not [line for line in lines if SECRET.encode() in line.read_bytes()]
+    finally:
+        started.stop(0)

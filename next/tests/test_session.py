@@ -1,0 +1,210 @@
+"""Sessions: from ``%ddp open`` to ``%ddp close`` every cell runs on the ranks, as in one kernel."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+import nbddp
+from tests.support import Notebook, ranks_of, tab, wait_until_alone
+
+BEGIN = """
+import os, time, torch, torch.distributed as dist, nbddp
+rank = nbddp.rank()
+t = torch.ones(2)
+"""
+
+
+@pytest.fixture(scope="module")
+def _kernel() -> Iterator[Notebook]:
+    with Notebook() as notebook:
+        notebook.ok("%load_ext nbddp\nlr = 3\nclass Net: pass\n%ddp open -n 3 --device cpu")
+        notebook.ok(BEGIN)
+        yield notebook
+
+
+@pytest.fixture
+def ranks(_kernel: Notebook) -> Iterator[Notebook]:
+    """A notebook whose cells run on three ranks; after each test they must be able to meet."""
+    yield _kernel
+    assert _kernel.ok("t = torch.ones(2); dist.all_reduce(t); t").shown == "tensor([3., 3.])\n"
+
+
+def interrupted(notebook: Notebook, source: str, until: str) -> nbddp.NbddpError:
+    running = notebook.begin(source)
+    notebook.shown_so_far(running, until)
+    notebook.interrupt()
+    return notebook.end_of(running)
+
+
+def test_names_stay_and_rank_0s_value_is_the_cells(ranks: Notebook) -> None:
+    ranks.ok("x = rank * 10 + 1")
+    assert ranks.ok("x").shown.splitlines()[0] == "1"
+    assert ranks.ok("_ + 1, x").shown.splitlines()[0] == "(2, 1)"
+
+
+def test_what_another_rank_returns_or_prints_differently_follows(ranks: Notebook) -> None:
+    shown = ranks.ok("print('hello', rank)\nrank").shown
+    assert shown.startswith("hello 0\n0\n")
+    assert all(f"hello {other}" in shown for other in (1, 2))
+    assert ranks.ok("print('all alike')").shown == "all alike\n"
+
+
+def test_names_from_before_are_sent_by_push_and_come_back_by_pull(ranks: Notebook) -> None:
+    reply = ranks.cell("lr")
+    assert (reply.status, reply.ename) == ("error", "NameError")
+    assert "%ddp push lr" in reply.traceback
+    ranks.ok("%ddp push lr Net")
+    assert ranks.ok("type(Net()).__name__, lr").shown == "('Net', 3)\n"
+    ranks.ok("net, lr = Net(), lr * 2")
+    ranks.ok("%ddp pull net lr")
+    assert ranks.ok("%%local\nlr, type(net) is Net").shown == "(6, True)\n"
+
+
+def test_a_local_cell_runs_in_the_notebook(ranks: Notebook) -> None:
+    assert ranks.ok("%%local\nimport os\nos.getpid()").shown.strip() == str(ranks.pid)
+    assert ranks.ok("os.getpid()").shown.splitlines()[0] != str(ranks.pid)
+
+
+def test_option_o_brings_a_name_back_and_a_typo_is_named(ranks: Notebook) -> None:
+    ranks.ok("%%ddp -o a,b --ranks 1\na = rank\nb = [a, a]")
+    assert ranks.ok("%%local\na, b").shown == "(1, [1, 1])\n"
+    reply = ranks.cell("%%ddp -o acuracy\naccuracy = 1")
+    assert (reply.ename, reply.shown) == ("UsageError", "UsageError: -o acuracy: the cell binds no such name\n")
+
+
+def test_magics_shell_commands_help_and_await_work_on_the_ranks(ranks: Notebook) -> None:
+    assert "from the shell\n" in ranks.ok("!echo from the shell").shown
+    assert ranks.ok("out = !echo captured\nout").shown == "['captured']\n"
+    assert "Wall time" in ranks.ok("%time sum(range(10))").shown
+    assert ranks.ok("import asyncio\nasync def g(): return 7\nawait asyncio.sleep(0.01)\nawait g()").shown == "7\n"
+    assert ranks.ok("len?").status == "ok"
+    reply = ranks.cell("x = = 1")
+    assert reply.ename == "SyntaxError"
+
+
+def test_displays_figures_handles_and_widgets_are_rank_0s(ranks: Notebook) -> None:
+    shown = ranks.ok("""
+        from IPython.display import HTML, display
+        display(HTML(f"<b>{rank}</b>"))
+        handle = display("a", display_id=True)
+        handle.update("b")
+    """)
+    assert [data["text/html"] for data in shown.data if "text/html" in data] == ["<b>0</b>"]
+    assert [data["text/plain"] for data in shown.data[1:]] == ["'a'", "'b'"]
+    shown = ranks.ok("import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()")
+    assert ["image/png" in data for data in shown.data].count(True) == 1
+    shown = ranks.ok("import ipywidgets\ndisplay(ipywidgets.IntSlider(value=3))")
+    assert "application/vnd.jupyter.widget-view+json" in shown.data[0]
+
+
+def test_input_and_breakpoint_ask_in_the_notebook(ranks: Notebook) -> None:
+    talk = ranks.talk("name = input('name? ')\nname", ["Ada"])
+    assert (talk.prompts, talk.result) == (["name? "], "'Ada'")
+    talk = ranks.talk("def f(a):\n    b = a + 1\n    breakpoint()\n    return b\nf(1)", ["p b", "c"])
+    assert ("2\n" in talk.shown, talk.result) == (True, "2")
+
+
+def test_tab_and_shift_tab_ask_rank_0(ranks: Notebook) -> None:
+    ranks.ok("only_on_the_ranks = 1")
+    assert "only_on_the_ranks" in tab(ranks, "only_on_")
+    client = ranks._client
+    message = client.inspect("only_on_the_ranks", 5)
+    while (reply := client.get_shell_msg(timeout=20))["parent_header"].get("msg_id") != message:
+        pass
+    assert reply["content"]["found"]
+
+
+def test_a_failure_of_one_rank_ends_the_cell_with_its_lines(ranks: Notebook) -> None:
+    ranks.ok("kept = [rank]")
+    reply = ranks.cell("if rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(t)")
+    assert (reply.ename, reply.evalue) == ("ValueError", "boom")
+    assert "raise ValueError('boom')" in reply.traceback
+    assert "rank 1 of 3" in reply.traceback
+    assert ranks.ok("kept").shown.splitlines()[0] == "[0]"
+
+
+def test_a_failure_of_all_ranks_names_them(ranks: Notebook) -> None:
+    reply = ranks.cell("1 / 0")
+    assert reply.ename == "ZeroDivisionError"
+    assert "ranks 0 to 2 of 3" in reply.traceback or "ranks 0, 1 and 2 of 3" in reply.traceback
+
+
+def test_an_interrupt_ends_the_cell_and_the_ranks_stay(ranks: Notebook) -> None:
+    assert interrupted(ranks, "print('begun', flush=True)\ntime.sleep(60)", "begun").ename == "KeyboardInterrupt"
+
+
+def test_an_interrupt_in_training_leaves_equal_models(ranks: Notebook) -> None:
+    ranks.ok("""
+        model = nbddp.wrap(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.Adam(model.parameters())
+        def step():
+            optimizer.zero_grad()
+            model(torch.ones(2, 4) * (rank + 1)).sum().backward()
+            optimizer.step()
+        for _ in range(3): step()
+    """)
+    assert interrupted(ranks, "print('begun', flush=True)\nwhile True: step()", "begun").ename == "KeyboardInterrupt"
+    weights = "torch.cat([p.detach().flatten() for p in model.parameters()])"
+    assert ranks.ok(f"len({{str(w.tolist()) for w in nbddp.all_gather({weights})}})").shown == "1\n"
+
+
+def test_metrics_of_a_cell_are_a_run(ranks: Notebook) -> None:
+    ranks.ok("for i in range(5): nbddp.log(loss=i)")
+    shown = ranks.ok("%%local\nimport nbddp\nr = nbddp.last_run()\nr.state, r.history['loss'].values.tolist()").shown
+    assert shown.strip() == "('finished', [0.0, 1.0, 2.0, 3.0, 4.0])"
+
+
+def test_a_push_that_tears_an_optimizer_from_its_model_is_refused(ranks: Notebook) -> None:
+    ranks.ok("%%local\nimport torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.Adam(m.parameters())")
+    ranks.ok("%ddp push m")
+    reply = ranks.cell("%ddp push o")
+    assert reply.evalue == "o shares parameters with m: push m and o together"
+    ranks.ok("%ddp push m o")
+
+
+def test_opening_again_keeps_the_names_and_other_options_are_refused(ranks: Notebook) -> None:
+    ranks.ok("kept = 5")
+    ranks.ok("%ddp open -n 3 --device cpu")
+    assert ranks.ok("kept").shown == "5\n"
+    assert "%ddp close" in ranks.cell("%ddp open -n 2 --device cpu").shown
+    ranks.ok("%%local\n%reload_ext nbddp")
+    ranks.ok("%ddp open -n 3 --device cpu")
+    assert ranks.ok("kept").shown == "5\n"
+
+
+def test_a_rank_that_dies_ends_the_session_and_names_can_be_pulled_from_the_others(notebook: Notebook) -> None:
+    notebook.ok("%load_ext nbddp\n%ddp open -n 3 --device cpu")
+    notebook.ok("import nbddp, os\nx = nbddp.rank() + 7")
+    reply = notebook.cell("if nbddp.rank() == 0: os.kill(os.getpid(), 9)\nnbddp.barrier()")
+    assert "rank 0 of 3 was killed by SIGKILL" in reply.traceback
+    notebook.ok("%ddp pull x")
+    assert notebook.ok("%%local\nx").shown == "8\n"
+    notebook.ok("%ddp close")
+    wait_until_alone(notebook.pid)
+    assert notebook.ok("x").shown == "8\n"
+
+
+def test_close_ends_the_ranks_and_a_fresh_cell_has_its_own(notebook: Notebook) -> None:
+    notebook.ok("%load_ext nbddp\nlr = 3\n%ddp open -n 2 --device cpu")
+    assert len(ranks_of(notebook.pid)) == 2
+    notebook.ok("%ddp close")
+    wait_until_alone(notebook.pid)
+    shown = notebook.ok("%%ddp -n 2 --device cpu -o z\nimport nbddp\nz = lr * 10 + nbddp.rank()\nz").shown
+    assert shown.startswith("30\n")
+    assert notebook.ok("z").shown == "30\n"
+    reply = notebook.cell("%%ddp -n 2 --device cpu\nq = 1\nlr / 0")
+    assert reply.ename == "ZeroDivisionError"
+    assert "lr / 0" in reply.traceback
+    wait_until_alone(notebook.pid)
+
+
+def test_a_killed_kernel_takes_its_session_along(own_notebook: Notebook) -> None:
+    own_notebook.ok("%load_ext nbddp\n%ddp open -n 2 --device cpu")
+    pids = ranks_of(own_notebook.pid)
+    assert len(pids) == 2
+    os.kill(own_notebook.pid, signal.SIGKILL)
+    wait_until_alone(own_notebook.pid)
