@@ -80,8 +80,10 @@ def _warm() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind(_warm: None) -> Iterator[None]:
+def _nothing_left_behind(_warm: None, request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, port, thread, fd, file, or a changed environment."""
+    for shared in {"_notebook", "_kernel"} & set(request.fixturenames):  # notebooks that stay, with their folders
+        request.getfixturevalue(shared)
     server.running()  # the test before may have killed it
     allowed = support.at_start = marked_pids()
     before = Surroundings()
@@ -95,7 +97,7 @@ def _nothing_left_behind(_warm: None) -> Iterator[None]:
         return
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    for started in nbddp.runs():  # a failed test's own: the next one shall not suffer from it
+    for started in nbddp.runs():  # a failed test's own: the next one must not suffer from it
         started.stop(0)
     assert not left, f"processes are left: {left}"
     assert not (changed := before.changed()), f"this process is not as it was: {changed}"
@@ -111,9 +113,7 @@ def cell() -> Iterator[Cells]:
 @pytest.fixture(scope="session")
 def _notebook(_warm: None) -> Iterator[Notebook]:
     with Notebook() as notebook:
-        notebook.ok(
-            "import nbddp\nnbddp.run(lambda: 1, nprocs=2, device='cpu', show=False).values"
-        )  # what it opens once
+        notebook.ok(_WARM)
         yield notebook
 
 
@@ -127,7 +127,7 @@ def notebook(_notebook: Notebook) -> Iterator[Notebook]:
 
 @pytest.fixture
 def own_notebook() -> Iterator[Notebook]:
-    """A running notebook of this test alone, which may be killed."""
+    """A running notebook that only this test uses, and may kill."""
     with Notebook() as notebook:
         notebook.ok(_WARM)
         yield notebook

@@ -22,6 +22,8 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -146,22 +148,12 @@ def wait_until_alone(kernel: int, timeout_s: float = GONE_S) -> None:
 
 
 def _is_allowed(process: psutil.Process, allowed: set[int]) -> bool:
-    if _is_watch(process):
-        return True
     if process.ppid() not in allowed | {os.getpid()} or process.status() == psutil.STATUS_ZOMBIE:
         return False
     # A rank has its fork server's command line, but that server as its parent.
     if is_fork_server(process):
         return not is_fork_server(psutil.Process(process.ppid()))
     return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
-
-
-def _is_watch(process: psutil.Process) -> bool:
-    """Beside a fork server that is still importing; a rank leads a session of its own."""
-    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-        parent = psutil.Process(process.ppid())
-        return is_fork_server(parent) and is_fork_server(process) and os.getsid(process.pid) == os.getsid(parent.pid)
-    return False
 
 
 def is_fork_server(process: psutil.Process) -> bool:
@@ -249,16 +241,13 @@ class Surroundings:
 
 
 def _kind(target: str) -> str:
-    named = re.sub(r"^(pipe|socket|/memfd:nbddp-server-stderr|.*/#).*", r"\1", target)
-    return re.sub(r"^(/nbddp-\w+)[-\d]+ \(deleted\)", r"\1", named)  # a block of huge pages
+    return re.sub(r"^(pipe|socket|.*/#).*", r"\1", target)  # the last: files without a name
 
 
 def _temporary_files() -> set[str]:
-    return {
-        name
-        for name in os.listdir(tempfile.gettempdir())
-        if not name.startswith(("pytest-of-", "pymp-", "torchinductor"))
-    }
+    """Also the folders of runs, which lie in multiprocessing's."""
+    found = set(os.listdir(tempfile.gettempdir())) | {path.name for path in Path(get_temp_dir()).glob("r-*")}
+    return {name for name in found if not name.startswith(("pytest-of-", "torchinductor"))}
 
 
 def _environ() -> dict[str, str]:
@@ -277,6 +266,7 @@ class Reply:
         shown: stdout, stderr and displayed text, in order.
         traceback: as the cell shows it, without colours.
         data: of each display and result, by MIME type.
+        payload: what IPython's pager shows.
         seconds: from request to reply.
     """
 
@@ -286,6 +276,7 @@ class Reply:
     traceback: str = ""
     shown: str = ""
     streams: int = 0
+    payload: list[Any] = field(default_factory=list)
     data: list[dict[str, str]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -380,7 +371,7 @@ class Notebook:
         return shown
 
     def talk(self, source: str, answers: Sequence[str | Callable[[], Any]], timeout_s: float = 60.0) -> Talk:
-        """Run a cell, and answer its ``input()`` requests in turn: by a line, or by calling a function."""
+        """Run a cell, and answer its ``input()`` requests one after the other: by a line, or by calling a function."""
         talk, left = Talk(), list(answers)
         message_id, began = self.begin(source), time.monotonic()
         while not talk.over:
@@ -426,13 +417,14 @@ class Notebook:
         while (shell := self._client.get_shell_msg(timeout=timeout_s))["parent_header"].get("msg_id") != message_id:
             pass
         reply.status = shell["content"]["status"]
+        reply.payload = shell["content"].get("payload", [])
         # A further interrupt may have hit IPython while it showed the error.
         reply.ename = reply.ename or shell["content"].get("ename", "")
         reply.seconds = time.monotonic() - began
         return reply
 
     def interrupt(self, how: str = "killpg") -> None:
-        """As Jupyter (the kernel's process group), a plain client (the kernel alone) or VS Code (``tree``) interrupt.
+        """As Jupyter (the kernel's process group), a plain client (only the kernel) or VS Code (``tree``) interrupt.
 
         VS Code interrupts all processes below the kernel, then the kernel: kernelProcess.node.ts, July 2026.
         """
@@ -453,7 +445,7 @@ class Notebook:
         self._client.wait_for_ready(timeout=START_TIMEOUT_S)
 
     def kill(self) -> None:
-        """SIGKILL to the kernel alone, as the OOM killer does."""
+        """SIGKILL only to the kernel, as the OOM killer does."""
         os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:

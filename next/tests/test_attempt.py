@@ -101,7 +101,7 @@ def test_stop_interrupts_and_a_rank_that_reports_is_not_killed() -> None:
     run.stop(60.0)
     end()
     assert (run.state, run.error) == ("stopped", None)
-    assert machine.signals[0] == ([0, 1], signal.SIGINT)  # and stop() did not wait for its grace
+    assert machine.signals == [([0, 1], signal.SIGINT), ([0, 1], signal.SIGKILL)]  # the second one when it was over
 
 
 def test_stop_kills_ranks_that_do_not_end_in_its_grace() -> None:
@@ -124,7 +124,7 @@ def test_output_belongs_to_its_rank() -> None:
     assert (run.logs(0), run.logs(1), run.logs()) == ("t", "one\n", "[rank 0] t\n[rank 1] one\n")
 
 
-def test_an_error_of_ours_is_the_runs_error_and_nothing_waits_for_ever() -> None:
+def test_an_error_of_ours_is_the_runs_error_and_nothing_waits_forever() -> None:
     class Broken(FakeMachine):
         def call(self, order, block, ranks):
             raise ZeroDivisionError("a defect")

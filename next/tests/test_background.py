@@ -1,4 +1,4 @@
-"""``wait=False``: several runs at once, awaited, stopped, inspected and found again."""
+"""``wait=False``: several runs at once, awaited and looked at."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import nbddp
-from tests.support import Cells, run
+from tests.support import Cells, run, start, wait_until
 
 
 def test_wait_false_returns_at_once_and_wait_gives_the_value(cell: Cells, in_folder: Path) -> None:
@@ -68,3 +68,39 @@ def test_awaiting_runs_gives_their_values_and_raises_their_errors(cell: Cells) -
     values, ticks = asyncio.run(main())
     assert values == [1, 2, 1]
     assert ticks > 3  # the event loop went on meanwhile
+
+
+def test_stacks_show_where_each_rank_is(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        import collections, itertools, nbddp, time
+        def wait_here(): time.sleep(1000)  # rank 1 is here
+        def in_c(): collections.deque(itertools.count(), maxlen=0)  # rank 2 holds the GIL here
+        def train():
+            open(f"rank-{nbddp.rank()}", "w").close()
+            if nbddp.rank() == 0:
+                nbddp.barrier()  # rank 0 waits for the others
+            elif nbddp.rank() == 1:
+                wait_here()
+            else:
+                in_c()
+    """)
+    going = start(names.train, nprocs=3)
+    wait_until(lambda: len(list(in_folder.iterdir())) == 3)
+    wait_until(lambda: "# rank 2 holds" in going.stacks() and "# rank 1 is here" in going.stacks())
+    text = going.stacks()
+    summary, *parts = text.split("\n\n")
+    assert summary == (
+        "rank 0 waits in barrier (train, line 8); rank 1 is in wait_here, line 3; rank 2 is in in_c, line 4"
+    )
+    assert len(parts) == 3
+    assert parts[0].startswith("rank 0")
+    assert "# rank 0 waits for the others" in parts[0]
+    assert "in wait_here" in parts[1]
+    assert "# rank 1 is here" in parts[1]
+    assert "in in_c" in parts[2]
+    assert "# rank 2 holds the GIL here" in parts[2]
+    assert "multiprocessing" not in text
+    assert "/nbddp/worker/" not in text
+    assert going.state == "running"  # looking changes nothing
+    going.stop(0)
+    assert "no rank is running" in going.stacks()

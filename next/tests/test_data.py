@@ -1,4 +1,4 @@
-"""Loaders with samplers and streams, exact evaluation, uneven inputs, accumulation: judged by one process."""
+"""Loaders on real ranks, judged by one process."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections import Counter
@@ -116,7 +117,7 @@ def patient(notebook: Notebook) -> Iterator[Notebook]:
 
 @pytest.mark.parametrize("how", ["kill", "killpg"])
 def test_one_interrupt_stops_the_run_and_the_next_run_works(patient: Notebook, in_folder: Path, how: str) -> None:
-    """VS Code signals the kernel alone, Jupyter its whole process group."""
+    """VS Code signals only the kernel, Jupyter its whole process group."""
     notebook = patient
     notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
     message = notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
@@ -320,10 +321,11 @@ def test_a_run_names_one_folder_in_tmp_and_nothing_in_shared_memory(cell: Cells,
             time.sleep(1000)
     """)
     place = server.temporary_folder()
-    before = set(os.listdir("/dev/shm")), set(os.listdir(place))
+    before = set(os.listdir("/dev/shm")), set(os.listdir(place)), set(os.listdir(tempfile.gettempdir()))
     going = start(names.train, torch.ones(1 << 20))
     _wait_for_ranks(in_folder, "sleep")
     during = set(os.listdir("/dev/shm")), set(os.listdir(place))
+    assert set(os.listdir(tempfile.gettempdir())) == before[2]
     (folder,) = (Path(place, name) for name in during[1] - before[1])
     going.stop(0)
     assert not folder.exists()

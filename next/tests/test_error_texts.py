@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from typing import Any
 
 import pytest
@@ -15,6 +16,78 @@ def _error(fn: Any, *args: Any, **options: Any) -> nbddp.RankError:
     with pytest.raises(nbddp.RankError) as caught:
         run(fn, *args, **options)
     return caught.value
+
+
+@pytest.mark.parametrize("deep", [0, 40])
+def test_a_crash_shows_only_the_users_lines(cell: Cells, deep: int) -> None:
+    names = cell("""
+        import ctypes, nbddp
+        def crash(deep):
+            if deep: crash(deep - 1)
+            ctypes.string_at(0)
+        def train(deep):
+            print("this far")
+            if nbddp.rank() == 0:
+                crash(deep)
+            nbddp.barrier()
+    """)
+    with pytest.raises(nbddp.RankDied) as caught:
+        run(names.train, deep)
+    text = str(caught.value)
+    head, *stack = text.partition("\nIts last lines")[0].splitlines()
+    assert head == "rank 0 of 2 crashed in native code (SIGSEGV)"
+    assert stack[0] == "It was here (most recent call last):"
+    assert stack[1].endswith(", line 9, in train")
+    assert stack[2] == "    crash(deep)"
+    assert stack[-2].endswith("in string_at")
+    assert stack[-4].endswith(", line 5, in crash")
+    assert text.endswith("\nIts last lines of output:\nthis far")
+    last = nbddp.last_run()
+    assert last is not None
+    for shown in (text, last.logs(0)):
+        assert "/nbddp/" not in shown
+        assert "multiprocessing" not in shown
+        assert "Extension modules" not in shown
+    assert "in crash" in last.logs(0)
+
+
+def test_a_crash_is_located_after_code_that_has_restored_all_handlers() -> None:
+    """As every Lightning Trainer does."""
+    with nbddp.Session(nprocs=1, device="cpu") as session:
+        session.cell("import ctypes, signal")
+        session.cell("for n in signal.valid_signals() - {9, 19}: signal.signal(n, signal.getsignal(n))")
+        with pytest.raises(nbddp.NbddpError, match="crashed in native code") as caught:
+            session.cell("def crash(): ctypes.string_at(0)\ncrash()")
+        assert "in crash" in str(caught.value)
+
+
+def test_a_crash_of_a_ranks_child_is_in_the_ranks_output(cell: Cells) -> None:
+    names = cell("""
+        import ctypes, os
+        def train():
+            pid = os.fork()
+            if not pid:
+                ctypes.string_at(0)
+            return os.WTERMSIG(os.waitpid(pid, 0)[1])
+    """)
+    finished = run(names.train, nprocs=1)
+    assert finished.value == signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in finished.logs(0)
+
+
+def test_a_killed_rank_is_not_located_by_the_crash_of_its_child(cell: Cells) -> None:
+    names = cell("""
+        import ctypes, os, signal
+        def train():
+            pid = os.fork()
+            if not pid:
+                ctypes.string_at(0)
+            os.waitpid(pid, 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    with pytest.raises(nbddp.RankDied, match="was killed by SIGKILL") as caught:
+        run(names.train, nprocs=1)
+    assert "It was here" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("ranks", "who"), [(2, "both ranks"), (3, "all 3 ranks")])

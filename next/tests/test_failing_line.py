@@ -1,4 +1,4 @@
-"""An error names the variables of its failing line: shapes, types, devices, values; no secrets, no user code run."""
+"""An error names the variables of its failing line: shapes, types, devices, values."""
 
 from __future__ import annotations
 

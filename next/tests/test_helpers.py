@@ -1,4 +1,4 @@
-"""``rank log progress wrap loader reduce ...``: on every rank, and in the notebook as rank 0 of 1."""
+"""``rank log progress wrap all_reduce ...``: on every rank, and in the notebook as rank 0 of 1."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_loader_shards_cover_the_data_and_reshuffle_every_epoch(cell: Cells, siz
 
 
 def test_the_last_uneven_batch_does_not_hang(cell: Cells) -> None:
-    """One rank with a batch more waits for ever in its all-reduce."""
+    """One rank with a batch more waits forever in its all-reduce."""
     names = cell("""
         import nbddp, torch
         def train():
@@ -103,13 +103,6 @@ def test_the_last_uneven_batch_does_not_hang(cell: Cells) -> None:
             return steps
     """)
     assert run(names.train, nprocs=3, timeout=60).values == [2, 2, 2]
-
-
-def share(size: int, ranks: int, rank: int, epoch: int, seed: int) -> list[int]:
-    """A rank's samples as torch's own sampler deals them."""
-    sampler = torch.utils.data.DistributedSampler(range(size), ranks, rank, shuffle=True, seed=seed)  # type: ignore[arg-type]
-    sampler.set_epoch(epoch)
-    return list(sampler)
 
 
 def test_log_uses_explicit_steps(cell: Cells) -> None:
@@ -152,19 +145,16 @@ def test_log_with_reduce_is_weighted_and_needs_no_collective(cell: Cells) -> Non
 
 @pytest.mark.parametrize("how", ["kill", "exit", "raise"])
 def test_nothing_logged_is_lost_when_a_rank_dies(cell: Cells, how: str) -> None:
-    """All but what was logged within the last milliseconds before a SIGKILL."""
     names = cell("""
-        import os, signal, time, nbddp
+        import os, signal, nbddp
         def train(how):
             if nbddp.rank() == 1:
                 time.sleep(1000)
             for i in range(5000):
                 nbddp.log(loss=float(i))
             if how == "kill":
-                time.sleep(1)
                 os.kill(os.getpid(), signal.SIGKILL)
             elif how == "exit":
-                time.sleep(1)
                 os._exit(1)
             raise ValueError
     """)

@@ -1,4 +1,4 @@
-"""Metrics as columns, decoded from bytes that are cut anywhere; no process is needed."""
+"""A history: what the notebook knows of a run's progress and metrics."""
 
 from __future__ import annotations
 

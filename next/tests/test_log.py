@@ -1,4 +1,4 @@
-"""``log`` on real ranks: which values are combined, what is refused, and which notices the notebook gets."""
+"""``log`` on real ranks."""
 
 from __future__ import annotations
 

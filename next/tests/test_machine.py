@@ -102,10 +102,10 @@ def test_stacks_say_where_each_rank_is_until_it_is_stopped(cell: Cells, machines
         wait_until(lambda: nbddp.last_run() is not before)
         run = nbddp.last_run()
         wait_until(lambda: run.state == "running")
-        stacks = run.stacks()
+        where = "all 4 ranks are in train, line 3\n\nranks 0 to 3 are here"
+        wait_until(lambda: run.stacks().startswith(where))
         run.stop()
-    assert (list(stacks), over.result().state) == ([0, 1, 2, 3], "stopped")
-    assert all("in train" in stack for stack in stacks.values())
+    assert over.result().state == "stopped"
 
 
 def test_a_session_goes_on_after_a_failure(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_an_edited_cell_runs_its_new_code(cell: Cells) -> None:
 def test_an_edited_module_beside_the_notebook_runs_its_new_code(
     cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fork server that imported the old text would run it for ever."""
+    """A fork server that imported the old text would run it forever."""
     monkeypatch.syspath_prepend(str(in_folder))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     names = cell("""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -159,10 +161,6 @@ def test_seeds_differ_by_rank_and_repeat_by_run(cell: Cells) -> None:
 
 
 def test_a_run_leaves_the_notebooks_random_state_alone(cell: Cells) -> None:
-    import random
-
-    import numpy as np
-
     names = cell("def train(): return 1")
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     run(names.train, seed=3, deterministic=True)
@@ -234,5 +232,6 @@ def test_the_notebooks_time_zone_and_arguments_are_the_ranks(cell: Cells, monkey
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1"])
     assert run(names.train).values == [("09", ["train.py", "--lr", "0.1"])] * 2
-    monkeypatch.setattr("sys.argv", ["/usr/lib/ipykernel_launcher.py", "-f", "kernel.json"])
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "colab_kernel_launcher", "-f", "kernel.json"])
+    monkeypatch.setattr("sys.argv", ["colab_kernel_launcher.py", "-f", "kernel.json"])
     assert run(names.train).values == [("09", ["train"])] * 2

@@ -23,7 +23,7 @@ RESUMING = """
             nbddp.barrier()
             if step in deaths[nbddp.restart_count():nbddp.restart_count() + 1] and nbddp.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            nbddp.barrier()  # a rank shall not be beyond the step in which another dies
+            nbddp.barrier()  # a rank must not be beyond the step in which another dies
             if step % 5 == 4:
                 nbddp.save_snapshot("s.pt", step=step, weights=weights)
                 nbddp.barrier()

@@ -1,4 +1,4 @@
-"""A Run as a Future, the runs of a notebook kernel, and their common end."""
+"""A ``Run`` as a ``Future``."""
 
 from __future__ import annotations
 

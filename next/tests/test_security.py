@@ -72,7 +72,9 @@ def _heard_beyond_loopback(pids: set[int]) -> list[str]:
                     bad = isinstance(c.laddr, str) and c.laddr.startswith("@")
                 else:
                     waits = c.status == psutil.CONN_LISTEN or c.type == socket.SOCK_DGRAM
-                    bad = waits and c.laddr.ip not in ("127.0.0.1", "::1")
+                    bad = (
+                        waits and not c.raddr and c.laddr.ip not in ("127.0.0.1", "::1")
+                    )  # a library's lookup is connected
                 if bad:
                     found.append(f"{pid}: {c}")
     return found
@@ -80,7 +82,7 @@ def _heard_beyond_loopback(pids: set[int]) -> list[str]:
 
 _STRANGER = """
     import ctypes, json, os, socket, sys
-    pids, paths = json.load(sys.stdin)
+    pids, paths, address = json.load(sys.stdin)
     libc = ctypes.CDLL(None, use_errno=True)
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
     done = []
@@ -93,6 +95,7 @@ _STRANGER = """
     def trace(pid):
         if libc.ptrace(16, pid, None, None) == -1:
             raise OSError(ctypes.get_errno(), "ptrace")
+    attempt("connect to the fork server", lambda: socket.socket(socket.AF_UNIX).connect(address))
     for path in paths:
         attempt(f"list {path}", lambda: os.listdir(path))
         attempt(f"write to {path}", lambda: open(path + "/x", "w").close())
@@ -125,12 +128,14 @@ def test_another_user_cannot_reach_ranks_server_or_folder(cell: Cells) -> None:
     started = start(names.wait, SECRET * 100_000)
     try:
         server = forkserver.running()._forkserver_pid
+        folders = [forkserver.temporary_folder(), *_folders_of_runs()]
+        assert [stat.S_IMODE(os.stat(folder).st_mode) for folder in folders] == [0o700, 0o700]
         pids = {pid: _fds(pid) for pid in (*started.pids, server)}
         source = textwrap.dedent(_TAKE) + textwrap.dedent(_STRANGER)
         source = "import ctypes, json, os, socket, sys\n" + source
         said = subprocess.run(
             [sys.executable, "-c", source],
-            input=json.dumps([pids, _folders_of_runs()]),
+            input=json.dumps([pids, folders, forkserver.running()._forkserver_address]),
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
     finally:
@@ -148,7 +153,7 @@ def _folders_of_runs() -> list[str]:
 
 
 def test_private_files_cannot_be_opened_by_others(cell: Cells) -> None:
-    """What has a name lies in a folder of ours alone; all else has none."""
+    """What has a name lies in a folder that only we can open; all else has none."""
     names = cell("import time\ndef wait(data): print(data); time.sleep(60)")
     started = start(names.wait, SECRET)
     try:

@@ -1,4 +1,4 @@
-"""Snapshots are written whole or not at all, by rank 0 alone, and no other file is read as one."""
+"""Snapshots are written whole or not at all, only by rank 0, and no other file is read as one."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_restarted_ranks_continue_from_the_snapshot(in_folder: Path, cell: Cells
         def train():
             found = nbddp.load_snapshot("s.pt")
             first = found["epoch"] + 1 if found else 0
-            nbddp.barrier()  # rank 0 shall not save the next one while another still loads
+            nbddp.barrier()  # rank 0 must not save the next one while another still loads
             for epoch in range(first, 5):
                 nbddp.save_snapshot("s.pt", epoch=epoch)
                 nbddp.barrier()
                 if epoch == 1 + 2 * nbddp.restart_count() and nbddp.rank() == 1:
                     raise RuntimeError(f"in epoch {epoch}")
-                nbddp.barrier()  # rank 0 shall not be an epoch ahead
+                nbddp.barrier()  # rank 0 must not be an epoch ahead
             return first, nbddp.restart_count()
         """
     )

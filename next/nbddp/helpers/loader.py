@@ -22,7 +22,7 @@ _newest: _Loader | None = None  # the loader that has returned a batch last
 class _Share(Sampler[Any]):
     """This rank's share of each epoch: every n-th of what one process would take, in its order.
 
-    A pass that is left early is continued by the next one, which wraps around: so one rank alone may look at a batch,
+    A pass that is left early is continued by the next one, which wraps around: so a single rank may look at a batch,
     and each complete pass has the rank's whole share of the epoch.
     """
 
@@ -103,7 +103,7 @@ class _StreamShare(IterableDataset[Any]):
 
 
 class _Loader(DataLoader[Any]):
-    """A DataLoader that knows where in the data it is. Its signature is DataLoader's: Lightning makes such anew."""
+    """A DataLoader that knows where in the data it is. Its signature is DataLoader's: Lightning makes new ones."""
 
     _epoch = _taken = 0  # of a stream
     real = 0  # how many samples of the newest batch of all ranks are not repeated ones

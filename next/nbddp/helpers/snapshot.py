@@ -102,7 +102,7 @@ def _read(path: str, map_location: Any, **options: Any) -> Any:
 
 
 def _agreed(path: str, found: str, state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the state. Raise NbddpError if the first rank to load this path, as often as here, found another file."""
+    """Return the state. Raise NbddpError if this load of the path has found another file on another rank."""
     if context.world_size() > 1 and dist.is_initialized():
         store = distributed_c10d._get_default_store()
         point = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]  # ranks with the same number are at the same place

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from nbddp.kernel import failure, hang
 from nbddp.kernel.crew import POLL_S, Crew
 from nbddp.kernel.failure import RankState
+from nbddp.kernel.hang import Locator
 from nbddp.kernel.page import Page
 from nbddp.kernel.prompt import Prompt
 from nbddp.messages import CountSteps, Release, Steps, StopAfter
 from nbddp.process.machine import Event
 
 _CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
+_ANSWER_S = 5.0  # for the thread that follows
 _PLACES_S = 0.2  # for the ranks to say how many optimizer steps they have taken
 
 
@@ -49,6 +53,7 @@ class Attempt:
         stopping: it's being stopped: by an interrupt, ``stop()``, or its timeout.
         interrupts: how often the cell was interrupted.
         released: ranks have been asked to leave what they were doing.
+        where: where the ranks were when they were stopped, or a collective timed out; "" if nobody asked.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Attempt:
         *,
         deadline: float = float("inf"),
         look: Callable[[Attempt], None] = lambda attempt: None,
+        steps: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self._crew, self._ranks, self._page, self._patience = crew, ranks, page, patience
         self._deadline = deadline
@@ -71,6 +77,8 @@ class Attempt:
         self._grace_s = 0.0
         self.stopping = self.timed_out = self.released = False
         self.interrupts = 0
+        self.locator = Locator(crew, ranks, steps or (lambda: [-1] * len(crew.ranks)))
+        self.where = ""
 
     def follow(self) -> None:
         """Return when every rank has reported or ended."""
@@ -79,6 +87,7 @@ class Attempt:
                 due = self._plan[0][0] - time.monotonic() if self._plan else POLL_S
                 self._note(self._crew.take(min(POLL_S, max(0.0, due))))
                 self._page.look()
+                self.locator.look_for_a_stall()
                 self._look(self)
                 self._end_what_has_failed()
                 self._end_what_is_late()
@@ -93,9 +102,18 @@ class Attempt:
         self._grace_s = min(grace_s, self._grace_s) if again else grace_s
         if again or grace_s <= 0:
             return self._begin(self._to_stop(0.0))
+        self.where = self.where or hang.summary(self.locator.locate())
         self._places = {}
         self._crew.send(CountSteps(), [rank for rank in self._waiting() if rank.called])
         self._begin(self._to_stop(_PLACES_S))
+
+    def stacks(self) -> str:
+        """Return where the ranks are, to another thread than the one that follows them."""
+        answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._crew.inbox.put(lambda: answers.put(self.locator.report()))
+        with contextlib.suppress(queue.Empty):
+            return answers.get(timeout=_ANSWER_S)
+        return "the ranks have ended meanwhile"
 
     def _waiting(self) -> list[RankState]:
         return [rank for rank in self._ranks if not rank.over]
@@ -136,14 +154,21 @@ class Attempt:
         if time.monotonic() > self._failed_at + _CONSEQUENCE_WINDOW_S or not all(
             rank.is_consequence for rank in failed
         ):
+            self._locate_after_a_timeout(failure.first(failed))
             kill_s = self._patience.after_failure_s
             self._begin(
                 [(0.03, self._release), (0.06, self._interrupt), (1.06, self._interrupt), (kill_s, self._crew.kill)]
             )
 
+    def _locate_after_a_timeout(self, first: RankState) -> None:
+        if failure.is_timeout(first):
+            locations = self.locator.locate()
+            if first.report is None or locations[first.number].waiting_in:  # else it's a TimeoutError of the user's
+                self.where = hang.summary(locations, stalled=True)
+
     def _end_what_is_late(self) -> None:
         if time.monotonic() > self._deadline and not self.stopping:
-            self.timed_out = True
+            self.timed_out, self.where = True, self.locator.report()
             self.stop(self._patience.after_interrupts_s[0])
 
     def _to_stop(self, after_s: float) -> list[tuple[float, Callable[[Sequence[RankState]], None]]]:

@@ -39,6 +39,7 @@ class Crew:
         machines: objects with the methods of ``LocalMachine``.
         metrics_to: gets decoded records, with the rank.
         at_exit: called when a rank has ended, on another thread.
+        moved_at: when a rank has last said, printed, or logged something, or was told something.
     """
 
     def __init__(self, settings: Settings, machines: Sequence[Any]) -> None:
@@ -46,6 +47,7 @@ class Crew:
         self.inbox: queue.SimpleQueue[Event | Request] = queue.SimpleQueue()
         self.metrics_to: Callable[[int, list[Any]], None] = lambda rank, records: None
         self.at_exit: Callable[[], None] = lambda: None
+        self.moved_at = time.monotonic()
         self._settings = settings
         self._machines = machines
         self._readers = [RecordReader() for _ in self.ranks]
@@ -81,8 +83,14 @@ class Crew:
                 if event.kind == "exit":
                     self.at_exit()
 
+    @property
+    def device(self) -> str:
+        """The type of the ranks' devices."""
+        return self._settings.device
+
     def call(self, order: Any, payload: Block | None = None, ranks: Sequence[RankState] | None = None) -> None:
         """Give an order to these ranks, or to all."""
+        self.moved_at = time.monotonic()
         asked = self.ranks if ranks is None else ranks
         for rank in asked:
             rank.begin_order()
@@ -98,7 +106,7 @@ class Crew:
         if not isinstance(thing, Event):
             thing()
             return None
-        rank = self.ranks[thing.rank]
+        rank, self.moved_at = self.ranks[thing.rank], time.monotonic()
         if thing.kind == "exit":
             rank.ended(thing.data)
         elif thing.kind == "output":
@@ -119,6 +127,7 @@ class Crew:
 
     def send(self, message: Any, ranks: Sequence[RankState]) -> None:
         """Send a message to these ranks."""
+        self.moved_at = time.monotonic()
         for machine in self._machines:
             machine.send(_numbers(ranks), message)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import atexit
 import collections
+import contextlib
+import functools
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from nbddp.errors import NbddpError
 from nbddp.history.history import History
+from nbddp.kernel.attempt import Attempt
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.failure import RankState
 from nbddp.kernel.view import Status
@@ -22,6 +25,7 @@ from nbddp.text import duration
 
 R = TypeVar("R")
 STOP_GRACE_S = 5.0
+_EXIT_S = 5.0  # for runs that are stopped because the notebook ends
 
 
 class Run(Generic[R]):
@@ -48,12 +52,13 @@ class Run(Generic[R]):
         self._ended: float | None = None
         self._values: list[Any] = []
         self._crew: Crew | None = None
-        self._stop: Callable[[float], None] | None = None
+        self._attempt: Attempt | None = None
         self._stop_grace_s: float | None = None  # asked for before there was anything to stop
+        self._where = ""  # the ranks were, when they were stopped
         self._parts: list[tuple[RankState, int, int]] = []  # of the ranks' outputs: begin and end
         self._done = threading.Event()
         self._callbacks: list[Callable[[], object]] = []
-        _runs.add(self)
+        _runs[id(self)] = self
         _newest.append(self)
 
     # ------------------------------------------------------------------ for the user
@@ -94,21 +99,17 @@ class Run(Generic[R]):
             raise ValueError(f"there is no rank {rank} (0 to {self.nprocs - 1})")
         return "".join(state.output.text(begin, end) for state, begin, end in parts)
 
-    def stacks(self) -> dict[int, str]:
-        """Return where each rank is now."""
-        crew, found = self._crew, {}
-        if crew is not None and not self._done.is_set():
-            answered = threading.Event()
-            crew.inbox.put(lambda: (found.update(crew.stacks()), answered.set()))  # type: ignore[arg-type, func-returns-value]
-            answered.wait(5.0)
-        return found
+    def stacks(self) -> str:
+        """Return where each rank is now, also inside C calls: a line that sums up, then the stacks."""
+        attempt = self._attempt
+        if attempt is not None:
+            return attempt.stacks()
+        stopped = f"; when it was stopped: {self._where}" if self._where else ""
+        return f"{self.name} is {self.state}: no rank is running{stopped}"
 
     def stop(self, grace: float = STOP_GRACE_S) -> None:
         """Stop it: KeyboardInterrupt is raised in all ranks after the same optimizer step; killed after the grace."""
-        self._stop_grace_s = grace
-        if self._crew is not None and self._stop is not None:
-            stop = self._stop
-            self._crew.inbox.put(lambda: stop(grace))
+        self._ask_to_stop(grace)
         self._done.wait()
 
     def wait(self, timeout: float | None = None) -> Run[R]:
@@ -153,35 +154,46 @@ class Run(Generic[R]):
 
     def _status(self) -> Status:
         error = f"{type(self.error).__name__}: {self.error}" if self.error is not None else ""
-        return Status(self.name, self.state, self.seconds, self.restarts, error or self.remark)
+        hang = self._attempt.locator.hang if self._attempt is not None else ""
+        return Status(self.name, self.state, self.seconds, self.restarts, error or self.remark, hang)
 
-    def _take_part(self, crew: Crew, stop: Callable[[float], None]) -> None:
+    def _ask_to_stop(self, grace_s: float) -> None:
+        self._stop_grace_s = grace_s
+        crew, attempt = self._crew, self._attempt  # another thread may end the run
+        if crew is not None and attempt is not None:
+            crew.inbox.put(functools.partial(attempt.stop, grace_s))
+
+    def _stopped_text(self) -> str:
+        return f"{self.name} was stopped. It was here: {self._where}" if self._where else f"{self.name} was stopped"
+
+    def _take_part(self, crew: Crew, attempt: Attempt | None) -> None:
         """The next call on a crew is a part of this run: its only one, if it isn't restarted."""
-        self._crew, self._stop = crew, stop
+        self._crew, self._attempt = crew, attempt
         self._parts += [(rank, rank.begin, sys.maxsize) for rank in crew.ranks]
         crew.metrics_to = self.history.add
-        if self._stop_grace_s is not None:
-            stop(self._stop_grace_s)
+        if self._stop_grace_s is not None and attempt is not None:
+            attempt.stop(self._stop_grace_s)
 
     def _end(self, state: str, error: BaseException | None = None) -> None:
         if self._crew is not None:
             self._crew.metrics_to = lambda rank, records: None
         self._parts = [(rank, begin, min(end, rank.output.size)) for rank, begin, end in self._parts]
-        self._crew = self._stop = None
+        self._crew = self._attempt = None
         self.state, self.error, self._ended = state, error, time.monotonic()
         self.history.settle(broken_off=state != "finished")
         self._done.set()
         for call in self._callbacks:
-            call()
+            with contextlib.suppress(RuntimeError):  # the event loop that waited is closed
+                call()
 
 
-_runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()  # what carries a run out holds it
+_runs: weakref.WeakValueDictionary[int, Run[Any]] = weakref.WeakValueDictionary()  # what carries a run out holds it
 _newest: collections.deque[Run[Any]] = collections.deque(maxlen=1)  # kept even if no variable holds it
 
 
 def runs() -> list[Run[Any]]:
     """Return the runs that go on or that a variable holds, and the newest; oldest first."""
-    return sorted(_runs, key=lambda run: run._began)
+    return sorted((run for ref in _runs.valuerefs() if (run := ref())), key=lambda run: run._began)
 
 
 def shutdown() -> None:
@@ -192,9 +204,11 @@ def shutdown() -> None:
 
 @atexit.register  # after multiprocessing's handler, to run before it: that one would wait for the ranks
 def _stop_all() -> None:
-    for run in runs():
-        if not run.done():
-            run.stop(0.0)
+    going = [run for run in runs() if not run.done()]
+    for run in going:
+        run._ask_to_stop(0.0)
+    for run in going:
+        run._done.wait(_EXIT_S)
 
 
 def last_run() -> Run[Any] | None:

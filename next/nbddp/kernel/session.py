@@ -15,6 +15,7 @@ import torch
 from nbddp import payload
 from nbddp.errors import LaunchError, NbddpError
 from nbddp.helpers import context
+from nbddp.history.history import History
 from nbddp.kernel import failure
 from nbddp.kernel.attempt import OF_A_SESSION, Attempt
 from nbddp.kernel.crew import Crew
@@ -23,7 +24,7 @@ from nbddp.kernel.page import Page, notebook
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
 from nbddp.kernel.start import follow, pack_call
-from nbddp.kernel.view import TextView
+from nbddp.kernel.view import Status, TextView
 from nbddp.messages import Cell, Complete, CountCollectives, Hear, Inspect, Mend, Pull, Push, Ran, Render
 from nbddp.payload import Block, explain
 from nbddp.process.machine import LocalMachine
@@ -64,6 +65,8 @@ class Session:
         settings = decide(options.name or "session", options, attended=True)
         self._options, self.nprocs, self.lost = options, settings.world_size, ""
         self._busy, self._group = False, 0
+        self._attempt: Attempt | None = None  # at the present order
+        self._no_metrics = History(self.nprocs)
         self._sent: dict[int, tuple[weakref.ref[Any], set[str]]] = {}  # parameters, with the names they went under
         self._known: list[Any] = []  # classes and functions that the ranks have got
         self._run: Run[Any] | None = None  # of the present call, as soon as it has logged something
@@ -150,9 +153,9 @@ class Session:
         """Return what that rank has printed since its start."""
         return self._crew.ranks[rank].output.text()
 
-    def stacks(self) -> dict[int, str]:
+    def stacks(self) -> str:
         """Return where each rank is now."""
-        return self._crew.stacks()
+        return self._attempt.stacks() if self._attempt is not None else f"{self!r} has no order"
 
     @property
     def is_busy(self) -> bool:
@@ -199,24 +202,35 @@ class Session:
                 self.close()
             raise
         finally:
-            self._busy = False
+            self._busy, self._attempt = False, None
 
     def _call(self, order: Any, ranks: Sequence[RankState], page: Page, block: Block | None = None) -> None:
         """Give an order, and wait. Raises the first rank's failure, when the ranks can take the next order."""
-        attempt = Attempt(self._crew, ranks, page, OF_A_SESSION, look=self._look)
-        self._run, error = None, None
+        attempt = Attempt(self._crew, ranks, page, OF_A_SESSION, look=self._look, steps=self._steps)
+        self._view, error = TextView(), None
+        if (
+            self._run is not None and self._run.done()
+        ):  # else a thread of the ranks has logged something since the last cell
+            self._run = None
         with self._calling():
-            self._crew.call(order, block, ranks)
-            self._crew.metrics_to = self._logged
-            attempt.follow()
-            if any(rank.failed for rank in ranks):
-                error = self._error(attempt, ranks, order)
-        if self._run is not None:
-            state = "finished" if error is None else "stopped" if attempt.stopping else "failed"
-            self._run._end(state, error if state == "failed" else None)
-            TextView().update(self._run._status(), self._run.history)
+            self._attempt = attempt
+            try:
+                self._crew.call(order, block, ranks)
+                self._crew.metrics_to = self._logged
+                attempt.follow()
+                if any(rank.failed for rank in ranks):
+                    error = self._error(attempt, ranks, order)
+            except BaseException:  # the third interrupt
+                self._end_run("stopped", None)
+                raise
+            self._end_run("finished" if error is None else "stopped" if attempt.stopping else "failed", error)
         if error is not None:
             raise error
+
+    def _end_run(self, state: str, error: BaseException | None) -> None:
+        if self._run is not None:
+            self._run._end(state, error if state == "failed" else None)
+            self._view.update(self._run._status(), self._run.history)
 
     def _ask(self, order: Any, ranks: Sequence[RankState]) -> dict[int, Any]:
         """Give an order that doesn't run the user's code. Returns the answers."""
@@ -244,14 +258,19 @@ class Session:
     def _logged(self, rank: int, records: list[Any]) -> None:
         if self._run is None:
             self._run = Run("cell", self.nprocs)
-            self._run._take_part(self._crew, lambda grace: None)
+            self._run._take_part(self._crew, self._attempt)
             self._crew.metrics_to = self._logged
-            self._view = TextView()
         self._run.history.add(rank, records)
 
-    def _look(self, _: Attempt) -> None:
+    def _look(self, attempt: Attempt) -> None:
         if self._run is not None:
             self._view.update(self._run._status(), self._run.history)
+        else:
+            status = Status("cell", "running", 0.0, hang=attempt.locator.hang)
+            self._view.update(status, self._no_metrics)
+
+    def _steps(self) -> list[int]:
+        return [rank.step for rank in (self._run.history if self._run is not None else self._no_metrics).ranks]
 
     # ------------------------------------------------------------------ failures
 

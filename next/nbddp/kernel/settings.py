@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 CPU_NPROCS = 2  # ranks on a machine without GPUs, unless the user chooses another number
 _CONTRACT = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 _ATTENDED_TIMEOUT_S = 3600.0  # of collectives
-_MOST_PER_CORE = 16  # ranks
+_MOST, _MOST_PER_CORE = 64, 16  # ranks on the CPU; the larger number counts
 _WHOLE = {"nprocs": 1, "max_restarts": 0, "seed": 0}
 
 
@@ -110,7 +110,7 @@ def decide(
         threads=threads,
         environ={**environ, **(options.env or {})},
         cwd=working_directory(),
-        argv=(name, *argv) if argv or "ipykernel" in sys.argv[0] else tuple(sys.argv),
+        argv=(name, *argv) if argv or _are_the_kernels(sys.argv[1:]) else tuple(sys.argv),
         sys_path=tuple(part or os.getcwd() for part in sys.path if isinstance(part, str)),
         autolog=options.autolog,
         post_mortem=bool(options.pdb) and attended,
@@ -186,10 +186,9 @@ def _nprocs(options: Options, device: str, count: int) -> int:
             raise LaunchError(f"gpus={list(gpus)}: NCCL needs a GPU for each rank. To try it out, use backend='gloo'")
         return len(gpus)
     if device == "cpu":
-        cores = _cores()
-        if nprocs is not None and nprocs > _MOST_PER_CORE * cores:
-            most = _MOST_PER_CORE * cores
-            raise LaunchError(f"nprocs={nprocs} is too large: at most {most} ranks on {cores} cores")
+        most = max(_MOST, _MOST_PER_CORE * _cores())
+        if nprocs is not None and nprocs > most:
+            raise LaunchError(f"nprocs={nprocs} is too large: at most {most} ranks on {_cores()} cores")
         return nprocs or CPU_NPROCS
     if nprocs is not None and nprocs > count:
         raise LaunchError(
@@ -216,6 +215,12 @@ def _threads(environ: Mapping[str, str]) -> int:
     """Return the intra-op threads of a rank that the user's variables name; 0 if none does."""
     values = (environ.get(name, "") for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"))
     return next((int(value) for value in values if value.isdigit() and int(value) > 0), 0)
+
+
+def _are_the_kernels(arguments: list[str]) -> bool:
+    """Whether a notebook still has the arguments of its kernel, which are nothing for the ranks."""
+    in_a_script = hasattr(sys.modules["__main__"], "__file__")
+    return not in_a_script and arguments == sys.orig_argv[len(sys.orig_argv) - len(arguments) :]
 
 
 def working_directory() -> str:

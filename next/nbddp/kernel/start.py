@@ -23,13 +23,13 @@ from nbddp.kernel.view import NoView, TextView, View
 from nbddp.messages import Function, Settings
 from nbddp.payload import Block, Packed, explain
 from nbddp.process.machine import LocalMachine
-from nbddp.text import duration, in_a_line
+from nbddp.text import in_a_line
 
 _SIDE_BY_SIDE = (
     "no rank took part in a collective: {} ranks worked side by side, without sharing gradients. "
     "To train one model, wrap it: nbddp.wrap(model)"
 )
-_SEE_PARTIAL = ". All else that the ranks returned is in this error's .partial, by rank"
+_SEE_PARTIAL = ". Everything else that the ranks returned is in this error's .partial, by rank"
 Machines = Callable[[], Sequence[Any]]
 
 
@@ -62,7 +62,7 @@ def run(
         return started
     carry_out_it()
     if started.state == "stopped":
-        raise errors.interrupt(f"{name} was stopped after {duration(started.seconds)}")
+        raise errors.interrupt(started._stopped_text())
     return started.wait()
 
 
@@ -165,20 +165,29 @@ def follow(
             attempt.stop(patience.after_interrupts_s[0])
         view.update(run._status(), run.history)
 
-    attempt = Attempt(crew, crew.ranks, page, patience, deadline=deadline, look=look)
+    def steps() -> list[int]:
+        return [rank.step for rank in run.history.ranks]
+
+    attempt = Attempt(crew, crew.ranks, page, patience, deadline=deadline, look=look, steps=steps)
     crew.call(Function(run.name), packed.block)
-    run._take_part(crew, attempt.stop)
+    run._take_part(crew, attempt)
     attempt.follow()
+    run._where = attempt.where
     if stop_on_nan and (nan := run.history.first_nan):
         metric, step, rank = nan
         raise NanLogged(metric, step, [rank])
     if attempt.timed_out:
-        raise RunTimeout(f"{run.name} was still {run.state} after its timeout of {timeout} s")
+        raise RunTimeout(
+            f"{run.name} was still {run.state} after its timeout of {timeout} s and was stopped. "
+            f"It was here: {attempt.where}"
+        )
     if attempt.stopping:
         raise KeyboardInterrupt
     if any(rank.failed for rank in crew.ranks):
         failed = failure.first(crew.ranks)
-        raise failure.error_of(failed, run.name, crew.ranks, crew.result, packed.by_value)
+        raise failure.error_of(
+            failed, run.name, crew.ranks, crew.result, packed.by_value, attempt.where, device=crew.device
+        )
     run._values = values(run.name, crew, packed)
     if len(crew.ranks) > 1 and not any(rank.report.met for rank in crew.ranks if rank.report):
         run.remark = _SIDE_BY_SIDE.format(len(crew.ranks))

@@ -1,4 +1,4 @@
-"""The seam where the panel will sit: a view gets a run's status, and its history. This one writes lines of text."""
+"""What draws a run: a view gets its status and its history. This one writes lines of text."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Status:
     seconds: float
     restarts: int = 0
     error: str = ""
+    hang: str = ""
 
     @property
     def over(self) -> bool:
@@ -39,9 +40,12 @@ class TextView:
 
     def __init__(self) -> None:
         self._due = time.monotonic() + _LINE_EVERY_S
-        self._shown = ""
+        self._shown = self._hang = ""
 
     def update(self, status: Status, history: History) -> None:
+        if status.hang != self._hang:
+            self._hang = status.hang
+            self._write(status.hang)
         if not status.over and time.monotonic() < self._due:
             return
         self._due = time.monotonic() + _LINE_EVERY_S
@@ -50,7 +54,12 @@ class TextView:
         line = "  ".join([f"step {step}", *latest]) if latest else ""
         if line and line != self._shown:
             self._shown = line
-            sys.stdout.write(f"{status.name}: {line}\n")
+            self._write(f"{status.name}: {line}")
+
+    @staticmethod
+    def _write(text: str) -> None:
+        if text:
+            sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
 
 

@@ -66,7 +66,7 @@ class DdpMagics(Magics):
         for name in names:
             self.shell.user_ns[name] = session.pull(name, rank=min(ranks or [0]))
         if session.lost and session is self.session:
-            type(self).session = None
+            DdpMagics.session = None
 
     def _read_by(self, cell: str) -> dict[str, Any]:
         """Return the notebook's names that a fresh cell reads. What it may bind is left out if it can't be sent."""
@@ -95,7 +95,7 @@ class DdpMagics(Magics):
 
     def _close(self, _: list[str]) -> None:
         self._the_session().close()
-        type(self).session = None
+        DdpMagics.session = None
 
     def _push(self, words: list[str]) -> None:
         if missing := [word for word in words if word not in self.shell.user_ns]:
@@ -111,8 +111,7 @@ class DdpMagics(Magics):
         print(self._the_session().logs(int(words[0]) if words else 0), end="")
 
     def _stacks(self, _: list[str]) -> None:
-        for rank, text in self._the_session().stacks().items():
-            print(f"rank {rank}\n{text}")
+        print(self._the_session().stacks())
 
     def _status(self, _: list[str]) -> None:
         print(self.session if self.session is not None else "no session is open: %ddp open -n 2")

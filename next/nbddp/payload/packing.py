@@ -1,4 +1,4 @@
-"""Packs objects into a block and unpacks them: a stream by cloudpickle, and beside it the memory of arrays and tensors.
+"""Packs objects into a block and unpacks them: a stream by cloudpickle, next to it the memory of arrays and tensors.
 
 [sizes][table][pickle stream][array or storage][array or storage] ...
 """

@@ -30,7 +30,7 @@ class _Main(dict):  # type: ignore[type-arg]
 
 
 class Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles what travels between the notebook and a rank.
+    """Pickles what is sent between the notebook and a rank.
 
     Attributes:
         buffers: memory of arrays and storages, in the order of the stream.

@@ -25,6 +25,7 @@ import torch
 
 from nbddp.messages import Envelope, Place, Report, Settings
 from nbddp.payload import Block
+from nbddp.process import dumps
 from nbddp.process.server import ForkedProcess, temporary_folder
 from nbddp.process.store import Store
 from nbddp.worker import rank as ranks_life
@@ -35,6 +36,7 @@ _END_S = 2.0
 _READ_BYTES = 256 << 10
 _PUNCH_BYTES = 16 << 20  # of a metrics file, given back when they have been read
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+_DUMP_BYTES = 1 << 20  # the most of a dump of stacks that is read
 _POLL_S = 0.002
 
 
@@ -97,6 +99,8 @@ class _Rank:
                 yield Event("message", self.number, envelope.message)
         if exitcode is not None:
             yield from self.all_written()
+            if exitcode < 0 and (crash := dumps.crash(self.dumped())):
+                yield Event("output", self.number, crash.encode())
             self.exitcode = exitcode
             self._end_children()
             yield Event("exit", self.number, exitcode)
@@ -122,6 +126,11 @@ class _Rank:
             for send in (os.killpg, os.kill) if number == signal.SIGKILL else (os.kill,):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     send(self.process.pid, number)
+
+    def dumped(self, begin: int = 0) -> str:
+        """Return what faulthandler has written since its file had this size; the newest part of it."""
+        begin = max(begin, os.fstat(self.stacks).st_size - _DUMP_BYTES)
+        return os.pread(self.stacks, _DUMP_BYTES, begin).decode("utf-8", "replace")
 
     def answers_stacks(self) -> bool:
         """Whether the rank has a handler for a request for stacks, which would kill it otherwise."""
@@ -220,9 +229,9 @@ class LocalMachine:
         for rank in asked:
             rank.signal(STACKS_SIGNAL)
         deadline, found = time.monotonic() + wait_s, dict.fromkeys(asked, "")
-        while time.monotonic() < deadline and not all('  File "<string>"' in dump for dump in found.values()):
+        while time.monotonic() < deadline and not all(map(dumps.is_whole, found.values())):
             time.sleep(_POLL_S)
-            found = {rank: os.pread(rank.stacks, 1 << 20, at).decode("utf-8", "replace") for rank, at in asked.items()}
+            found = {rank: rank.dumped(begin) for rank, begin in asked.items()}
         return {rank.number: dump for rank, dump in found.items() if dump}
 
     def result(self, rank: int) -> Block | None:

@@ -31,4 +31,5 @@ class Output:
         """Return what was printed between two offsets, as a terminal shows it."""
         raw = bytes(self._kept[max(0, begin - self._dropped) : max(0, end - self._dropped)])
         text = fold(raw.decode("utf-8", "replace"))
-        return f"[{self._dropped - begin:,} older bytes are no longer kept]\n{text}" if begin < self._dropped else text
+        missing = min(end, self._dropped) - begin
+        return f"[{missing:,} older bytes are no longer kept]\n{text}" if missing > 0 else text

@@ -68,7 +68,7 @@ def mend(names: Mapping[str, Any], before: Any) -> list[str]:
             model._update_process_group(model.process_group)
         elif model.process_group is before and before is not None and not _has_state(model):
             model.process_group = c10d.group.WORLD
-            # A new reducer with the initial layout: other ranks may have ordered their buckets anew already.
+            # A new reducer with the initial layout: other ranks may have reordered their buckets already.
             model.__setstate__(model.__getstate__())
             model._static_graph_delay_allreduce_enqueued = False
             for hook, _ in model._comm_hooks:

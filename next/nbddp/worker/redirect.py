@@ -43,17 +43,19 @@ def redirect(fd: int, stacks: int) -> None:
     _stacks = stacks
     signal.signal(STACKS_SIGNAL, _dump_stacks)
     answer_stacks()
+    os.register_at_fork(after_in_child=lambda: faulthandler.enable(file=2))  # the notebook reads of ranks only
 
 
 def answer_stacks() -> None:
-    """Have faulthandler answer requests for stacks, also inside a C call or a collective, and tell of crashes.
+    """Let faulthandler answer requests for stacks, even during a C call or in a collective, and report crashes.
 
     Code that saves and restores all handlers, as every Lightning Trainer does, takes both away. Python's handler, which
     it restores, answers then as soon as the main thread runs Python code again.
     """
     faulthandler.unregister(STACKS_SIGNAL)  # else register() takes it for still installed
     faulthandler.register(STACKS_SIGNAL, file=_stacks, all_threads=True, chain=False)
-    faulthandler.enable(file=2)
+    faulthandler.disable()  # the same
+    faulthandler.enable(file=_stacks)
 
 
 def _dump_stacks(*_: object) -> None:

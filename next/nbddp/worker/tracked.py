@@ -36,5 +36,13 @@ def remove_rest(folder: str) -> None:
         with contextlib.suppress(OSError, KeyError):
             resource_tracker._CLEANUP_FUNCS[kind](name)  # type: ignore[attr-defined]
     for path in Path("/dev/shm").glob("torch_*_*"):  # tensors, sent between processes: named for microseconds
-        if path.name.split("_")[1] in pids:
-            path.unlink(missing_ok=True)
+        if (pid := path.name.split("_")[1]) in pids and not _runs(pid):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _runs(pid: str) -> bool:
+    """Return whether there is such a process; another one may have got the number."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False

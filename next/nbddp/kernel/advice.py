@@ -1,0 +1,40 @@
+"""Advice for well-known errors whose own text does not say what to do."""
+
+from __future__ import annotations
+
+import re
+
+from nbddp.errors import CAUSE_CHARS
+
+_ON_THE_CPU = {
+    r"not compiled with CUDA|No CUDA GPUs are available|Found no NVIDIA driver|has no attribute '_cuda_": (
+        "This run is on the CPU. Write .to(nbddp.device()) in place of .cuda() or .to('cuda'): "
+        "the same line then works with and without a GPU"
+    ),
+    r"NCCL built in|ProcessGroupNCCL is only supported with GPUs": (
+        "This run is on the CPU, and NCCL needs GPUs. Use backend='gloo', or leave the backend out"
+    ),
+}
+_ANYWHERE = {
+    r"Expected to have finished reduction in the prior iteration": (
+        "Some parameters did not contribute to the loss. If that is intended, use "
+        "wrap(model, find_unused_parameters=True)"
+    ),
+    r"NCCL error|ncclSystemError|ncclRemoteError|ncclInternalError|ncclUnhandledCudaError": (
+        "With env={'NCCL_DEBUG': 'INFO'} NCCL writes its reason into the output of the ranks"
+    ),
+}
+
+
+def advice(cause: BaseException, device: str) -> str:
+    """Return what to do about an exception of a rank, or "".
+
+    Args:
+        device: the type of the ranks' devices.
+    """
+    try:
+        text = str(cause)[:CAUSE_CHARS]
+    except Exception:  # whatever a user's __str__ raises
+        return ""
+    known = {**(_ON_THE_CPU if device == "cpu" else {}), **_ANYWHERE}
+    return next((advice for pattern, advice in known.items() if re.search(pattern, text)), "")

@@ -1,0 +1,241 @@
+"""Says where the ranks are: one line that sums up, then each stack in the user's own lines; and notices a stall."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import site
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nbddp.kernel.crew import Crew
+from nbddp.kernel.failure import RankState
+from nbddp.process import dumps
+from nbddp.process.dumps import Frame
+from nbddp.text import first_line, ranks_text
+from nbddp.tracebacks import library_of
+
+STALL_AFTER_S = 60.0  # without progress, and again each time it has lasted twice as long
+_STANDS_S = 2.0  # without progress, until a likely reason is said
+_RECHECK_S = 0.2
+_CELL = re.compile(r"/ipykernel_\d+/|^<ipython-input|^<stdin>|^<string>")
+# Installed and generated files are not the user's; a cell's own file may lie in any temporary folder.
+_TORCH = importlib.util.find_spec("torch")
+_INSTALLED = (
+    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    site.getusersitepackages() + os.sep,
+    *([os.path.dirname(_TORCH.origin) + os.sep] if _TORCH is not None and _TORCH.origin else []),
+)
+_MODULE = re.compile("<module>|<cell line: .*>")
+_GENERATED = re.compile(r"^<|/torchinductor_")
+_COLLECTIVES_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
+_COLLECTIVE = re.compile(
+    r"all_\w+|barrier|batch_isend_irecv|broadcast\w*|gather\w*|init_process_group|monitored_barrier|new_group|"
+    r"recv\w*|reduce\w*|scatter\w*|send\w*|split_group"
+)
+_BACKWARD_FILE, _BACKWARD = os.path.join("torch", "autograd", "graph.py"), "_engine_run_backward"
+_DDP_FILE = os.path.join("torch", "nn", "parallel", "distributed.py")
+_DDP_FUNCTIONS = {
+    "__init__": "DDP's constructor",
+    "_pre_forward": "DDP's forward",
+    "_post_forward": "DDP's forward",
+    "_sync_buffers": "DDP's forward",
+}
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where one rank is.
+
+    Attributes:
+        state: "called" (in the function), "setup", "unpack", "finished", "failed", "left" (by sys.exit), "ended",
+            "silent" (it did not answer) or "outside" (the order is for other ranks).
+        frames: outermost first, without nbddp's; empty unless the state is "called" or "failed".
+        step: the highest step that the rank has logged, -1 before the first.
+        error: the error of a failed rank, on one line.
+    """
+
+    rank: int
+    state: str
+    frames: tuple[Frame, ...] = ()
+    step: int = -1
+    error: str = ""
+
+    @property
+    def collective(self) -> str:
+        """The collective of torch in which the rank waits for the others, e.g. "all_reduce"; "" if it does not."""
+        for file, _, function in self.frames:
+            if file.endswith(_COLLECTIVES_FILE) and _COLLECTIVE.fullmatch(function):
+                return function
+        return ""
+
+    @property
+    def exchange(self) -> str:
+        """The part of DDP, if any, that exchanges gradients or buffers; the rank may or may not wait in it."""
+        for file, _, function in self.frames:
+            if file.endswith(_DDP_FILE) and function in _DDP_FUNCTIONS:
+                return _DDP_FUNCTIONS[function]
+        if self.frames and self.frames[-1].function == _BACKWARD and self.frames[-1].file.endswith(_BACKWARD_FILE):
+            return "backward"
+        return ""
+
+    @property
+    def waiting_in(self) -> str:
+        """The collective or exchange in which the rank may wait for the others."""
+        return self.collective or self.exchange
+
+    @property
+    def place(self) -> str:
+        """The user's innermost line: "train, line 14"; with the name of the file if that is not a cell."""
+        if not self.frames:
+            return ""
+        main_file = self.frames[0].file  # a script may itself be an installed file
+
+        def is_users(file: str) -> bool:
+            if file == main_file or _CELL.search(file):
+                return True
+            return not (file.startswith(_INSTALLED) or _GENERATED.search(file))
+
+        libraries = library_of([frame.file for frame in self.frames])
+        users = [frame for frame, library in zip(self.frames, libraries) if not library and is_users(frame.file)]
+        file, line, function = (users or self.frames)[-1]
+        name = "" if _CELL.search(file) else os.path.basename(file)
+        return ", ".join(part for part in (_MODULE.sub("", function), name, f"line {line}") if part)
+
+
+class Locator:
+    """Finds out where the ranks of an order are, on the thread that follows it.
+
+    Attributes:
+        hang: what is known about a stall; "" while there is none.
+    """
+
+    def __init__(self, crew: Crew, asked: Sequence[RankState], steps: Callable[[], Sequence[int]]) -> None:
+        self._crew, self._asked, self._steps = crew, {rank.number for rank in asked}, steps
+        self._due_s = STALL_AFTER_S
+        self.hang = ""
+
+    def locate(self) -> list[Location]:
+        """Return where each rank is; it takes a second if one of them does not answer."""
+        found, steps = self._crew.stacks(), self._steps()
+        return [self._location(rank, found.get(rank.number, ""), steps[rank.number]) for rank in self._crew.ranks]
+
+    def report(self) -> str:
+        """Return the line that sums up, and each stack; a likely reason for a wait only if no rank moves."""
+        found = self.locate()
+        if time.monotonic() < self._crew.moved_at + _STANDS_S:
+            return report(found)
+        time.sleep(_RECHECK_S)
+        return report(found, stalled=self.locate() == found)
+
+    def look_for_a_stall(self) -> None:
+        """Say in ``hang`` where the ranks are, if nothing has been logged or printed for long."""
+        quiet_s = time.monotonic() - self._crew.moved_at
+        if quiet_s < STALL_AFTER_S:
+            self._due_s, self.hang = STALL_AFTER_S, ""
+        elif quiet_s >= self._due_s:
+            self._due_s = 2 * quiet_s
+            self.hang = f"Nothing has been logged or printed for {quiet_s:.0f} s: {self.report()}"
+
+    def _location(self, rank: RankState, dump: str, step: int) -> Location:
+        if rank.number not in self._asked:
+            return Location(rank.number, "outside", step=step)
+        if rank.report is not None and (failure := rank.report.failure) is not None:
+            state = "left" if failure.code is not None else "failed"
+            return Location(rank.number, state, tuple(map(Frame._make, failure.frames)), step, first_line(failure.text))
+        if rank.over:
+            return Location(rank.number, "finished" if rank.report is not None else "ended", step=step)
+        if not rank.called:
+            return Location(rank.number, "unpack" if rank.ready else "setup")
+        return Location(rank.number, "called" if dump else "silent", dumps.main_thread(dump), step)
+
+
+def report(locations: Sequence[Location], stalled: bool = False) -> str:
+    """Return the summary line, then each stack, most recent call last; ranks with the same stack share it."""
+    parts = [summary(locations, stalled)]
+    for same in _grouped(locations, lambda each: (each.state, each.frames)):
+        first = same[0]
+        part = f"{_ranks(same, 0)} {_activity(first, len(same))}"
+        if first.frames:
+            here = " here" if first.state == "called" and not first.waiting_in else ""
+            part += f"{here} (most recent call last)\n{dumps.stack(first.frames)}"
+        parts.append(part)
+    return "\n\n".join(parts)
+
+
+def summary(locations: Sequence[Location], stalled: bool = False) -> str:
+    """``rank 1 has finished after step 120; ranks 0, 2 and 3 wait in all_reduce after step 120 (train, line 14)``.
+
+    Args:
+        stalled: no rank makes progress: a likely reason for the wait is added.
+    """
+    groups = _grouped(locations, lambda each: (_activity(each, 2), each.step, each.place))
+    parts = [f"{_ranks(same, len(locations))} {_activity(same[0], len(same))}{_details(same[0])}" for same in groups]
+    return "; ".join(parts) + (_likely_reason(locations) if stalled else "")
+
+
+def _activity(location: Location, count: int) -> str:
+    """Return what ``count`` ranks at this location do, as a predicate."""
+    has, is_, waits = ("has", "is", "waits") if count == 1 else ("have", "are", "wait")
+    if location.state == "called":
+        if location.collective:
+            return f"{waits} in {location.collective}"
+        return f"{is_} in {location.exchange}" if location.exchange else is_
+    if location.state == "failed" and location.waiting_in:
+        return f"gave up in {location.waiting_in}"
+    return {
+        "finished": f"{has} finished",
+        "failed": f"{has} failed ({location.error})",
+        "left": f"{has} left by sys.exit",
+        "ended": f"{has} ended",
+        "setup": f"{is_} setting {'itself' if count == 1 else 'themselves'} up",
+        "unpack": f"{'unpacks' if count == 1 else 'unpack'} the function and its data",
+        "silent": f"{'gives' if count == 1 else 'give'} no answer",
+        "outside": f"{'takes' if count == 1 else 'take'} no part in this call",
+    }[location.state]
+
+
+def _details(location: Location) -> str:
+    step = f" after step {location.step:,}" if location.step >= 0 else ""
+    if location.state == "called" and not location.waiting_in:
+        return f" in {location.place or 'the function'}{step}"
+    return step + (f" ({location.place})" if location.place else "")
+
+
+def _likely_reason(locations: Sequence[Location]) -> str:
+    """Return why some ranks wait for others that will not join them; "" if that is not known."""
+    finished = [each for each in locations if each.state == "finished"]
+    outside = [each for each in locations if each.state == "outside"]
+    waiting = [each for each in locations if each.waiting_in]
+    if not waiting or len(finished) + len(outside) + len(waiting) < len(locations):
+        return ""  # a rank is late or has ended, which the summary shows
+    if outside:
+        return (
+            f". A collective of all ranks waits for {_ranks(outside, 0)}, too: call it on all ranks, or give it a "
+            f"group: group = dist.new_group({[each.rank for each in waiting]}), on all ranks, in an earlier call"
+        )
+    steps = {each.step for each in locations if each.step >= 0}
+    if finished and (len(steps) > 1 or any(each.exchange for each in waiting)):
+        return (
+            f". Most likely {_ranks(finished, 0)} had fewer batches than the others: an uneven number of batches per "
+            "rank (nbddp.loader evens it out; DistributedSampler, drop_last=True or torch's Join do it by hand)"
+        )
+    if finished or len({(each.waiting_in, each.place) for each in waiting}) > 1:
+        return ". Every rank has to call the same collectives in the same order; uneven numbers of batches break that"
+    return ""
+
+
+def _grouped(locations: Sequence[Location], key: Callable[[Location], object]) -> list[list[Location]]:
+    groups: dict[object, list[Location]] = {}
+    for location in locations:
+        groups.setdefault(key(location), []).append(location)
+    return list(groups.values())
+
+
+def _ranks(same: Sequence[Location], world_size: int) -> str:
+    if len(same) == world_size > 1:
+        return f"all {world_size} ranks" if world_size > 2 else "both ranks"
+    return ranks_text([location.rank for location in same])

@@ -1,0 +1,285 @@
+"""A stalled run says which rank is where, and a working run is not reported as stalled."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import nbddp
+from nbddp.kernel import hang
+from nbddp.kernel.advice import advice
+from nbddp.kernel.hang import Location, summary
+from nbddp.process.dumps import Frame
+from tests.support import Cells, Notebook, run, start, wait_until
+
+UNEVEN = """
+    import nbddp, torch
+    def train(batches):
+        model = nbddp.wrap(torch.nn.Linear(4, 1))
+        for step in range(batches[nbddp.rank()]):
+            loss = model(torch.randn(2, 4)).sum()
+            loss.backward()
+            nbddp.log(loss=loss)
+"""
+
+
+def test_uneven_batches_are_named_as_the_likely_cause(cell: Cells) -> None:
+    going = start(cell(UNEVEN).train, [3, 5, 5], nprocs=3)
+    expected = re.compile(
+        r"rank 0 has finished after step 2; ranks 1 and 2 are in (backward|DDP's forward) after step [23] "
+        r"\(train, line [67]\)\. Most likely rank 0 had fewer batches than the others: .*drop_last=True.*\n"
+    )
+    text = wait_until(lambda: (found := going.stacks()) and expected.match(found) and found)
+    assert "loss = model" in text or "loss.backward()" in text  # the reader's own line
+    going.stop(0)
+
+
+def test_a_model_that_only_some_ranks_wrap_is_located_in_ddps_constructor(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch, time
+        def train():
+            if nbddp.rank() == 0: torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+            time.sleep(1000)
+    """)
+    going = start(names.train)
+    wait_until(lambda: going.stacks().startswith("rank 0 is in DDP's constructor (train, line 4); rank 1 is in train"))
+    going.stop(0)
+
+
+def test_a_users_timeouterror_is_not_reported_as_a_collectives(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            if nbddp.rank() == 0: raise TimeoutError("The read operation timed out")
+            nbddp.barrier()
+    """)
+    with pytest.raises(nbddp.RankError) as raised:
+        run(names.train)
+    assert raised.value.where == ""
+
+
+def test_ranks_in_different_collectives_are_named(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch, torch.distributed as dist
+        def train():
+            for step in range(3):
+                nbddp.log(loss=step)
+                if step == 2 and nbddp.rank() == 1:
+                    dist.barrier()
+                dist.all_reduce(torch.ones(1))
+    """)
+    going = start(names.train)
+    expected = (
+        "rank 0 waits in all_reduce after step 2 (train, line 8); rank 1 waits in barrier after step 2 "
+        "(train, line 7). Every rank has to call the same collectives in the same order; "
+        "uneven numbers of batches break that"
+    )
+    wait_until(lambda: going.stacks().split("\n")[0] == expected)
+    going.stop(0)
+
+
+def test_a_late_rank_is_not_called_uneven(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time
+        def load(): time.sleep(1000)
+        def train():
+            nbddp.log(loss=nbddp.rank())
+            if nbddp.rank() == 1:
+                load()
+            nbddp.barrier()
+    """)
+    going = start(names.train, nprocs=4)
+    expected = "ranks 0, 2 and 3 wait in barrier after step 0 (train, line 8); rank 1 is in load, line 3 after step 0"
+    wait_until(lambda: going.stacks().split("\n")[0] == expected)
+    going.stop(0)
+
+
+def test_a_stall_is_reported_unasked_and_withdrawn_when_it_is_over(
+    cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang, "STALL_AFTER_S", 1.0)
+    names = cell("""
+        import nbddp, os, time
+        def train():
+            if nbddp.rank() == 1:
+                while not os.path.exists("go_on"): time.sleep(0.01)
+            nbddp.barrier()
+            print("on")
+            while not os.path.exists("leave"): time.sleep(0.01)
+    """)
+    began = time.monotonic()
+    going = start(names.train)
+    told = wait_until(lambda: going._status().hang, 30)
+    assert time.monotonic() - began >= 1
+    expected = (
+        "Nothing has been logged or printed for 1 s: rank 0 waits in barrier (train, line 6); rank 1 is in train, "
+    )
+    assert told.startswith(expected + "line 5\n\n")
+    assert "    nbddp.barrier()" in told
+    assert going.state == "running"  # telling changes nothing
+    Path("go_on").touch()
+    wait_until(lambda: not going._status().hang)
+    again = wait_until(lambda: going._status().hang)
+    assert "both ranks are in train, line 8\n\nranks 0 and 1 are here (most recent call last)" in again
+    Path("leave").touch()
+    assert going.wait().state == "finished"
+    assert not going._status().hang
+
+
+def test_a_collective_that_times_out_names_the_missing_rank(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time, torch, torch.distributed as dist
+        def nap(): time.sleep(1000)
+        def train():
+            if nbddp.rank() == 2:
+                nap()
+            dist.all_reduce(torch.ones(1))
+    """)
+    with pytest.raises(nbddp.RankError) as raised:
+        run(names.train, nprocs=3, pg_timeout=3)
+    assert raised.value.rank in (0, 1)
+    assert re.search(r"gave up in all_reduce.* \(train, line 7\)", raised.value.where), raised.value.where
+    assert "rank 2 is in nap, line 3" in raised.value.where
+    assert raised.value.where in str(raised.value)
+    assert raised.value.where in "\n".join(raised.value._render_traceback_())
+
+
+def test_a_timeout_says_where_the_ranks_were(cell: Cells) -> None:
+    names = cell("import nbddp, time\ndef train():\n    if nbddp.rank(): time.sleep(99)\n    nbddp.barrier()")
+    expected = r"It was here: rank 0 waits in barrier \(train, line 4\); rank 1 is in train, line 3\n"
+    with pytest.raises(nbddp.RunTimeout, match=expected):
+        run(names.train, timeout=3)
+
+
+def test_a_suspended_rank_is_reported_as_giving_no_answer(cell: Cells) -> None:
+    names = cell("import nbddp\ndef train():\n    if nbddp.rank(): nbddp.barrier()\n    while True: pass")
+    going = start(names.train)
+    os.kill(going.pids[1], signal.SIGSTOP)
+    wait_until(lambda: going.stacks().split("\n")[0] == "rank 0 is in train, line 4; rank 1 gives no answer")
+    began = time.monotonic()
+    going.stop(0.5)  # and does not keep the stop waiting
+    assert time.monotonic() - began < 10
+
+
+RESTORES = """
+    import nbddp, os, pathlib, signal, time
+    def train(in_c):
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.getsignal(number))
+        if nbddp.rank() and not in_c:
+            for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1): signal.signal(number, signal.SIG_DFL)
+        pathlib.Path(f"restored {nbddp.rank()}").touch()
+        try:
+            while not os.path.exists("go_on"): time.sleep(0.01)
+            if nbddp.rank() and in_c: nbddp.barrier()
+            while True: time.sleep(0.01)
+        finally:
+            pathlib.Path(f"ended {nbddp.rank()}").touch()
+"""
+
+
+def test_ranks_that_have_restored_all_signal_handlers_answer_and_stop(cell: Cells, in_folder: Path) -> None:
+    """As every Lightning Trainer does: what is set in C, like faulthandler's handler, is gone then."""
+    going = start(cell(RESTORES).train, True)
+    wait_until(lambda: len(list(in_folder.glob("restored*"))) == 2)
+    wait_until(lambda: going.stacks().split("\n")[0] == "both ranks are in train, line 10")
+    Path("go_on").touch()  # now faulthandler answers again, also for a rank that is in a collective
+    expected = "rank 0 is in train, line 12; rank 1 waits in barrier (train, line 11)"
+    wait_until(lambda: going.stacks().split("\n")[0] == expected)
+    assert not going.done()
+    going.stop()
+    assert (going.state, len(list(in_folder.glob("ended*")))) == ("stopped", 2)
+
+
+def test_a_rank_without_a_handler_for_stacks_gives_no_answer_and_lives_on(cell: Cells, in_folder: Path) -> None:
+    going = start(cell(RESTORES).train, False)
+    wait_until(lambda: len(list(in_folder.glob("restored*"))) == 2)
+    expected = "rank 0 is in train, line 10; rank 1 gives no answer"
+    for _ in range(2):
+        wait_until(lambda: going.stacks().split("\n")[0] == expected)
+    going.stop()
+    assert (going.state, len(list(in_folder.glob("ended*")))) == ("stopped", 2)
+
+
+def test_an_interrupt_says_where_each_rank_was(notebook: Notebook) -> None:
+    running = notebook.begin("""
+        import nbddp, time
+        def train():
+            print("here", flush=True)
+            if nbddp.rank(): time.sleep(1000)
+            nbddp.barrier()
+        nbddp.run(train, nprocs=2, device="cpu")
+    """)
+    notebook.shown_so_far(running, "here")
+    notebook.interrupt()
+    reply = notebook.end_of(running)
+    assert reply.ename == "KeyboardInterrupt"
+    assert "rank 0 waits in barrier (train, line 5); rank 1 is in train, line 4" in reply.evalue
+    assert reply.evalue.startswith("train was stopped. It was here: ")
+
+
+def _called(rank: int, function: str, line: int, *inner: Frame, step: int = -1) -> Location:
+    return Location(rank, "called", (Frame("/tmp/ipykernel_1/2.py", line, function), *inner), step)
+
+
+ALL_REDUCE = Frame("/venv/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
+BARRIER = ALL_REDUCE._replace(function="barrier")
+FORWARD = Frame("/venv/site-packages/torch/nn/parallel/distributed.py", 9, "_pre_forward")
+UNEVEN_BATCHES = (
+    ". Most likely rank 0 had fewer batches than the others: an uneven number of batches per rank (nbddp.loader evens "
+    "it out; DistributedSampler, drop_last=True or torch's Join do it by hand)"
+)
+SAME_ORDER = ". Every rank has to call the same collectives in the same order; uneven numbers of batches break that"
+
+
+@pytest.mark.parametrize(
+    ("locations", "text"),
+    [
+        ([Location(0, "setup"), Location(1, "setup")], "both ranks are setting themselves up"),
+        (
+            [Location(0, "finished", step=2), _called(1, "train", 6, FORWARD, step=3)],
+            "rank 0 has finished after step 2; rank 1 is in DDP's forward after step 3 (train, line 6)"
+            + UNEVEN_BATCHES,
+        ),
+        (
+            [_called(0, "train", 6, ALL_REDUCE), _called(1, "train", 7, BARRIER)],
+            f"rank 0 waits in all_reduce (train, line 6); rank 1 waits in barrier (train, line 7){SAME_ORDER}",
+        ),
+        (
+            [_called(rank, "train", 6, ALL_REDUCE) for rank in range(3)] + [Location(3, "ended")],
+            "ranks 0 to 2 wait in all_reduce (train, line 6); rank 3 has ended",
+        ),
+        (
+            [_called(0, "<module>", 1, BARRIER), Location(1, "outside")],
+            "rank 0 waits in barrier (line 1); rank 1 takes no part in this call. A collective of all ranks waits for "
+            "rank 1, too: call it on all ranks, or give it a group: group = dist.new_group([0]), on all ranks, in an "
+            "earlier call",
+        ),
+        (
+            [Location(0, "unpack"), Location(1, "failed", error="ValueError: x"), Location(2, "left")],
+            "rank 0 unpacks the function and its data; rank 1 has failed (ValueError: x); rank 2 has left by sys.exit",
+        ),
+    ],
+)
+def test_a_summary_says_what_each_rank_does_and_why_some_may_wait(locations: list[Location], text: str) -> None:
+    assert summary(locations, stalled=True) == text
+
+
+def test_a_known_error_has_advice() -> None:
+    cuda = RuntimeError("Torch not compiled with CUDA enabled")
+    assert ".to(nbddp.device())" in advice(cuda, "cpu")
+    assert advice(cuda, "cuda") == ""
+    unused = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+    assert "find_unused_parameters=True" in advice(unused, "cpu")
+    assert "NCCL_DEBUG" in advice(RuntimeError("NCCL error in: x.cpp, unhandled system error"), "cuda")
+    assert advice(ValueError("boom"), "cpu") == ""
+
+
+def test_advice_is_in_the_error_of_the_run(cell: Cells) -> None:
+    with pytest.raises(nbddp.RankError, match=r"not compiled with CUDA(.|\n)*Write .to\(nbddp.device\(\)\)"):
+        run(cell("import torch\ndef train(): raise AssertionError('Torch not compiled with CUDA enabled')").train)
