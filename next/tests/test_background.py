@@ -86,7 +86,9 @@ def test_stacks_show_where_each_rank_is(cell: Cells, in_folder: Path) -> None:
     """)
     going = start(names.train, nprocs=3)
     wait_until(lambda: len(list(in_folder.iterdir())) == 3)
-    wait_until(lambda: "# rank 2 holds" in going.stacks() and "# rank 1 is here" in going.stacks())
+    wait_until(
+        lambda: going.stacks().startswith("rank 0 waits in barrier (train, line 8); rank 1 is in wait_here, line 3; ")
+    )
     text = going.stacks()
     summary, *parts = text.split("\n\n")
     assert summary == (

@@ -26,7 +26,7 @@ def test_a_crash_shows_only_the_users_lines(cell: Cells, deep: int) -> None:
             if deep: crash(deep - 1)
             ctypes.string_at(0)
         def train(deep):
-            print("this far")
+            print("this far", end="", flush=True)
             if nbddp.rank() == 0:
                 crash(deep)
             nbddp.barrier()

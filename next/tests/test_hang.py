@@ -102,7 +102,6 @@ def test_a_late_rank_is_not_called_uneven(cell: Cells) -> None:
 def test_a_stall_is_reported_unasked_and_withdrawn_when_it_is_over(
     cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hang, "STALL_AFTER_S", 1.0)
     names = cell("""
         import nbddp, os, time
         def train():
@@ -112,14 +111,14 @@ def test_a_stall_is_reported_unasked_and_withdrawn_when_it_is_over(
             print("on")
             while not os.path.exists("leave"): time.sleep(0.01)
     """)
-    began = time.monotonic()
     going = start(names.train)
-    told = wait_until(lambda: going._status().hang, 30)
-    assert time.monotonic() - began >= 1
+    monkeypatch.setattr(hang, "STALL_AFTER_S", 1.0)
+    told = wait_until(lambda: going._status().hang)
     expected = (
-        "Nothing has been logged or printed for 1 s: rank 0 waits in barrier (train, line 6); rank 1 is in train, "
+        r"Nothing has been logged or printed for \d+ s: rank 0 waits in barrier \(train, line 6\); "
+        r"rank 1 is in train, line 5\n\n"
     )
-    assert told.startswith(expected + "line 5\n\n")
+    assert re.match(expected, told)
     assert "    nbddp.barrier()" in told
     assert going.state == "running"  # telling changes nothing
     Path("go_on").touch()
@@ -153,7 +152,7 @@ def test_a_timeout_says_where_the_ranks_were(cell: Cells) -> None:
     names = cell("import nbddp, time\ndef train():\n    if nbddp.rank(): time.sleep(99)\n    nbddp.barrier()")
     expected = r"It was here: rank 0 waits in barrier \(train, line 4\); rank 1 is in train, line 3\n"
     with pytest.raises(nbddp.RunTimeout, match=expected):
-        run(names.train, timeout=3)
+        run(names.train, timeout=4.5)
 
 
 def test_a_suspended_rank_is_reported_as_giving_no_answer(cell: Cells) -> None:
@@ -210,6 +209,7 @@ def test_an_interrupt_says_where_each_rank_was(notebook: Notebook) -> None:
     running = notebook.begin("""
         import nbddp, time
         def train():
+            nbddp.barrier()
             print("here", flush=True)
             if nbddp.rank(): time.sleep(1000)
             nbddp.barrier()
@@ -219,7 +219,7 @@ def test_an_interrupt_says_where_each_rank_was(notebook: Notebook) -> None:
     notebook.interrupt()
     reply = notebook.end_of(running)
     assert reply.ename == "KeyboardInterrupt"
-    assert "rank 0 waits in barrier (train, line 5); rank 1 is in train, line 4" in reply.evalue
+    assert "rank 0 waits in barrier (train, line 6); rank 1 is in train, line 5" in reply.evalue
     assert reply.evalue.startswith("train was stopped. It was here: ")
 
 
@@ -271,13 +271,13 @@ def test_a_summary_says_what_each_rank_does_and_why_some_may_wait(locations: lis
 
 
 def test_a_known_error_has_advice() -> None:
-    cuda = RuntimeError("Torch not compiled with CUDA enabled")
+    cuda = "AssertionError: Torch not compiled with CUDA enabled"
     assert ".to(nbddp.device())" in advice(cuda, "cpu")
     assert advice(cuda, "cuda") == ""
-    unused = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+    unused = "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one."
     assert "find_unused_parameters=True" in advice(unused, "cpu")
-    assert "NCCL_DEBUG" in advice(RuntimeError("NCCL error in: x.cpp, unhandled system error"), "cuda")
-    assert advice(ValueError("boom"), "cpu") == ""
+    assert "NCCL_DEBUG" in advice("NCCL error in: x.cpp, unhandled system error", "cuda")
+    assert advice("ValueError: boom", "cpu") == ""
 
 
 def test_advice_is_in_the_error_of_the_run(cell: Cells) -> None:

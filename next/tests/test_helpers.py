@@ -146,7 +146,7 @@ def test_log_with_reduce_is_weighted_and_needs_no_collective(cell: Cells) -> Non
 @pytest.mark.parametrize("how", ["kill", "exit", "raise"])
 def test_nothing_logged_is_lost_when_a_rank_dies(cell: Cells, how: str) -> None:
     names = cell("""
-        import os, signal, nbddp
+        import os, signal, time, nbddp
         def train(how):
             if nbddp.rank() == 1:
                 time.sleep(1000)

@@ -59,7 +59,7 @@ def test_another_thread_stops_the_run_of_a_cell(notebook: Notebook) -> None:
         def train():
             while True: time.sleep(0.01)
         def end():
-            while (run := nbddp.last_run()).name != "waits" or run.state == "starting": time.sleep(0.01)
+            while "both ranks are in train" not in (run := nbddp.last_run()).stacks(): time.sleep(0.01)
             run.stop()
         threading.Thread(target=end).start()
     """)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-from nbddp.errors import CAUSE_CHARS
-
 _ON_THE_CPU = {
     r"not compiled with CUDA|No CUDA GPUs are available|Found no NVIDIA driver|has no attribute '_cuda_": (
         "This run is on the CPU. Write .to(nbddp.device()) in place of .cuda() or .to('cuda'): "
@@ -26,15 +24,11 @@ _ANYWHERE = {
 }
 
 
-def advice(cause: BaseException, device: str) -> str:
-    """Return what to do about an exception of a rank, or "".
+def advice(text: str, device: str) -> str:
+    """Return what to do about an exception of a rank with this text, or "".
 
     Args:
         device: the type of the ranks' devices.
     """
-    try:
-        text = str(cause)[:CAUSE_CHARS]
-    except Exception:  # whatever a user's __str__ raises
-        return ""
     known = {**(_ON_THE_CPU if device == "cpu" else {}), **_ANYWHERE}
     return next((advice for pattern, advice in known.items() if re.search(pattern, text)), "")

@@ -26,6 +26,7 @@ from nbddp.process.machine import Event
 
 _CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
 _ANSWER_S = 5.0  # for the thread that follows
+_WHERE_S = 0.1  # for the ranks to say where they are, when somebody waits for their end
 _PLACES_S = 0.2  # for the ranks to say how many optimizer steps they have taken
 
 
@@ -76,17 +77,18 @@ class Attempt:
         self._failed_at: float | None = None
         self._grace_s = 0.0
         self.stopping = self.timed_out = self.released = False
+        self._over = False
         self.interrupts = 0
-        self.locator = Locator(crew, ranks, steps or (lambda: [-1] * len(crew.ranks)))
+        self.locator = Locator(crew, ranks, steps)
         self.where = ""
 
     def follow(self) -> None:
         """Return when every rank has reported or ended."""
-        with _interrupts_to(self._interrupted):
+        with _interrupts_to(self._interrupted), contextlib.ExitStack() as stack:
+            stack.callback(self._end)
             while self._waiting():
                 due = self._plan[0][0] - time.monotonic() if self._plan else POLL_S
                 self._note(self._crew.take(min(POLL_S, max(0.0, due))))
-                self._page.look()
                 self.locator.look_for_a_stall()
                 self._look(self)
                 self._end_what_has_failed()
@@ -102,18 +104,24 @@ class Attempt:
         self._grace_s = min(grace_s, self._grace_s) if again else grace_s
         if again or grace_s <= 0:
             return self._begin(self._to_stop(0.0))
-        self.where = self.where or hang.summary(self.locator.locate())
+        self.where = self.where or hang.summary(self.locator.locate(_WHERE_S))
         self._places = {}
         self._crew.send(CountSteps(), [rank for rank in self._waiting() if rank.called])
         self._begin(self._to_stop(_PLACES_S))
 
     def stacks(self) -> str:
-        """Return where the ranks are, to another thread than the one that follows them."""
+        """Return where the ranks are, to another thread than the one that follows them; "" if they are done."""
         answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._crew.inbox.put(lambda: answers.put(self.locator.report()))
-        with contextlib.suppress(queue.Empty):
-            return answers.get(timeout=_ANSWER_S)
-        return "the ranks have ended meanwhile"
+        deadline = time.monotonic() + _ANSWER_S
+        while not self._over and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                return answers.get(timeout=POLL_S)
+        return "" if self._over else "no answer: the cell waits for a line, or for ranks that give none"
+
+    def _end(self) -> None:
+        self._over = True
+        self._plan.clear()  # it refers to this attempt, which would live until the garbage collector comes
 
     def _waiting(self) -> list[RankState]:
         return [rank for rank in self._ranks if not rank.over]
@@ -136,7 +144,7 @@ class Attempt:
 
     def _note_place(self, rank: int, place: Steps) -> None:
         self._places[rank] = place
-        if self.released or self._places.keys() < {rank.number for rank in self._waiting()}:
+        if not self.stopping or self.released or self._places.keys() < {rank.number for rank in self._waiting()}:
             return
         places, patience_s = self._places.values(), 0.0
         if all(place.taken > 1 and place.ago_s < 2 * place.pace_s + 0.2 for place in places):  # all of them train
@@ -162,7 +170,7 @@ class Attempt:
 
     def _locate_after_a_timeout(self, first: RankState) -> None:
         if failure.is_timeout(first):
-            locations = self.locator.locate()
+            locations = self.locator.locate(_WHERE_S)
             if first.report is None or locations[first.number].waiting_in:  # else it's a TimeoutError of the user's
                 self.where = hang.summary(locations, stalled=True)
 

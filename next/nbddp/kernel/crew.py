@@ -142,11 +142,11 @@ class Crew:
         for machine in self._machines:
             machine.signal(_numbers(ranks), signal.SIGKILL)
 
-    def stacks(self, wait_s: float = 1.0) -> dict[int, str]:
-        """Return the stacks of the ranks that run and answer in time."""
+    def stacks(self, wait_s: float) -> dict[int, str]:
+        """Return the stacks of the ranks that run the user's code, and answer in time."""
         found: dict[int, str] = {}
         for machine in self._machines:
-            found |= machine.stacks(_numbers(rank for rank in self.ranks if not rank.over), wait_s)
+            found |= machine.stacks(_numbers(rank for rank in self.ranks if rank.called and not rank.over), wait_s)
         return found
 
     def result(self, rank: int) -> Block | None:

@@ -113,14 +113,15 @@ class Locator:
         hang: what is known about a stall; "" while there is none.
     """
 
-    def __init__(self, crew: Crew, asked: Sequence[RankState], steps: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, crew: Crew, asked: Sequence[RankState], steps: Callable[[], Sequence[int]] | None) -> None:
         self._crew, self._asked, self._steps = crew, {rank.number for rank in asked}, steps
         self._due_s = STALL_AFTER_S
         self.hang = ""
 
-    def locate(self) -> list[Location]:
-        """Return where each rank is; it takes a second if one of them does not answer."""
-        found, steps = self._crew.stacks(), self._steps()
+    def locate(self, wait_s: float = 1.0) -> list[Location]:
+        """Return where each rank is; it takes that long if one of them does not answer."""
+        found = self._crew.stacks(wait_s)
+        steps = self._steps() if self._steps is not None else [-1] * len(self._crew.ranks)
         return [self._location(rank, found.get(rank.number, ""), steps[rank.number]) for rank in self._crew.ranks]
 
     def report(self) -> str:
@@ -145,7 +146,8 @@ class Locator:
             return Location(rank.number, "outside", step=step)
         if rank.report is not None and (failure := rank.report.failure) is not None:
             state = "left" if failure.code is not None else "failed"
-            return Location(rank.number, state, tuple(map(Frame._make, failure.frames)), step, first_line(failure.text))
+            text = failure.text if failure.text.startswith(failure.kind) else f"{failure.kind}: {failure.text}"
+            return Location(rank.number, state, tuple(map(Frame._make, failure.frames)), step, first_line(text))
         if rank.over:
             return Location(rank.number, "finished" if rank.report is not None else "ended", step=step)
         if not rank.called:

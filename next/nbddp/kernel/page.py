@@ -23,7 +23,6 @@ class Page:
 
     Args:
         hear: takes what the page says to a widget: rank, content, buffers.
-        look: draws the run's view.
     """
 
     def __init__(
@@ -33,9 +32,8 @@ class Page:
         *,
         quiet: bool = False,
         hear: Callable[[int, Any], None] = lambda rank, said: None,
-        look: Callable[[], None] = lambda: None,
     ) -> None:
-        self._ranks, self._speaker, self._quiet, self._hear, self.look = ranks, speaker, quiet, hear, look
+        self._ranks, self._speaker, self._quiet, self._hear = ranks, speaker, quiet, hear
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a piece may end within a character
         self._since_prompt: dict[int, int] = {}  # size of each rank's output at the last prompt
 

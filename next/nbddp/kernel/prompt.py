@@ -78,6 +78,7 @@ class Prompt:
             raise
         finally:
             self._crew.at_exit = lambda: None
+            self._crew.moved_at = time.monotonic()  # what stood still waited for the user
             signal.signal(signal.SIGINT, before)
 
     def _choose(self, word: str) -> None:

@@ -102,8 +102,8 @@ class Run(Generic[R]):
     def stacks(self) -> str:
         """Return where each rank is now, also inside C calls: a line that sums up, then the stacks."""
         attempt = self._attempt
-        if attempt is not None:
-            return attempt.stacks()
+        if attempt is not None and (found := attempt.stacks()):
+            return found
         stopped = f"; when it was stopped: {self._where}" if self._where else ""
         return f"{self.name} is {self.state}: no rank is running{stopped}"
 
@@ -154,7 +154,8 @@ class Run(Generic[R]):
 
     def _status(self) -> Status:
         error = f"{type(self.error).__name__}: {self.error}" if self.error is not None else ""
-        hang = self._attempt.locator.hang if self._attempt is not None else ""
+        attempt = self._attempt
+        hang = attempt.locator.hang if attempt is not None else ""
         return Status(self.name, self.state, self.seconds, self.restarts, error or self.remark, hang)
 
     def _ask_to_stop(self, grace_s: float) -> None:
@@ -166,19 +167,28 @@ class Run(Generic[R]):
     def _stopped_text(self) -> str:
         return f"{self.name} was stopped. It was here: {self._where}" if self._where else f"{self.name} was stopped"
 
-    def _take_part(self, crew: Crew, attempt: Attempt | None) -> None:
+    def _steps(self) -> list[int]:
+        return [rank.step for rank in self.history.ranks]
+
+    def _take_part(self, crew: Crew, attempt: Attempt) -> None:
         """The next call on a crew is a part of this run: its only one, if it isn't restarted."""
         self._crew, self._attempt = crew, attempt
         self._parts += [(rank, rank.begin, sys.maxsize) for rank in crew.ranks]
         crew.metrics_to = self.history.add
-        if self._stop_grace_s is not None and attempt is not None:
+        if self._stop_grace_s is not None:
             attempt.stop(self._stop_grace_s)
+
+    def _leave(self) -> None:
+        """The ranks have ended."""
+        self._crew = self._attempt = None
 
     def _end(self, state: str, error: BaseException | None = None) -> None:
         if self._crew is not None:
             self._crew.metrics_to = lambda rank, records: None
         self._parts = [(rank, begin, min(end, rank.output.size)) for rank, begin, end in self._parts]
-        self._crew = self._attempt = None
+        if self._attempt is not None and state == "stopped":
+            self._where = self._attempt.where
+        self._leave()
         self.state, self.error, self._ended = state, error, time.monotonic()
         self.history.settle(broken_off=state != "finished")
         self._done.set()
@@ -207,8 +217,9 @@ def _stop_all() -> None:
     going = [run for run in runs() if not run.done()]
     for run in going:
         run._ask_to_stop(0.0)
+    deadline = time.monotonic() + _EXIT_S
     for run in going:
-        run._done.wait(_EXIT_S)
+        run._done.wait(max(0.0, deadline - time.monotonic()))
 
 
 def last_run() -> Run[Any] | None:

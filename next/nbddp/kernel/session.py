@@ -15,7 +15,6 @@ import torch
 from nbddp import payload
 from nbddp.errors import LaunchError, NbddpError
 from nbddp.helpers import context
-from nbddp.history.history import History
 from nbddp.kernel import failure
 from nbddp.kernel.attempt import OF_A_SESSION, Attempt
 from nbddp.kernel.crew import Crew
@@ -24,7 +23,7 @@ from nbddp.kernel.page import Page, notebook
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
 from nbddp.kernel.start import follow, pack_call
-from nbddp.kernel.view import Status, TextView
+from nbddp.kernel.view import TextView
 from nbddp.messages import Cell, Complete, CountCollectives, Hear, Inspect, Mend, Pull, Push, Ran, Render
 from nbddp.payload import Block, explain
 from nbddp.process.machine import LocalMachine
@@ -66,7 +65,7 @@ class Session:
         self._options, self.nprocs, self.lost = options, settings.world_size, ""
         self._busy, self._group = False, 0
         self._attempt: Attempt | None = None  # at the present order
-        self._no_metrics = History(self.nprocs)
+        self._early: list[tuple[int, list[Any]]] = []  # what threads of the ranks have logged between cells
         self._sent: dict[int, tuple[weakref.ref[Any], set[str]]] = {}  # parameters, with the names they went under
         self._known: list[Any] = []  # classes and functions that the ranks have got
         self._run: Run[Any] | None = None  # of the present call, as soon as it has logged something
@@ -106,6 +105,7 @@ class Session:
         name = check_call(fn, args, kwargs or {}, None)
         packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
         run: Run[Any] = Run(name, self.nprocs)
+        self._run = run
         with self._calling(), packed.block:
             try:
                 follow(run, self._crew, packed, self._page(0), TextView(), patience=OF_A_SESSION)
@@ -155,7 +155,8 @@ class Session:
 
     def stacks(self) -> str:
         """Return where each rank is now."""
-        return self._attempt.stacks() if self._attempt is not None else f"{self!r} has no order"
+        attempt = self._attempt or (self._run._attempt if self._run is not None else None)
+        return (attempt.stacks() if attempt is not None else "") or "no cell is running"
 
     @property
     def is_busy(self) -> bool:
@@ -207,21 +208,19 @@ class Session:
     def _call(self, order: Any, ranks: Sequence[RankState], page: Page, block: Block | None = None) -> None:
         """Give an order, and wait. Raises the first rank's failure, when the ranks can take the next order."""
         attempt = Attempt(self._crew, ranks, page, OF_A_SESSION, look=self._look, steps=self._steps)
-        self._view, error = TextView(), None
-        if (
-            self._run is not None and self._run.done()
-        ):  # else a thread of the ranks has logged something since the last cell
-            self._run = None
+        self._run, self._view, error = None, TextView(), None
         with self._calling():
             self._attempt = attempt
             try:
                 self._crew.call(order, block, ranks)
                 self._crew.metrics_to = self._logged
+                while self._early:
+                    self._logged(*self._early.pop(0))
                 attempt.follow()
                 if any(rank.failed for rank in ranks):
                     error = self._error(attempt, ranks, order)
-            except BaseException:  # the third interrupt
-                self._end_run("stopped", None)
+            except BaseException as broken:
+                self._end_run("stopped" if isinstance(broken, KeyboardInterrupt) else "failed", broken)
                 raise
             self._end_run("finished" if error is None else "stopped" if attempt.stopping else "failed", error)
         if error is not None:
@@ -243,7 +242,9 @@ class Session:
             self._busy = was_busy
         for rank in ranks:
             if not rank.alive or (rank.report is not None and rank.report.failure is not None):
-                raise failure.error_of(rank, "session", self._crew.ranks, self._crew.result, self._known)
+                raise failure.error_of(
+                    rank, "session", self._crew.ranks, self._crew.result, self._known, self._crew.device
+                )
         return {rank.number: rank.report.answer for rank in ranks if rank.report is not None}
 
     def _page(self, speaker: int) -> Page:
@@ -256,21 +257,22 @@ class Session:
             self._call(Hear(said["content"], blobs), self._asked([rank]), self._page(rank))
 
     def _logged(self, rank: int, records: list[Any]) -> None:
+        if self._attempt is None:
+            return self._early.append((rank, records))
         if self._run is None:
             self._run = Run("cell", self.nprocs)
             self._run._take_part(self._crew, self._attempt)
-            self._crew.metrics_to = self._logged
+            self._run.state, self._crew.metrics_to = "running", self._logged
         self._run.history.add(rank, records)
 
     def _look(self, attempt: Attempt) -> None:
         if self._run is not None:
             self._view.update(self._run._status(), self._run.history)
         else:
-            status = Status("cell", "running", 0.0, hang=attempt.locator.hang)
-            self._view.update(status, self._no_metrics)
+            self._view.tell(attempt.locator.hang)
 
     def _steps(self) -> list[int]:
-        return [rank.step for rank in (self._run.history if self._run is not None else self._no_metrics).ranks]
+        return self._run._steps() if self._run is not None else [-1] * self.nprocs
 
     # ------------------------------------------------------------------ failures
 
@@ -280,14 +282,17 @@ class Session:
         report = first.report
         name, text, shown, notes = "KeyboardInterrupt", "", None, []
         if report is None or report.failure is None:
-            error = failure.error_of(first, "session", self._crew.ranks, self._crew.result, self._known)
+            error = failure.error_of(
+                first, "session", self._crew.ranks, self._crew.result, self._known, self._crew.device
+            )
             name, text = type(error).__name__, str(error)
         elif not attempt.stopping:
             name, text = report.failure.kind, report.failure.text
             if not isinstance(order, Cell):
-                return failure.error_of(first, "session", ranks, self._crew.result, self._known)
+                return self._error_of(first, ranks)
         alike = [rank.number for rank in ranks if rank is first or self._failed_alike(rank, first)]
         notes.append(f"{ranks_text(alike)} of {self.nprocs}")
+        notes += [f"It was here: {attempt.where}"] if attempt.where else []
         steps = {rank.report.answer.steps for rank in ranks if rank.report and isinstance(rank.report.answer, Ran)}
         if len(steps) > 1:
             notes.append(f"The ranks have taken {min(steps)} to {max(steps)} optimizer steps, so their models differ")
@@ -302,6 +307,10 @@ class Session:
         raised.shown = [*(shown or [f"{name}: {text}"]), "", *notes]
         return raised
 
+    def _error_of(self, rank: RankState, ranks: Sequence[RankState] | None = None) -> NbddpError:
+        crew = self._crew
+        return failure.error_of(rank, "session", ranks or crew.ranks, crew.result, self._known, crew.device)
+
     @staticmethod
     def _failed_alike(rank: RankState, first: RankState) -> bool:
         mine, other = (each.report.failure if each.report is not None else None for each in (rank, first))
@@ -311,7 +320,7 @@ class Session:
         """Leave the ranks in one group, with nobody in the middle of anything. Returns what the user should know."""
         every = self._crew.ranks
         if dead := [rank for rank in every if not rank.alive]:
-            ended = failure.error_of(dead[0], "session", every, self._crew.result, self._known)
+            ended = self._error_of(dead[0])
             self.lost = str(ended).splitlines()[0]
             return [f"The session is over: {self.lost}. %ddp pull NAME brings what the others have"]
         counts = list(self._ask(CountCollectives(), every).values())

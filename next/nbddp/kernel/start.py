@@ -108,6 +108,7 @@ def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Optio
                 first = first or error
                 run.restarts += 1
                 run.state = "starting"
+                run._leave()
                 run.history.restart(in_a_line(error))
                 continue
             if first is not None:
@@ -165,14 +166,10 @@ def follow(
             attempt.stop(patience.after_interrupts_s[0])
         view.update(run._status(), run.history)
 
-    def steps() -> list[int]:
-        return [rank.step for rank in run.history.ranks]
-
-    attempt = Attempt(crew, crew.ranks, page, patience, deadline=deadline, look=look, steps=steps)
+    attempt = Attempt(crew, crew.ranks, page, patience, deadline=deadline, look=look, steps=run._steps)
     crew.call(Function(run.name), packed.block)
     run._take_part(crew, attempt)
     attempt.follow()
-    run._where = attempt.where
     if stop_on_nan and (nan := run.history.first_nan):
         metric, step, rank = nan
         raise NanLogged(metric, step, [rank])
@@ -185,9 +182,7 @@ def follow(
         raise KeyboardInterrupt
     if any(rank.failed for rank in crew.ranks):
         failed = failure.first(crew.ranks)
-        raise failure.error_of(
-            failed, run.name, crew.ranks, crew.result, packed.by_value, attempt.where, device=crew.device
-        )
+        raise failure.error_of(failed, run.name, crew.ranks, crew.result, packed.by_value, crew.device, attempt.where)
     run._values = values(run.name, crew, packed)
     if len(crew.ranks) > 1 and not any(rank.report.met for rank in crew.ranks if rank.report):
         run.remark = _SIDE_BY_SIDE.format(len(crew.ranks))

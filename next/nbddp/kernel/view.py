@@ -43,9 +43,7 @@ class TextView:
         self._shown = self._hang = ""
 
     def update(self, status: Status, history: History) -> None:
-        if status.hang != self._hang:
-            self._hang = status.hang
-            self._write(status.hang)
+        self.tell(status.hang)
         if not status.over and time.monotonic() < self._due:
             return
         self._due = time.monotonic() + _LINE_EVERY_S
@@ -55,6 +53,12 @@ class TextView:
         if line and line != self._shown:
             self._shown = line
             self._write(f"{status.name}: {line}")
+
+    def tell(self, hang: str) -> None:
+        """Write what is new about a stall."""
+        if hang != self._hang:
+            self._hang = hang
+            self._write(hang)
 
     @staticmethod
     def _write(text: str) -> None:

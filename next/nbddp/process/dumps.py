@@ -49,8 +49,9 @@ def crash(dump: str) -> str:
     *_, last = [None, *_CRASH.finditer(dump)]
     if last is None:
         return ""
-    _, current, rest = dump[last.end() :].partition("Current thread")  # that crashed; a C++ thread has no frames
-    frames = _user_frames(_threads(current + rest)[0]) if current else ()
+    _, current, rest = dump[last.end() :].partition("Current thread 0x")  # that crashed; a C++ thread has no frames
+    threads = _threads(current + rest)
+    frames = _user_frames(threads[0]) if threads else ()
     lines = [f'  File "{file}", line {line} in {function}' for file, line, function in frames or main_thread(dump)]
     return "\n".join([last[0], *(["Most recent call last:", *lines] if lines else [])]) + "\n"
 

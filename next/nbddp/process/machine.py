@@ -100,7 +100,9 @@ class _Rank:
         if exitcode is not None:
             yield from self.all_written()
             if exitcode < 0 and (crash := dumps.crash(self.dumped())):
-                yield Event("output", self.number, crash.encode())
+                at = self._read["output"]
+                line_end = "" if os.pread(self.files["output"], 1, max(0, at - 1)) in (b"", b"\n") else "\n"
+                yield Event("output", self.number, f"{line_end}{crash}".encode())
             self.exitcode = exitcode
             self._end_children()
             yield Event("exit", self.number, exitcode)
