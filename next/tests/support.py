@@ -275,7 +275,6 @@ class Reply:
     evalue: str = ""
     traceback: str = ""
     shown: str = ""
-    streams: int = 0
     payload: list[Any] = field(default_factory=list)
     data: list[dict[str, str]] = field(default_factory=list)
     seconds: float = 0.0
@@ -292,17 +291,14 @@ class Talk:
 
     Attributes:
         shown: output and answered prompts; an output may stand after the prompt that came with it.
-        waits: seconds from an answer, or the cell's start, to each prompt.
     """
 
     shown: str = ""
     prompts: list[str] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
     ename: str = ""
     evalue: str = ""
     result: str = ""
     over: bool = False
-    answered_at: float = 0.0
 
     def read(self, client: Any, message_id: str) -> None:
         """Read what has arrived on iopub."""
@@ -327,15 +323,11 @@ class Notebook:
 
     Args:
         environ: for the kernel, over this process's.
-        python: the kernel's interpreter; by default the one of ``NBDDP_TEST_PYTHON``, or this process's.
         process: for ``subprocess.Popen``.
     """
 
-    def __init__(self, environ: dict[str, str] | None = None, python: str = "", **process: Any) -> None:
+    def __init__(self, environ: dict[str, str] | None = None, **process: Any) -> None:
         self._manager = KernelManager(kernel_name="python3")
-        python = python or os.environ.get("NBDDP_TEST_PYTHON", "")
-        if python:
-            self._manager.kernel_spec.argv[0] = python  # type: ignore[union-attr]
         environ = {**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1", **(environ or {})}
         self._manager.start_kernel(env=environ, **process)
         self._client = self._manager.blocking_client()
@@ -380,12 +372,10 @@ class Notebook:
             with contextlib.suppress(queue.Empty):
                 prompt = self._client.get_stdin_msg(timeout=0.001)["content"]["prompt"]
                 talk.prompts.append(prompt)
-                talk.waits.append(time.monotonic() - (talk.answered_at or began))
                 assert left, f"no answer left for {prompt}\n{talk.shown}"
                 answer = left.pop(0)
                 if isinstance(answer, str):
                     talk.shown += f"{prompt}{answer}\n"
-                    talk.answered_at = time.monotonic()
                     self._client.input(answer)
                 else:
                     answer()
@@ -404,7 +394,6 @@ class Notebook:
                 continue
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":
-                reply.streams += 1
                 reply.shown += content["text"]
             elif kind in ("execute_result", "display_data", "update_display_data"):
                 reply.data.append(content["data"])
@@ -424,18 +413,9 @@ class Notebook:
         return reply
 
     def interrupt(self, how: str = "killpg") -> None:
-        """As Jupyter (the kernel's process group), a plain client (only the kernel) or VS Code (``tree``) interrupt.
-
-        VS Code interrupts all processes below the kernel, then the kernel: kernelProcess.node.ts, July 2026.
-        """
+        """As Jupyter (``killpg``: the kernel's process group) or a plain client (``kill``: only the kernel) does."""
         if how == "killpg":
             os.killpg(os.getpgid(self.pid), signal.SIGINT)
-        elif how == "tree":
-            for process in psutil.Process(self.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGINT)
-            time.sleep(0.05)
-            os.kill(self.pid, signal.SIGINT)
         else:
             os.kill(self.pid, signal.SIGINT)
 

@@ -117,7 +117,7 @@ def patient(notebook: Notebook) -> Iterator[Notebook]:
 
 @pytest.mark.parametrize("how", ["kill", "killpg"])
 def test_one_interrupt_stops_the_run_and_the_next_run_works(patient: Notebook, in_folder: Path, how: str) -> None:
-    """VS Code signals only the kernel, Jupyter its whole process group."""
+    """A plain client signals only the kernel, Jupyter its whole process group."""
     notebook = patient
     notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
     message = notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -268,6 +269,14 @@ SAME_ORDER = ". Every rank has to call the same collectives in the same order; u
 )
 def test_a_summary_says_what_each_rank_does_and_why_some_may_wait(locations: list[Location], text: str) -> None:
     assert summary(locations, stalled=True) == text
+
+
+def test_a_place_is_the_users_innermost_line() -> None:
+    torch, script = "/venv/lib/python3.11/site-packages/torch/x.py", "/home/me/train.py"
+    generated = ("<eval_with_key>.1", "/tmp/torchinductor_me/ab/cd.py", threading.__file__)
+    frames = [Frame(script, 7, "main"), *(Frame(file, 3, "inner") for file in (torch, *generated))]
+    assert Location(0, "called", tuple(frames)).place == "main, train.py, line 7"
+    assert Location(0, "called", tuple(frames[1:])).place == "inner, x.py, line 3"  # of a function that is torch's own
 
 
 def test_a_known_error_has_advice() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import site
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,21 +13,13 @@ from nbddp.kernel.failure import RankState
 from nbddp.process import dumps
 from nbddp.process.dumps import Frame
 from nbddp.text import first_line, ranks_text
-from nbddp.tracebacks import library_of
+from nbddp.tracebacks import users_innermost
 
 STALL_AFTER_S = 60.0  # without progress, and again each time it has lasted twice as long
 _STANDS_S = 2.0  # without progress, until a likely reason is said
 _RECHECK_S = 0.2
 _CELL = re.compile(r"/ipykernel_\d+/|^<ipython-input|^<stdin>|^<string>")
-# Installed and generated files are not the user's; a cell's own file may lie in any temporary folder.
-_TORCH = importlib.util.find_spec("torch")
-_INSTALLED = (
-    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-    site.getusersitepackages() + os.sep,
-    *([os.path.dirname(_TORCH.origin) + os.sep] if _TORCH is not None and _TORCH.origin else []),
-)
 _MODULE = re.compile("<module>|<cell line: .*>")
-_GENERATED = re.compile(r"^<|/torchinductor_")
 _COLLECTIVES_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
 _COLLECTIVE = re.compile(
     r"all_\w+|barrier|batch_isend_irecv|broadcast\w*|gather\w*|init_process_group|monitored_barrier|new_group|"
@@ -92,16 +81,7 @@ class Location:
         """The user's innermost line: "train, line 14"; with the name of the file if that is not a cell."""
         if not self.frames:
             return ""
-        main_file = self.frames[0].file  # a script may itself be an installed file
-
-        def is_users(file: str) -> bool:
-            if file == main_file or _CELL.search(file):
-                return True
-            return not (file.startswith(_INSTALLED) or _GENERATED.search(file))
-
-        libraries = library_of([frame.file for frame in self.frames])
-        users = [frame for frame, library in zip(self.frames, libraries) if not library and is_users(frame.file)]
-        file, line, function = (users or self.frames)[-1]
+        file, line, function = self.frames[users_innermost([frame.file for frame in self.frames])]
         name = "" if _CELL.search(file) else os.path.basename(file)
         return ", ".join(part for part in (_MODULE.sub("", function), name, f"line {line}") if part)
 

@@ -55,8 +55,8 @@ class Page:
         """Before a prompt: show what ranks that ask have printed, if the speaker hasn't shown the same."""
         texts = {rank.number: rank.output.text(self._since_prompt.get(rank.number, rank.begin)) for rank in self._ranks}
         for rank in ranks:
-            if rank.number == self._speaker:
-                self.write(texts[rank.number] if self._quiet else "")
+            if rank.number == self._speaker and self._quiet:
+                self.write(texts[rank.number])
             elif texts[rank.number] != texts[self._speaker]:
                 self.write("".join(f"[rank {rank.number}] {line}\n" for line in texts[rank.number].splitlines()))
         self._since_prompt = {rank.number: rank.output.size for rank in self._ranks}

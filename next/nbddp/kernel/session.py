@@ -242,9 +242,7 @@ class Session:
             self._busy = was_busy
         for rank in ranks:
             if not rank.alive or (rank.report is not None and rank.report.failure is not None):
-                raise failure.error_of(
-                    rank, "session", self._crew.ranks, self._crew.result, self._known, self._crew.device
-                )
+                raise self._error_of(rank)
         return {rank.number: rank.report.answer for rank in ranks if rank.report is not None}
 
     def _page(self, speaker: int) -> Page:
@@ -282,9 +280,7 @@ class Session:
         report = first.report
         name, text, shown, notes = "KeyboardInterrupt", "", None, []
         if report is None or report.failure is None:
-            error = failure.error_of(
-                first, "session", self._crew.ranks, self._crew.result, self._known, self._crew.device
-            )
+            error = self._error_of(first)
             name, text = type(error).__name__, str(error)
         elif not attempt.stopping:
             name, text = report.failure.kind, report.failure.text
