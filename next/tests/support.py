@@ -413,11 +413,14 @@ class Notebook:
         return reply
 
     def interrupt(self, how: str = "killpg") -> None:
-        """As Jupyter (``killpg``: the kernel's process group) or a plain client (``kill``: only the kernel) does."""
+        """As Jupyter (``killpg``: the kernel's process group), a client (``kill``), or VS Code (``tree``) does."""
         if how == "killpg":
-            os.killpg(os.getpgid(self.pid), signal.SIGINT)
-        else:
-            os.kill(self.pid, signal.SIGINT)
+            return os.killpg(os.getpgid(self.pid), signal.SIGINT)
+        if how == "tree":  # what is below the kernel comes first
+            for child in psutil.Process(self.pid).children(recursive=True):
+                child.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        os.kill(self.pid, signal.SIGINT)
 
     def restart(self) -> None:
         """As the front end's button: SIGTERM or shutdown message, and a new kernel."""

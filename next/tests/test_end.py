@@ -115,9 +115,9 @@ def patient(notebook: Notebook) -> Iterator[Notebook]:
     notebook.ok("start.follow.__kwdefaults__['patience'] = before")
 
 
-@pytest.mark.parametrize("how", ["kill", "killpg"])
+@pytest.mark.parametrize("how", ["kill", "killpg", "tree"])
 def test_one_interrupt_stops_the_run_and_the_next_run_works(patient: Notebook, in_folder: Path, how: str) -> None:
-    """A plain client signals only the kernel, Jupyter its whole process group."""
+    """A plain client signals only the kernel, Jupyter its whole process group, VS Code all that is below it, too."""
     notebook = patient
     notebook.ok(f"import os; os.chdir({str(in_folder)!r})" + _source("sleep"))
     message = notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -235,3 +237,20 @@ def test_the_notebooks_time_zone_and_arguments_are_the_ranks(cell: Cells, monkey
     monkeypatch.setattr("sys.orig_argv", ["python", "-m", "colab_kernel_launcher", "-f", "kernel.json"])
     monkeypatch.setattr("sys.argv", ["colab_kernel_launcher.py", "-f", "kernel.json"])
     assert run(names.train).values == [("09", ["train"])] * 2
+
+
+def test_variables_that_are_read_when_python_or_torch_starts_count_for_a_run_of_their_own(cell: Cells) -> None:
+    names = cell("""
+        import os, sys, torch
+        def seen():
+            logs = torch._logging._internal.log_state.is_artifact_enabled("graph_breaks")
+            return hash("a name"), sys.warnoptions, torch.jit._state._enabled.enabled, logs, os.getppid()
+    """)
+    at_start = {"PYTHONHASHSEED": "7", "PYTHONWARNINGS": "ignore", "PYTORCH_JIT": "0", "TORCH_LOGS": "+graph_breaks"}
+    later = {"OMP_NUM_THREADS": "2", "TORCH_DISTRIBUTED_DEBUG": "INFO", "MY_OWN": "x"}
+    assert run(names.seen, env=later).values == run(names.seen).values  # in the same server
+    found = run(names.seen, env=at_start).values
+    plain = [sys.executable, "-c", "import sys; print(hash('a name'), sys.warnoptions)"]
+    expected = subprocess.run(plain, env={**os.environ, **at_start}, capture_output=True, text=True, check=True).stdout
+    assert [(f"{value[0]} {value[1]}\n", *value[2:4]) for value in found] == [(expected, False, True)] * 2
+    assert not at_start.keys() & os.environ.keys()

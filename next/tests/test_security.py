@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,9 @@ import psutil
 import pytest
 
 import nbddp
+from nbddp.kernel.settings import Options, decide
 from nbddp.process import server as forkserver
+from nbddp.process.machine import LocalMachine
 from tests.support import Cells, listening_ports, marked_pids, run, start, wait_until
 
 SECRET = f"hunter2-{secrets.token_hex(8)}"  # in no file: copies of this one lie in temporary folders
@@ -215,3 +219,37 @@ def test_secrets_appear_on_no_command_line_and_in_no_message(cell: Cells, monkey
         assert not [line for line in lines if SECRET.encode() in line.read_bytes()]
     finally:
         started.stop(0)
+
+
+def test_no_signal_reaches_a_process_that_reused_a_ranks_pid() -> None:
+    """Pids are used again. Who started later than the rank is not ours to end."""
+    machine, settings = LocalMachine(), decide("train", Options(nprocs=1, device="cpu"))
+    machine.start(settings, [0])
+    rank = machine._ranks[0]
+    ours, pid = rank._itself, rank.process.pid
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as stranger:
+        try:
+            rank.process._popen.pid = stranger.pid  # as if Linux had given the stranger the rank's number
+            rank._itself = _of_a_process_before(stranger.pid)
+            rank.signal(signal.SIGINT)
+            rank.signal(signal.SIGKILL)
+            rank._end_children()
+            time.sleep(0.1)
+            assert stranger.poll() is None
+            rank._itself = psutil.Process(stranger.pid)  # and it would have
+            rank.signal(signal.SIGKILL)
+            assert stranger.wait(5) == -signal.SIGKILL
+        finally:
+            stranger.kill()
+            rank.process._popen.pid, rank._itself = pid, ours
+            machine.end()
+            wait_until(lambda: any(event.kind == "exit" for event in machine.events(0.1)))
+            machine.close()
+
+
+def _of_a_process_before(pid: int) -> psutil.Process:
+    """The same pid, of a process that started earlier."""
+    earlier = psutil.Process(pid)
+    earlier.create_time()
+    earlier._ident = (pid, earlier._ident[1] - 1000)
+    return earlier

@@ -28,6 +28,7 @@ _CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
 _ANSWER_S = 5.0  # for the thread that follows
 _WHERE_S = 0.1  # for the ranks to say where they are, when somebody waits for their end
 _PLACES_S = 0.2  # for the ranks to say how many optimizer steps they have taken
+_OWN_INTERRUPT_S = 0.2  # for the cell's, after the ranks'
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class Attempt:
                     self._prompt.serve(lambda: self.stop(self._patience.after_interrupts_s[0]))
                 while self._plan and self._plan[0][0] <= time.monotonic():
                     self._plan.pop(0)[1](self._waiting())
+            if all(rank.was_interrupted for rank in self._ranks):
+                self._wait_for_own_interrupt()
 
     def stop(self, grace_s: float) -> None:
         """End the order: after the same optimizer step if all ranks train, otherwise where they are."""
@@ -133,6 +136,12 @@ class Attempt:
             raise KeyboardInterrupt
         grace_s = self._patience.after_interrupts_s[self.interrupts - 1]
         self._crew.inbox.put(functools.partial(self.stop, grace_s))
+
+    def _wait_for_own_interrupt(self) -> None:
+        """VS Code signals all processes below the kernel, and then the kernel."""
+        deadline = time.monotonic() + _OWN_INTERRUPT_S
+        while not self.stopping and (left := deadline - time.monotonic()) > 0:
+            self._note(self._crew.take(left))
 
     def _note(self, event: Event | None) -> None:
         if event is None:

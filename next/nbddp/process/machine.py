@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe, reduction
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from nbddp.messages import Envelope, Place, Report, Settings
@@ -61,7 +62,7 @@ class _Descriptor:
 class _Rank:
     """One rank's process, its channel, and the files it writes for its whole life."""
 
-    def __init__(self, number: int, name: str) -> None:
+    def __init__(self, number: int, settings: Settings) -> None:
         self.number = number
         self.exitcode: int | None = None
         self.result: Block | None = None
@@ -69,8 +70,10 @@ class _Rank:
         self.files = {"output": _unnamed_file(), "metrics": _appended(os.memfd_create("metrics", os.MFD_CLOEXEC))}
         self.stacks = _appended(os.memfd_create("stacks", os.MFD_CLOEXEC))
         self._read = dict.fromkeys(self.files, 0)
+        self._itself: psutil.Process | None = None
         handed = [theirs, *(_Descriptor(fd) for fd in (*self.files.values(), self.stacks))]
-        self.process = ForkedProcess(target=ranks_life.main, args=handed, name=name)
+        self.process = ForkedProcess(target=ranks_life.main, args=handed, name=f"{settings.name[:60]}-{number}")
+        self.process.environ = settings.environ
         try:
             self.process.start()
         finally:
@@ -122,11 +125,19 @@ class _Rank:
                 _give_back(fd, before // _PUNCH_BYTES * _PUNCH_BYTES)
             yield Event(kind, self.number, data)
 
+    def identify(self) -> None:
+        """Note which process has the pid: the number may be used again."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._itself = psutil.Process(self.process.pid)
+
+    def _is_there(self) -> bool:
+        return self._itself is not None and self._itself.is_running()
+
     def signal(self, number: int) -> None:
         """Send a signal to the rank; SIGKILL also to its children, which are in its process group once it has begun."""
-        if self.exitcode is None:
-            for send in (os.killpg, os.kill) if number == signal.SIGKILL else (os.kill,):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
+        for send in (os.killpg, os.kill) if number == signal.SIGKILL else (os.kill,):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if self._is_there():
                     send(self.process.pid, number)
 
     def dumped(self, begin: int = 0) -> str:
@@ -142,10 +153,10 @@ class _Rank:
         return False
 
     def _end_children(self) -> None:
-        """Kill what is left of the rank's process group, and wait for it: at once, before its number is used again."""
+        """Kill what is left of the rank's process group, and wait for it; its number is used again only after that."""
         deadline = time.monotonic() + _END_S
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            while time.monotonic() < deadline:
+            while time.monotonic() < deadline and (self._is_there() or not psutil.pid_exists(self.process.pid)):
                 os.killpg(self.process.pid, signal.SIGKILL)
                 time.sleep(_POLL_S)
 
@@ -186,12 +197,12 @@ class LocalMachine:
         """Start one process per rank. Raises OSError, EOFError."""
         self._folder = self._folder or tempfile.mkdtemp(prefix="r-", dir=temporary_folder())
         for local_rank, rank in enumerate(ranks):
-            started = self._ranks[rank] = _Rank(rank, f"{settings.name[:60]}-{rank}")
+            started = self._ranks[rank] = _Rank(rank, settings)
             started.channel.send((settings, Place(rank, local_rank, len(ranks), self._folder)))
         if self._store is not None:
             self._store.open()
         for started in self._mine(ranks):
-            _ = started.process.pid  # after it, the sentinel tells only the end
+            started.identify()  # and after its pid, the sentinel tells only the end
             self._selector.register(started.channel, selectors.EVENT_READ, started)
             self._selector.register(started.process.sentinel, selectors.EVENT_READ, started)
 

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Iterator, Mapping
 from multiprocessing import context, forkserver, popen_forkserver, process, reduction, util
 from multiprocessing.context import set_spawning_popen
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 from nbddp.errors import LaunchError
 
 _preloaded = ["nbddp.process.preloaded"]
-# Read when Python, a C library or torch starts: a rank that is forked later cannot change them.
+# Read when Python, a C library or torch starts, so that a rank that is forked later cannot change them.
 _READ_AT_START = re.compile(
-    r"(PYTHON|LD_|DYLD_|MALLOC_|GLIBC_|OMP_|MKL_|KMP_|OPENBLAS_|TORCH(?!INDUCTOR_CACHE_DIR)|PYTORCH|ATEN_|LC_ALL|LANG)"
+    r"(PYTHON(?!UNBUFFERED)|LD_|MALLOC_|GLIBC_|(OMP_|MKL_)(?!NUM_THREADS)|KMP_|OPENBLAS_"
+    r"|TORCH(?!INDUCTOR_CACHE_DIR|_DISTRIBUTED_DEBUG|_NCCL_)|PYTORCH|ATEN_|LC_ALL|LANG)"
 )
 
 _lock = threading.Lock()
@@ -27,11 +29,11 @@ _server: forkserver.ForkServer | None = None
 _began_with: dict[str, str] = {}
 
 
-def running() -> forkserver.ForkServer:
-    """Return the server, started if it does not run, or if the environment that it read at its start has changed."""
+def running(environ: Mapping[str, str] = os.environ) -> forkserver.ForkServer:
+    """Return the server, started if it does not run, or if what it read at its start differs in this environment."""
     global _server, _began_with
     with _lock:
-        now = {name: value for name, value in os.environ.items() if _READ_AT_START.match(name)}
+        now = _read_at_start(environ)
         temporary_folder()
         if _server is not None and (now != _began_with or not _is_reachable(_server)):
             _stop(_server)
@@ -39,8 +41,33 @@ def running() -> forkserver.ForkServer:
         if _server is None or not _is_alive(_server):
             _server, _began_with = forkserver.ForkServer(), now
             _server.set_forkserver_preload(_preloaded)
-            _ensure_running(_server)
+            with _inherited(now):
+                _ensure_running(_server)
         return _server
+
+
+def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if _READ_AT_START.match(name)}
+
+
+@contextlib.contextmanager
+def _inherited(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Have a process that starts now read these. ``os.environ``, which the user's threads may read, stays as it is."""
+    here = _read_at_start(os.environ)
+    changed = {name for name in here.keys() | wanted.keys() if here.get(name) != wanted.get(name)}
+    _put(changed, wanted)
+    try:
+        yield
+    finally:
+        _put(changed, here)
+
+
+def _put(names: set[str], values: Mapping[str, str]) -> None:
+    for name in names:
+        if name in values:
+            os.putenv(name, values[name])
+        else:
+            os.unsetenv(name)
 
 
 def _is_alive(server: forkserver.ForkServer) -> bool:
@@ -116,7 +143,8 @@ class _Forked(popen_forkserver.Popen):
             reduction.dump(process_obj, data)
         finally:
             set_spawning_popen(None)
-        self.sentinel, writer = running().connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        server = running(process_obj.environ)
+        self.sentinel, writer = server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
         _ours.update((self.sentinel, writer))
         self.finalizer = util.Finalize(self, _close, (self.sentinel, writer))
         with open(writer, "wb", closefd=False) as pipe:
@@ -133,13 +161,18 @@ class _Forked(popen_forkserver.Popen):
 
 
 class ForkedProcess(process.BaseProcess):
-    """A process forked from our server. It is killed with its children when this process ends or closes it."""
+    """A process forked from our server. It is killed with its children when this process ends or closes it.
+
+    Attributes:
+        environ: what it should find, as far as it's read when Python or torch starts.
+    """
 
     _Popen = _Forked  # start() makes one
     pid: int  # of a process that has been started
+    environ: Mapping[str, str] = os.environ
 
     def __reduce__(self) -> tuple[Any, ...]:  # a rank is a plain process of multiprocessing
-        return object.__new__, (process.BaseProcess,), {**self.__dict__, "_start_method": None}
+        return object.__new__, (process.BaseProcess,), {**self.__dict__, "_start_method": None, "environ": None}
 
 
 _ours: set[int] = set()  # ends that a fork of this process must not hold open, or ranks would not see this one's end
