@@ -419,7 +419,7 @@ class Notebook:
         if how == "tree":  # what is below the kernel comes first
             for child in psutil.Process(self.pid).children(recursive=True):
                 child.send_signal(signal.SIGINT)
-            time.sleep(0.05)
+            time.sleep(0.15)
         os.kill(self.pid, signal.SIGINT)
 
     def restart(self) -> None:

@@ -28,7 +28,7 @@ _CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
 _ANSWER_S = 5.0  # for the thread that follows
 _WHERE_S = 0.1  # for the ranks to say where they are, when somebody waits for their end
 _PLACES_S = 0.2  # for the ranks to say how many optimizer steps they have taken
-_OWN_INTERRUPT_S = 0.2  # for the cell's, after the ranks'
+_OWN_INTERRUPT_S = 0.5  # for the cell's, after the ranks'
 
 
 @dataclass(frozen=True)
