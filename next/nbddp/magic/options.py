@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
@@ -12,8 +13,6 @@ from IPython.core.error import UsageError
 from nbddp.kernel.settings import Options
 
 _SHORT = {"nprocs": ("-n",), "gpus": ("-g",)}
-_FLAGS = {"deterministic", "stop_on_nan", "pdb"}
-_NUMBERS = {"nprocs": int, "seed": int, "max_restarts": int, "timeout": float, "pg_timeout": float}
 _NOT_HERE = {"env", "init_process_group", "wait", "log_to", "autolog", "show"}
 
 
@@ -35,9 +34,8 @@ def parse(magic: str, line: str, *more: tuple[str, dict[str, Any]]) -> argparse.
     for field in dataclasses.fields(Options):
         if field.name in _NOT_HERE:
             continue
-        how = {"action": "store_true"} if field.name in _FLAGS else {"type": _NUMBERS.get(field.name, str)}
-        if field.name == "gpus":
-            how = {"type": numbers}
+        parse_it = next((parse for kind, parse in _TYPES.items() if kind in str(field.type)), str)
+        how = {"action": "store_true"} if parse_it is bool else {"type": parse_it}
         parser.add_argument(*_SHORT.get(field.name, ()), f"--{field.name.replace('_', '-')}", dest=field.name, **how)
     given = parser.parse_args(shlex.split(line))
     names = {field.name for field in dataclasses.fields(Options)}
@@ -48,3 +46,7 @@ def parse(magic: str, line: str, *more: tuple[str, dict[str, Any]]) -> argparse.
 def numbers(text: str) -> list[int]:
     """Parse ``0,2``."""
     return [int(each) for each in text.split(",")]
+
+
+# By what an option's type has in it.
+_TYPES: dict[str, Callable[[str], Any]] = {"Sequence": numbers, "bool": bool, "int": int, "float": float}
