@@ -14,6 +14,7 @@ from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, decide
 from nbddp.messages import Called, Failure, Leave, Ready, Report, Settings
 from nbddp.payload import Block
+from nbddp.process.gauges import Memory
 from nbddp.process.machine import Event, LocalMachine
 
 
@@ -72,6 +73,9 @@ class FakeMachine:
         self.tell(*(Event("exit", rank, code) for rank in ranks if rank in self.alive))
 
     def stacks(self, ranks: Sequence[int], wait_s: float) -> dict[int, str]:
+        return {}
+
+    def memory(self, ranks: Sequence[int]) -> dict[int, Memory]:
         return {}
 
     def result(self, rank: int) -> Block | None:

@@ -226,22 +226,22 @@ def test_no_signal_reaches_a_process_that_reused_a_ranks_pid() -> None:
     machine, settings = LocalMachine(), decide("train", Options(nprocs=1, device="cpu"))
     machine.start(settings, [0])
     rank = machine._ranks[0]
-    ours, pid = rank._itself, rank.process.pid
+    ours, pid = rank.itself, rank.process.pid
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as stranger:
         try:
             rank.process._popen.pid = stranger.pid  # as if Linux had given the stranger the rank's number
-            rank._itself = _of_a_process_before(stranger.pid)
+            rank.itself = _of_a_process_before(stranger.pid)
             rank.signal(signal.SIGINT)
             rank.signal(signal.SIGKILL)
             rank._end_children()
             time.sleep(0.1)
             assert stranger.poll() is None
-            rank._itself = psutil.Process(stranger.pid)  # and it would have
+            rank.itself = psutil.Process(stranger.pid)  # and it would have
             rank.signal(signal.SIGKILL)
             assert stranger.wait(5) == -signal.SIGKILL
         finally:
             stranger.kill()
-            rank.process._popen.pid, rank._itself = pid, ours
+            rank.process._popen.pid, rank.itself = pid, ours
             machine.end()
             wait_until(lambda: any(event.kind == "exit" for event in machine.events(0.1)))
             machine.close()

@@ -17,6 +17,7 @@ from nbddp.history.records import RecordReader
 from nbddp.kernel.failure import RankState
 from nbddp.messages import Asks, Called, Leave, Ready, Report, Settings
 from nbddp.payload import Block
+from nbddp.process.gauges import Memory
 from nbddp.process.machine import Event
 
 POLL_S = 0.1  # how often what was printed and logged is looked for
@@ -109,6 +110,8 @@ class Crew:
         rank, self.moved_at = self.ranks[thing.rank], time.monotonic()
         if thing.kind == "exit":
             rank.ended(thing.data)
+        elif thing.kind == "oom":
+            rank.out_of_memory = True
         elif thing.kind == "output":
             rank.output.add(thing.data)
         elif thing.kind == "metrics":
@@ -149,6 +152,13 @@ class Crew:
             found |= machine.stacks(_numbers(rank for rank in self.ranks if rank.called and not rank.over), wait_s)
         return found
 
+    def overview(self) -> list[str]:
+        """Return a line per rank, with its process and the memory that it uses. Any thread may ask."""
+        found: dict[int, Memory] = {}
+        for machine in self._machines:
+            found |= machine.memory(_numbers(rank for rank in self.ranks if rank.ready and rank.alive))
+        return [_line(rank, found.get(rank.number)) for rank in self.ranks]
+
     def result(self, rank: int) -> Block | None:
         """Return the block of the rank's last report."""
         return next((block for m in self._machines if (block := m.result(rank)) is not None), None)
@@ -173,6 +183,13 @@ class Crew:
             thread.join()
         for machine in self._machines:
             machine.close()
+
+
+def _line(rank: RankState, memory: Memory | None) -> str:
+    if memory is None:
+        return f"rank {rank.number}: {'has ended' if rank.ready or not rank.alive else 'is starting'}"
+    gpu = f", GPU {memory.gpu[0] >> 20:,} of {memory.gpu[1] >> 20:,} MiB" if memory.gpu is not None else ""
+    return f"rank {rank.number}: pid {rank.pid}, {memory.resident >> 20:,} MiB{gpu}"
 
 
 def _numbers(ranks: Any) -> list[int]:

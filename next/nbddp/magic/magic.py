@@ -11,7 +11,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from nbddp.kernel.run import runs
+from nbddp.kernel.run import Run, runs
 from nbddp.kernel.session import Session
 from nbddp.magic import options, reads, routing
 from nbddp.payload import pack
@@ -114,9 +114,12 @@ class DdpMagics(Magics):
         print(self._the_session().stacks())
 
     def _status(self, _: list[str]) -> None:
-        print(self.session if self.session is not None else "no session is open: %ddp open -n 2")
-        for run in runs():
-            print(run)
+        if self.session is None:
+            print("no session is open: %ddp open -n 2")
+        shown: list[Session | Run[Any]] = [*filter(None, [self.session]), *runs()]
+        for each in shown:
+            crew = each._crew  # another thread may end the run
+            print(each, *(crew.overview() if crew is not None else ()), sep="\n  ")
 
     def _the_session(self) -> Session:
         if self.session is None:

@@ -26,7 +26,8 @@ import torch
 
 from nbddp.messages import Envelope, Place, Report, Settings
 from nbddp.payload import Block
-from nbddp.process import dumps
+from nbddp.process import dumps, gauges, oom
+from nbddp.process.gauges import Memory
 from nbddp.process.server import ForkedProcess, temporary_folder
 from nbddp.process.store import Store
 from nbddp.worker import rank as ranks_life
@@ -42,7 +43,10 @@ _POLL_S = 0.002
 
 
 class Event(NamedTuple):
-    """What a machine tells: ``message`` (from a rank), ``metrics`` and ``output`` (bytes), ``exit`` (the code)."""
+    """What a machine tells: ``message`` (from a rank), ``metrics`` and ``output`` (bytes), ``exit`` (the code).
+
+    Before the exit comes ``oom``, without data, if it was most likely the OOM killer that ended the rank.
+    """
 
     kind: str
     rank: int
@@ -62,15 +66,16 @@ class _Descriptor:
 class _Rank:
     """One rank's process, its channel, and the files it writes for its whole life."""
 
-    def __init__(self, number: int, settings: Settings) -> None:
-        self.number = number
+    def __init__(self, number: int, settings: Settings, gpu: str, oom_kills: int) -> None:
+        self.number, self.gpu = number, gpu
+        self.itself: psutil.Process | None = None
         self.exitcode: int | None = None
+        self._oom_kills = oom_kills  # before it began
         self.result: Block | None = None
         self.channel, theirs = Pipe()
         self.files = {"output": _unnamed_file(), "metrics": _appended(os.memfd_create("metrics", os.MFD_CLOEXEC))}
         self.stacks = _appended(os.memfd_create("stacks", os.MFD_CLOEXEC))
         self._read = dict.fromkeys(self.files, 0)
-        self._itself: psutil.Process | None = None
         handed = [theirs, *(_Descriptor(fd) for fd in (*self.files.values(), self.stacks))]
         self.process = ForkedProcess(target=ranks_life.main, args=handed, name=f"{settings.name[:60]}-{number}")
         self.process.environ = settings.environ
@@ -108,6 +113,8 @@ class _Rank:
                 yield Event("output", self.number, f"{line_end}{crash}".encode())
             self.exitcode = exitcode
             self._end_children()
+            if exitcode == -signal.SIGKILL and oom.kills() > self._oom_kills:
+                yield Event("oom", self.number, None)
             yield Event("exit", self.number, exitcode)
 
     def all_written(self) -> Iterator[Event]:
@@ -128,10 +135,10 @@ class _Rank:
     def identify(self) -> None:
         """Note which process has the pid: the number may be used again."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            self._itself = psutil.Process(self.process.pid)
+            self.itself = psutil.Process(self.process.pid)
 
     def _is_there(self) -> bool:
-        return self._itself is not None and self._itself.is_running()
+        return self.itself is not None and self.itself.is_running()
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank; SIGKILL also to its children, which are in its process group once it has begun."""
@@ -196,8 +203,9 @@ class LocalMachine:
     def start(self, settings: Settings, ranks: Sequence[int]) -> None:
         """Start one process per rank. Raises OSError, EOFError."""
         self._folder = self._folder or tempfile.mkdtemp(prefix="r-", dir=temporary_folder())
+        oom_kills = oom.kills()
         for local_rank, rank in enumerate(ranks):
-            started = self._ranks[rank] = _Rank(rank, settings)
+            started = self._ranks[rank] = _Rank(rank, settings, gauges.gpu_of(settings, local_rank), oom_kills)
             started.channel.send((settings, Place(rank, local_rank, len(ranks), self._folder)))
         if self._store is not None:
             self._store.open()
@@ -246,6 +254,11 @@ class LocalMachine:
             time.sleep(_POLL_S)
             found = {rank: rank.dumped(begin) for rank, begin in asked.items()}
         return {rank.number: dump for rank, dump in found.items() if dump}
+
+    def memory(self, ranks: Sequence[int]) -> dict[int, Memory]:
+        """Return the memory of those of these ranks that have begun and not ended. Any thread may ask."""
+        found = {rank.number: gauges.memory(rank.itself, rank.gpu) for rank in self._mine(ranks)}
+        return {rank: memory for rank, memory in found.items() if memory is not None}
 
     def result(self, rank: int) -> Block | None:
         """Return the block that came with the rank's last report, once; None if there is none, or no such rank."""

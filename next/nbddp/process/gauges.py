@@ -1,0 +1,58 @@
+"""Reads how much memory a rank and its GPU use, without a CUDA context in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import psutil
+
+from nbddp.messages import Settings
+
+
+class Memory(NamedTuple):
+    """Bytes of a rank: resident in its process; and of its GPU, if it's known: in use by all processes, and in all."""
+
+    resident: int
+    gpu: tuple[int, int] | None = None
+
+
+def memory(process: psutil.Process | None, gpu: str) -> Memory | None:
+    """Return the memory of a process and of a GPU, by :func:`gpu_of`'s name; None if the process has ended."""
+    with contextlib.suppress(psutil.Error):
+        if process is not None and (resident := process.memory_info().rss):  # a zombie has none
+            return Memory(int(resident), _gpu_memory(gpu) if gpu else None)
+    return None
+
+
+def gpu_of(settings: Settings, local_rank: int) -> str:
+    """Return the number or UUID by which the driver knows a rank's GPU; "" if it has none."""
+    if settings.device != "cuda":
+        return ""
+    index = settings.indices[local_rank]
+    visible = [name.strip() for name in settings.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return visible[index] if index < len(visible) else str(index)
+
+
+@functools.lru_cache(maxsize=1)
+def _nvml() -> Any:
+    """NVIDIA's management library, which comes with the driver; None without one."""
+    import pynvml
+
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        return pynvml
+    return None
+
+
+def _gpu_memory(gpu: str) -> tuple[int, int] | None:
+    if (nvml := _nvml()) is None:
+        return None
+    with contextlib.suppress(nvml.NVMLError):
+        handle = nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdigit() else nvml.nvmlDeviceGetHandleByUUID(gpu)
+        found = nvml.nvmlDeviceGetMemoryInfo(handle)
+        with contextlib.suppress(nvml.NVMLError):  # a driver before 510; as nvidia-smi: without what it has reserved
+            found = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+        return int(found.used), int(found.total)
+    return None
