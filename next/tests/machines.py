@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import queue
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbddp import payload
@@ -22,10 +22,22 @@ class FakeMachine:
     """A machine without processes: after a call come the events of its script, after ``Leave`` the ends.
 
     Ranks that are interrupted report so, unless they are deaf.
+
+    Args:
+        comes_to: how far the ranks come by themselves: "starting", "ready", or "called".
+        when: what a message, by its class, makes the ranks tell: once.
     """
 
-    def __init__(self, *script: Event, deaf: bool = False) -> None:
+    def __init__(
+        self,
+        *script: Event,
+        deaf: bool = False,
+        comes_to: str = "called",
+        when: Mapping[type, Sequence[Event]] | None = None,
+    ) -> None:
         self._script, self._deaf, self._events = script, deaf, queue.SimpleQueue[Event]()
+        self._comes_to, self._when = comes_to, dict(when or {})
+        self.alive: list[int] = []
         self.sent: list[Any] = []
         self.signals: list[tuple[list[int], int]] = []
         self.closed = False
@@ -38,8 +50,8 @@ class FakeMachine:
 
     def start(self, settings: Settings, ranks: Sequence[int]) -> None:
         self.settings, self.alive = settings, list(ranks)
-        for rank in ranks:
-            self.tell(message(rank, Ready(rank)))
+        if self._comes_to != "starting":
+            self.tell(*(message(rank, Ready(rank)) for rank in ranks))
 
     def tell(self, *events: Event) -> None:
         for event in events:
@@ -48,7 +60,9 @@ class FakeMachine:
             self._events.put(event)
 
     def call(self, order: Any, block: Block | None, ranks: Sequence[int]) -> None:
-        self.tell(*(message(rank, Called()) for rank in ranks), *self._script)
+        if self._comes_to == "called":
+            self.tell(*(message(rank, Called()) for rank in self._mine(ranks)))
+        self.tell(*self._script)
 
     def events(self, wait_s: float) -> list[Event]:
         try:
@@ -58,19 +72,23 @@ class FakeMachine:
 
     def send(self, ranks: Sequence[int], message: Any) -> None:
         self.sent.append(message)
+        self.tell(*self._when.pop(type(message), ()))
         if isinstance(message, Leave):
             self._end(ranks, 0)
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
-        if ranks:
-            self.signals.append((list(ranks), number))
+        if ranks := self._mine(ranks):
+            self.signals.append((ranks, number))
         if number == signal.SIGKILL:
             self._end(ranks, -number)
         elif number == signal.SIGINT and not self._deaf:
             self.tell(*(failed(rank, 9.0, "", "KeyboardInterrupt") for rank in ranks))
 
     def _end(self, ranks: Sequence[int], code: int) -> None:
-        self.tell(*(Event("exit", rank, code) for rank in ranks if rank in self.alive))
+        self.tell(*(Event("exit", rank, code) for rank in self._mine(ranks)))
+
+    def _mine(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank in self.alive]
 
     def stacks(self, ranks: Sequence[int], wait_s: float) -> dict[int, str]:
         return {}

@@ -2,22 +2,103 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import functools
+import math
 import signal
 import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgpack
 import pytest
+from torch.distributed import distributed_c10d
 
 import nbddp
+from nbddp.kernel import attempt, crew, failure, prompt, start
+from nbddp.kernel.attempt import OF_A_RUN, OF_A_SESSION, Attempt, Patience
+from nbddp.kernel.crew import Crew
+from nbddp.kernel.page import Page
 from nbddp.kernel.settings import Options, decide
 from nbddp.kernel.start import carry_out, pack_call
-from nbddp.messages import Failure, Report
+from nbddp.messages import Answer, Asks, CountSteps, Failure, Function, Release, Report, Steps, StopAfter
 from nbddp.process.machine import Event
-from tests.machines import FakeMachine, exited, failed, finished, follow, message
+from tests.machines import FakeMachine, exited, failed, finished, follow, message, run_on
 from tests.support import wait_until
 
 CLOSED = "Connection closed by peer"
+INT, KILL = signal.SIGINT, signal.SIGKILL
+NEVER_S = 60.0  # a case that comes to it fails by pytest's time limit
+PATIENT = Patience(NEVER_S, (NEVER_S, 0.0))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Windows of milliseconds. A case in which one must not end, or that waits for another, sets it to NEVER_S."""
+    for module in (attempt, crew):
+        monkeypatch.setattr(module, "POLL_S", 0.002)
+    for name in ("_CONSEQUENCE_WINDOW_S", "_PLACES_S", "_SAME_STEP_S", "_OWN_INTERRUPT_S"):
+        monkeypatch.setattr(attempt, name, 0.003)
+    monkeypatch.setattr(attempt, "_RELEASE_S", 0.001)
+    monkeypatch.setattr(attempt, "_AGAIN_S", NEVER_S)
+    monkeypatch.setattr(prompt, "_OTHERS_S", 0.001)
+    monkeypatch.setitem(start.follow.__kwdefaults__, "patience", PATIENT)
+    return monkeypatch
+
+
+@contextlib.contextmanager
+def order(
+    machine: FakeMachine,
+    nprocs: int = 2,
+    patience: Patience = PATIENT,
+    called: Callable[[Attempt], object] = lambda attempt: None,
+    look: Callable[[Attempt], object] = lambda attempt: None,
+) -> Iterator[tuple[Attempt, Crew]]:
+    """An order on this machine's ranks, to be followed.
+
+    Args:
+        called: done once, on the thread that follows, when the function has begun on every rank.
+        look: done again and again, after that.
+    """
+    todo = [called]
+
+    def look_at(attempt: Attempt) -> None:
+        if all(rank.called for rank in opened.ranks):
+            (todo.pop() if todo else look)(attempt)
+
+    opened = Crew(decide("train", Options(nprocs=nprocs, device="cpu")), [machine])
+    opened.open()
+    try:
+        page = Page(opened.ranks, quiet=True)
+        attempt = Attempt(opened, opened.ranks, page, patience, look=look_at)
+        opened.call(Function("train"))
+        yield attempt, opened
+    finally:
+        opened.end()
+
+
+def followed(machine: FakeMachine, nprocs: int = 2, **given) -> tuple[Attempt, Crew, list[tuple[list[int], int]]]:
+    """Follow an order to its end. Returns also the signals until then."""
+    with order(machine, nprocs, **given) as (attempt, crew):
+        attempt.follow()
+        return attempt, crew, [*machine.signals]
+
+
+def steps(rank: int, taken: int, ago_s: float = 0.0) -> Event:
+    return message(rank, Steps(taken, 0.0, ago_s))
+
+
+def interrupted(*ranks: int) -> list[Event]:
+    return [failed(rank, 9.0, "", "KeyboardInterrupt") for rank in ranks]
+
+
+def stop(attempt: Attempt) -> None:
+    attempt.stop(NEVER_S)
+
+
+# ---------------------------------------------------------------------------- which failure is the cause
 
 
 def test_all_ranks_that_report_end_a_run() -> None:
@@ -30,9 +111,31 @@ def test_the_cause_is_no_broken_connection_even_if_that_was_first() -> None:
     assert (run.state, run.error.rank, str(run.error.cause)) == ("failed", 1, "RuntimeError: boom")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Connection closed by peer [127.0.0.1]:1234",
+        "recv: connection reset by peer",
+        "[Errno 32] Broken pipe",
+        "Socket closed",
+        "ncclRemoteError: a call failed possibly due to a network error or a remote process exiting",
+        "NCCL communicator was aborted on rank 1",
+        "there was a remote worker crashing",
+        "KeyboardInterrupt",
+    ],
+)
+def test_what_follows_from_another_ranks_end_is_no_cause(text: str) -> None:
+    assert follow(2, [failed(0, 5.0, text), failed(1, 5.1, "boom")]).error.rank == 1
+
+
 def test_of_two_causes_the_earlier_is_the_error_whichever_arrived_first() -> None:
     run = follow(3, [failed(2, 5.2, "later"), failed(1, 5.1, "earlier"), failed(0, 5.3, CLOSED)])
     assert run.error.rank == 1
+
+
+@pytest.mark.parametrize(("later_s", "rank"), [(-1.0, 0), (60.0, 1)])
+def test_of_an_error_and_a_death_the_earlier_is_the_error(later_s: float, rank: int) -> None:
+    assert follow(2, [exited(1, 1), failed(0, time.monotonic() + later_s, "boom")]).error.rank == rank
 
 
 def test_a_rank_that_died_is_the_cause_of_broken_connections() -> None:
@@ -40,17 +143,88 @@ def test_a_rank_that_died_is_the_cause_of_broken_connections() -> None:
     assert (type(run.error), run.error.rank, run.error.signal_name) == (nbddp.RankDied, 1, "SIGKILL")
 
 
+def test_a_consequence_waits_for_its_cause(quick: pytest.MonkeyPatch) -> None:
+    quick.setattr(attempt, "_CONSEQUENCE_WINDOW_S", NEVER_S)
+    machine, looks = FakeMachine(failed(0, 1.0, CLOSED)), []
+
+    def look(_: Attempt) -> None:
+        looks.append(1)
+        if len(looks) == 5:
+            machine.tell(failed(1, 2.0, "boom"))
+
+    _, crew, signals = followed(machine, look=look)
+    assert (failure.first(crew.ranks).number, signals) == (1, [])
+
+
+def test_a_consequence_without_a_cause_is_the_error_when_its_time_is_over() -> None:
+    machine = FakeMachine(failed(1, 5.1, CLOSED), failed(0, 5.0, CLOSED))
+    run = follow(3, machine)
+    assert (run.error.rank, run.error.alike) == (0, False)
+    assert machine.signals[0] == ([2], INT)
+
+
+def test_only_a_ranks_first_report_counts() -> None:
+    run = follow(2, [failed(0, 1.0, "first"), failed(0, 0.5, "second"), failed(1, 2.0, "other")])
+    assert str(run.error.cause) == "RuntimeError: first"
+
+
+@pytest.mark.parametrize(
+    ("texts", "header"),
+    [
+        (["size 3 on cuda:0", "size 4 on cuda:1"], "both ranks failed, rank 0 first: "),
+        (["size 3", "shape 3"], "rank 0 of 2 failed: "),
+        (["size 3"] * 3, "all 3 ranks failed, rank 0 first: "),
+    ],
+)
+def test_ranks_that_all_fail_alike_say_so(texts: list[str], header: str) -> None:
+    error = follow(len(texts), [failed(rank, 1.0 + rank, text) for rank, text in enumerate(texts)]).error
+    assert str(error).startswith(header)
+    assert error.alike == ("first" in header)
+
+
+@pytest.mark.parametrize(("frames", "where"), [((), ""), ("all_reduce", "rank 0 gave up in all_reduce")])
+def test_a_timeout_in_a_collective_says_where_the_ranks_were(frames: str | tuple[()], where: str) -> None:
+    stack = (("/tmp/ipykernel_1/1.py", 3, "train"), (distributed_c10d.__file__, 7, frames)) if frames else ()
+    report = Report(1.0, failure=Failure("call", "TimeoutError", "TimeoutError: timed out", frames=stack))
+    error = follow(1, [message(0, report)]).error
+    assert error.where == (where and f"{where} (train, line 3)")
+
+
+# ---------------------------------------------------------------------------- after a failure
+
+
 def test_a_failure_interrupts_the_others() -> None:
     machine = FakeMachine(failed(1, 1.0, "boom"))
     run = follow(3, machine)
     assert (run.error.rank, machine.closed) == (1, True)
-    assert machine.signals == [([0, 2], signal.SIGINT), ([0, 1, 2], signal.SIGKILL)]
+    assert machine.signals == [([0, 2], INT), ([0, 1, 2], KILL)]
+
+
+def test_a_failure_first_releases_ranks_that_wait_in_a_collective() -> None:
+    class Noting(FakeMachine):
+        def signal(self, ranks, number):
+            self.sent.append(number)
+            super().signal(ranks, number)
+
+    machine = Noting(failed(1, 1.0, "boom"))
+    followed(machine)
+    assert machine.sent[:2] == [Release(), INT]
 
 
 def test_a_failure_kills_ranks_that_do_not_end_when_interrupted() -> None:
     machine = FakeMachine(failed(1, 1.0, "boom"), deaf=True)
-    follow(3, machine)
-    assert machine.signals == [([0, 2], signal.SIGINT), ([0, 2], signal.SIGKILL), ([1], signal.SIGKILL)]
+    assert followed(machine, 3, patience=Patience(0.005, (NEVER_S,)))[2] == [([0, 2], INT), ([0, 2], KILL)]
+
+
+@pytest.mark.parametrize(("patience", "second"), [(OF_A_RUN, KILL), (OF_A_SESSION, INT)], ids=["run", "session"])
+def test_a_session_interrupts_again_where_a_run_kills(
+    quick: pytest.MonkeyPatch, patience: Patience, second: int
+) -> None:
+    quick.setattr(attempt, "_RELEASE_S", 0.03 / 500)
+    quick.setattr(attempt, "_AGAIN_S", 1.0 / 500)
+    shorter = Patience(patience.after_failure_s / 500, patience.after_interrupts_s)
+    signals = followed(FakeMachine(failed(1, 1.0, "boom"), deaf=True), patience=shorter)[2]
+    assert signals[:2] == [([0], INT), ([0], second)]
 
 
 def test_the_last_words_of_a_rank_that_died_are_in_the_error() -> None:
@@ -59,11 +233,10 @@ def test_the_last_words_of_a_rank_that_died_are_in_the_error() -> None:
     assert "bye" in str(run.error)
 
 
-def test_a_failure_before_the_function_is_a_launch_error() -> None:
-    report = Report(1.0, failure=Failure("setup", "RuntimeError", "RuntimeError: no such backend"))
-    run = follow(2, [message(1, report)])
-    assert type(run.error) is nbddp.LaunchError
-    assert "no such backend" in str(run.error)
+def test_a_rank_that_exits_with_0_before_it_reports_has_died() -> None:
+    error = follow(2, [finished(0), exited(1, 0)]).error
+    assert (type(error), error.rank, error.exitcode) == (nbddp.RankDied, 1, 0)
+    assert "exit code 0 before the function returned" in str(error)
 
 
 def test_sys_exit_is_a_death_with_its_code() -> None:
@@ -72,56 +245,85 @@ def test_sys_exit_is_a_death_with_its_code() -> None:
     assert "sys.exit(3)" in str(run.error)
 
 
-@pytest.mark.parametrize("end", [exited(1, -9), failed(1, 1.0, "boom")], ids=["died", "raised"])
-def test_restarts_start_all_ranks_again(end: Event) -> None:
-    run = follow(2, [end], [failed(0, 1.0, "again"), finished(1)], [finished(0), finished(1)], max_restarts=2)
-    assert (run.state, run.restarts, len(run.history.restarts)) == ("finished", 2, 2)
+# ---------------------------------------------------------------------------- before the function, and after it
 
 
-def test_the_last_failure_is_raised_when_restarts_are_used_up() -> None:
-    run = follow(2, [failed(1, 1.0, "first")], [failed(0, 1.0, "last")], max_restarts=1)
-    assert (run.state, run.restarts, str(run.error.cause)) == ("failed", 1, "RuntimeError: last")
-    assert "the first failure was RankError: rank 1 of 2 failed: RuntimeError: RuntimeError: first" in str(run.error)
+@pytest.mark.parametrize(
+    ("comes_to", "event", "kind", "text"),
+    [
+        ("starting", exited(1, 1), nbddp.LaunchError, "before it was ready, rank 1 of 2 ended with exit code 1"),
+        ("starting", exited(1, -9), nbddp.LaunchError, "before it was ready, rank 1 of 2 was killed by SIGKILL"),
+        ("ready", exited(1, 1), nbddp.RankDied, "rank 1 of 2 ended with exit code 1 while it unpacked train"),
+        ("ready", exited(1, -9), nbddp.RankDied, "rank 1 of 2 was killed by SIGKILL"),
+    ],
+)
+def test_an_exit_says_how_far_the_rank_had_come(comes_to: str, event: Event, kind: type, text: str) -> None:
+    machine = FakeMachine(event, comes_to=comes_to)
+    error = follow(2, machine).error
+    assert type(error) is kind
+    assert str(error).startswith(text)
+    assert machine.signals == [([0], KILL)]  # nothing of the user's that an interrupt could end
 
 
-def test_each_attempt_knows_how_often_it_was_restarted() -> None:
-    machines = [FakeMachine(failed(0, 1.0, "boom")), FakeMachine(finished(0))]
-    follow(1, *machines, max_restarts=1)
-    assert [machine.settings.restart_count for machine in machines] == [0, 1]
+@pytest.mark.parametrize(
+    ("phase", "kind", "text"),
+    [
+        ("setup", nbddp.LaunchError, "rank 1 could not set itself up: RuntimeError: no such thing"),
+        ("unpack", nbddp.PayloadError, "rank 1 could not unpack train and its data: RuntimeError: no such thing"),
+    ],
+)
+def test_a_failure_before_the_function_is_a_launch_error(phase: str, kind: type, text: str) -> None:
+    error = follow(2, [message(1, Report(1.0, failure=Failure(phase, "RuntimeError", "RuntimeError: no such thing")))])
+    assert type(error.error) is kind
+    assert str(error.error).startswith(text)
 
 
-def test_a_timeout_ends_a_run_and_is_not_restarted() -> None:
-    run = follow(2, [finished(0)], timeout=0.05, max_restarts=3)
-    assert (type(run.error), run.restarts) == (nbddp.RunTimeout, 0)
-    assert "its timeout of 0.05 s" in str(run.error)
+@pytest.mark.parametrize("kind", [OSError, EOFError])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_machine_that_cannot_start_ranks_fails_the_run_and_ends_those_of_the_others(
+    quick: pytest.MonkeyPatch, kind: type, broken: int
+) -> None:
+    quick.setattr(crew, "_END_S", 0.0)  # the ranks that have not begun do not end
+
+    class Broken(FakeMachine):
+        def start(self, settings, ranks):
+            raise kind("no memory")
+
+    machines = [FakeMachine(), FakeMachine()]
+    machines[broken] = Broken()
+    run = run_on(lambda: machines, print, nprocs=4)
+    assert (type(run.error), str(run.error)) == (nbddp.LaunchError, "the ranks could not be started: no memory")
+    assert machines[0].signals == ([([0, 1], KILL)] if broken else [])
+    assert machines[broken].closed
 
 
-def test_stop_interrupts_and_a_rank_that_reports_is_not_killed() -> None:
-    machine, run, end = _in_the_background(FakeMachine())
-    run.stop(60.0)
-    end()
-    assert (run.state, run.error) == ("stopped", None)
-    assert machine.signals == [([0, 1], signal.SIGINT), ([0, 1], signal.SIGKILL)]  # the second one when it was over
+def test_a_value_that_could_not_be_sent_back_fails_the_run_which_keeps_the_others() -> None:
+    lost = message(1, Report(1.0, lost="train's value, [1] is a lock", path=("train's value", "[1]")))
+    error = follow(2, [finished(0), lost]).error
+    assert (type(error), error.partial, error.path) == (nbddp.PayloadError, [None, None], ("train's value", "[1]"))
+    assert str(error).startswith("train's value, [1] is a lock. Everything else that the ranks returned is in this")
 
 
-def test_stop_kills_ranks_that_do_not_end_in_its_grace() -> None:
-    machine, run, end = _in_the_background(FakeMachine(deaf=True))
-    run.stop(0.05)
-    end()
-    assert run.state == "stopped"
-    assert ([0, 1], signal.SIGKILL) in machine.signals
-
-
-def test_a_stop_is_not_restarted() -> None:
-    _, run, end = _in_the_background(FakeMachine(), max_restarts=3)
-    run.stop(0.0)
-    end()
-    assert (run.state, run.restarts) == ("stopped", 0)
+@pytest.mark.parametrize(
+    ("met", "remark"),
+    [([False, False], "no rank took part in a collective: 2 ranks"), ([True, False], ""), ([False], "")],
+)
+def test_ranks_that_worked_side_by_side_are_remarked_on(met: Sequence[bool], remark: str) -> None:
+    run = follow(len(met), [message(rank, Report(1.0, met=it)) for rank, it in enumerate(met)])
+    assert (run.state, run.remark.partition(" worked")[0]) == ("finished", remark)
 
 
 def test_output_belongs_to_its_rank() -> None:
     run = follow(2, [Event("output", 1, b"one\n"), Event("output", 0, b"t"), finished(0), finished(1)])
     assert (run.logs(0), run.logs(1), run.logs()) == ("t", "one\n", "[rank 0] t\n[rank 1] one\n")
+
+
+def test_two_machines_are_one_run() -> None:
+    machines = [FakeMachine(failed(1, 1.0, "boom")), FakeMachine()]
+    run = run_on(lambda: machines, print, nprocs=4)
+    assert (run.error.rank, run.error.world_size) == (1, 4)
+    assert [machine.signals for machine in machines] == [[([0], INT), ([0, 1], KILL)], [([2, 3], INT), ([2, 3], KILL)]]
+    assert [(m.settings.group_rank, m.settings.nnodes) for m in machines] == [(0, 2), (1, 2)]
 
 
 def test_an_error_of_ours_is_the_runs_error_and_nothing_waits_forever() -> None:
@@ -134,14 +336,350 @@ def test_an_error_of_ours_is_the_runs_error_and_nothing_waits_forever() -> None:
     assert "nbddp itself failed" in str(run.error)
 
 
+# ---------------------------------------------------------------------------- restarts
+
+
+@pytest.mark.parametrize("end", [exited(1, -9), failed(1, 1.0, "boom")], ids=["died", "raised"])
+def test_restarts_start_all_ranks_again(end: Event) -> None:
+    run = follow(2, [end], [failed(0, 1.0, "again"), finished(1)], [finished(0), finished(1)], max_restarts=2)
+    assert (run.state, run.restarts, len(run.history.restarts)) == ("finished", 2, 2)
+
+
+@pytest.mark.parametrize(("restarts", "words"), [(1, "1 restart;"), (2, "2 restarts;")])
+def test_the_last_failure_is_raised_when_restarts_are_used_up(restarts: int, words: str) -> None:
+    between = [[failed(0, 1.0, "between")]] * (restarts - 1)
+    run = follow(2, [failed(1, 1.0, "first")], *between, [failed(0, 1.0, "last")], max_restarts=restarts)
+    assert (run.state, run.restarts, str(run.error.cause)) == ("failed", restarts, "RuntimeError: last")
+    first = "the first failure was RankError: rank 1 of 2 failed: RuntimeError: RuntimeError: first"
+    assert f"That was after {words} {first}" in str(run.error)
+
+
+def test_each_attempt_knows_how_often_it_was_restarted() -> None:
+    machines = [FakeMachine(failed(0, 1.0, "boom")), FakeMachine(finished(0))]
+    follow(1, *machines, max_restarts=1)
+    assert [machine.settings.restart_count for machine in machines] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("event", "kind"),
+    [
+        (message(0, Report(1.0, failure=Failure("unpack", "E", "E"))), nbddp.PayloadError),
+        (message(0, Report(1.0, lost="a lock")), nbddp.PayloadError),
+        (Event("metrics", 0, msgpack.packb((1.0, 4, True, None, 1.0, {"loss": math.nan}))), nbddp.NanLogged),
+    ],
+    ids=["unpack", "lost", "nan"],
+)
+def test_what_would_fail_again_is_not_restarted(event: Event, kind: type) -> None:
+    run = follow(1, [event], max_restarts=3, stop_on_nan=True)
+    assert (type(run.error), run.restarts) == (kind, 0)
+
+
+# ---------------------------------------------------------------------------- timeout, NaN, stop
+
+
+@pytest.mark.parametrize(
+    ("comes_to", "state", "number", "timeout_s"),
+    [("called", "running", INT, 0.05), ("ready", "starting", KILL, 0.01), ("starting", "starting", KILL, 0.01)],
+)
+def test_a_timeout_ends_a_run_and_is_not_restarted(comes_to: str, state: str, number: int, timeout_s: float) -> None:
+    machine = FakeMachine(comes_to=comes_to)
+    run = follow(2, machine, timeout=timeout_s, max_restarts=3)
+    assert (type(run.error), run.restarts) == (nbddp.RunTimeout, 0)
+    assert f"train was still {state} after its timeout of {timeout_s} s and was stopped" in str(run.error)
+    assert machine.signals[0] == ([0, 1], number)
+
+
+def test_the_first_nan_ends_a_run_that_asks_for_it() -> None:
+    nan = Event("metrics", 1, msgpack.packb((1.0, 4, True, None, 1.0, {"loss": math.nan})))
+    machine = FakeMachine(nan)
+    run = follow(2, machine, stop_on_nan=True)
+    assert (type(run.error), run.error.metric, run.error.step, run.error.ranks) == (nbddp.NanLogged, "loss", 4, [1])
+    assert machine.signals[0] == ([0, 1], INT)
+    assert follow(2, [nan, finished(0), finished(1)]).state == "finished"
+
+
+def test_stop_interrupts_and_a_rank_that_reports_is_not_killed() -> None:
+    machine, run, end = _in_the_background(FakeMachine())
+    run.stop(NEVER_S)
+    end()
+    assert (run.state, run.error) == ("stopped", None)
+    assert machine.signals == [([0, 1], INT), ([0, 1], KILL)]  # the second one when it was over
+
+
+def test_stop_kills_ranks_that_do_not_end_in_its_grace() -> None:
+    machine, run, end = _in_the_background(FakeMachine(deaf=True))
+    run.stop(0.005)
+    end()
+    assert run.state == "stopped"
+    assert machine.signals == [([0, 1], INT), ([0, 1], KILL)]
+
+
+def test_a_stop_is_not_restarted() -> None:
+    _, run, end = _in_the_background(FakeMachine(), max_restarts=3)
+    run.stop(0.0)
+    end()
+    assert (run.state, run.restarts) == ("stopped", 0)
+
+
+def test_a_stop_that_is_asked_for_when_all_have_failed_keeps_the_error_and_is_not_restarted() -> None:
+    class Slow(FakeMachine):
+        def result(self, rank):
+            run._ask_to_stop(NEVER_S)
+
+    run: nbddp.Run = nbddp.Run("train", 2)
+    _carry_out(run, Slow(failed(0, 1.0, "boom"), failed(1, 2.0, CLOSED)), max_restarts=3)
+    assert (run.state, run.error.rank, run.restarts) == ("failed", 0, 0)
+
+
+@pytest.mark.parametrize("comes_to", ["starting", "ready"])
+def test_a_stop_before_the_function_has_begun_kills(comes_to: str) -> None:
+    machine = FakeMachine(comes_to=comes_to)
+    run: nbddp.Run = nbddp.Run("train", 2)
+    run._ask_to_stop(NEVER_S)
+    _carry_out(run, machine)
+    assert (run.state, machine.signals) == ("stopped", [([0, 1], KILL)])
+
+
+def test_ranks_that_fail_while_they_are_stopped_are_no_failure() -> None:
+    machine = FakeMachine(when={CountSteps: [failed(0, 1.0, "boom"), *interrupted(1)]})
+    run: nbddp.Run = nbddp.Run("train", 2)
+    run._ask_to_stop(NEVER_S)
+    _carry_out(run, machine)
+    assert (run.state, run.error) == ("stopped", None)
+
+
+@pytest.mark.parametrize(("first_s", "second_s"), [(NEVER_S, 0.0), (NEVER_S, 0.002), (0.002, NEVER_S)])
+def test_a_second_stop_can_only_shorten_the_grace(quick: pytest.MonkeyPatch, first_s: float, second_s: float) -> None:
+    quick.setattr(attempt, "_PLACES_S", NEVER_S)  # nor does it ask for the same step again
+
+    def stop_twice(attempt: Attempt) -> None:
+        attempt.stop(first_s)
+        attempt.stop(second_s)
+
+    machine = FakeMachine(deaf=True)
+    signals = followed(machine, called=stop_twice)[2]
+    assert signals == [([0, 1], INT), ([0, 1], KILL)]
+    assert machine.sent.count(CountSteps()) == 1
+
+
+def test_a_stop_without_grace_asks_for_nothing() -> None:
+    machine = FakeMachine(deaf=True)
+    assert followed(machine, called=lambda attempt: attempt.stop(0.0))[2] == [([0, 1], INT), ([0, 1], KILL)]
+    assert CountSteps() not in machine.sent
+
+
+def test_a_flood_of_metrics_does_not_hold_up_a_stop() -> None:
+    machine, left = FakeMachine(*[Event("metrics", 0, b"")] * 400), []
+
+    def stop_amid(attempt: Attempt) -> None:
+        wait_until(lambda: crew.inbox.qsize() > 16)
+        time.sleep(0.005)  # what is to follow has time to come
+        crew.inbox.put(functools.partial(attempt.stop, 0.0))
+
+    look = lambda _: machine.signals and left.append(machine._events.qsize())  # noqa: E731
+    with order(machine, called=stop_amid, look=look) as (attempt, crew):
+        attempt.follow()
+    assert left[0] > 300
+
+
+# ---------------------------------------------------------------------------- after the same optimizer step
+
+
+def test_ranks_that_train_stop_after_the_same_step_without_an_interrupt(quick: pytest.MonkeyPatch) -> None:
+    quick.setattr(attempt, "_PLACES_S", NEVER_S)
+    quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
+    when = {CountSteps: [steps(0, 10), steps(1, 12)], StopAfter: interrupted(1, 0)}
+    machine = FakeMachine(when=when)
+    assert followed(machine, called=stop)[2] == []
+    assert machine.sent == [CountSteps(), StopAfter(13)]
+
+
+@pytest.mark.parametrize("place", [steps(1, 1), steps(1, 12, 5.0)], ids=["the first step", "no step for long"])
+def test_a_rank_that_does_not_train_has_all_interrupted_at_once(quick: pytest.MonkeyPatch, place: Event) -> None:
+    quick.setattr(attempt, "_PLACES_S", NEVER_S)
+    machine = FakeMachine(when={CountSteps: [steps(0, 10), place]})
+    assert followed(machine, called=stop)[2] == [([0, 1], INT)]
+    assert StopAfter(13) not in machine.sent
+
+
+def test_a_rank_that_does_not_say_where_it_is_has_all_interrupted_soon() -> None:
+    machine = FakeMachine(when={CountSteps: [steps(0, 10)]})
+    assert followed(machine, called=stop)[2] == [([0, 1], INT)]
+    assert StopAfter not in map(type, machine.sent)
+
+
+def test_ranks_that_do_not_come_to_the_step_are_interrupted(quick: pytest.MonkeyPatch) -> None:
+    quick.setattr(attempt, "_PLACES_S", NEVER_S)
+    machine = FakeMachine(when={CountSteps: [steps(0, 10), steps(1, 12)]})
+    assert followed(machine, called=stop)[2] == [([0, 1], INT)]
+    assert machine.sent[:2] == [CountSteps(), StopAfter(13)]
+
+
+def test_a_rank_that_is_done_is_not_waited_for_and_does_not_count(quick: pytest.MonkeyPatch) -> None:
+    quick.setattr(attempt, "_PLACES_S", NEVER_S)
+    quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
+    machine = FakeMachine(when={CountSteps: [steps(0, 90), finished(0), steps(1, 10)], StopAfter: interrupted(1, 2)})
+    looks = []
+
+    def look(_: Attempt) -> None:
+        looks.append(1)
+        if len(looks) == 8:
+            machine.tell(steps(2, 12))
+
+    assert followed(machine, 3, called=stop, look=look)[2] == []
+    assert machine.sent == [CountSteps(), StopAfter(13)]
+
+
+def test_a_late_answer_of_an_earlier_order_ends_no_later_one() -> None:
+    machine = FakeMachine(steps(0, 10), steps(1, 12), finished(0), finished(1))
+    attempt, crew, signals = followed(machine)
+    assert (attempt.stopping, signals, machine.sent) == (False, [], [])
+    assert not any(rank.failed for rank in crew.ranks)
+
+
+def test_a_late_answer_of_an_earlier_order_is_no_answer_to_the_next_stop(quick: pytest.MonkeyPatch) -> None:
+    quick.setattr(attempt, "_PLACES_S", NEVER_S)
+    quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
+    machine = FakeMachine(
+        steps(0, 50),
+        steps(1, 50),
+        Event("output", 0, b"both have come\n"),
+        when={CountSteps: [steps(0, 3), steps(1, 4)], StopAfter: interrupted(0, 1)},
+    )
+
+    def look(attempt: Attempt) -> None:
+        if crew.ranks[0].output.size and not attempt.stopping:
+            attempt.stop(NEVER_S)
+
+    with order(machine, look=look) as (attempt_, crew):
+        attempt_.follow()
+        assert (machine.sent, machine.signals) == ([CountSteps(), StopAfter(5)], [])
+
+
+def test_an_answer_after_the_interrupt_changes_nothing() -> None:
+    machine = FakeMachine(deaf=True, when={Release: [steps(0, 10), steps(1, 12), *interrupted(0, 1)]})
+    assert followed(machine, called=stop)[2] == [([0, 1], INT)]
+    assert machine.sent == [CountSteps(), Release()]
+
+
+# ---------------------------------------------------------------------------- interrupts of the cell
+
+
+def interrupts(machine: FakeMachine, most: int) -> Callable[[Attempt], None]:
+    """Interrupt this process when the ranks have got all signals that the interrupts before had led to."""
+
+    def look(attempt: Attempt) -> None:
+        if attempt.interrupts < most and attempt.interrupts <= len(machine.signals):
+            signal.raise_signal(INT)
+
+    return look
+
+
+def test_an_interrupt_stops_the_ranks_and_the_handler_is_the_notebooks_again() -> None:
+    before, machine = signal.getsignal(INT), FakeMachine()
+    attempt, crew, signals = followed(machine, look=interrupts(machine, 1))
+    assert (attempt.stopping, attempt.interrupts, signals) == (True, 1, [([0, 1], INT)])
+    assert all(rank.is_consequence for rank in crew.ranks)
+    assert signal.getsignal(INT) is before
+
+
+def test_an_interrupt_wakes_the_thread_that_waits(quick: pytest.MonkeyPatch) -> None:
+    quick.setattr(attempt, "POLL_S", NEVER_S)
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.005, signal.pthread_kill, (main, INT))
+    assert followed(FakeMachine(), called=lambda _: timer.start())[2] == [([0, 1], INT)]
+    timer.join()
+
+
+def test_a_runs_second_interrupt_kills() -> None:
+    machine = FakeMachine(deaf=True)
+    attempt, _, signals = followed(machine, look=interrupts(machine, 2))
+    assert (attempt.interrupts, signals[:3]) == (2, [([0, 1], INT), ([0, 1], INT), ([0, 1], KILL)])
+
+
+def test_a_sessions_second_interrupt_kills_nothing_and_the_third_is_raised_here() -> None:
+    before, machine = signal.getsignal(INT), FakeMachine(deaf=True)
+    with order(machine, patience=OF_A_SESSION, look=interrupts(machine, 3)) as (attempt, _):
+        with pytest.raises(KeyboardInterrupt):
+            attempt.follow()
+        assert (attempt.interrupts, machine.signals) == (3, [([0, 1], INT)] * 2)
+    assert signal.getsignal(INT) is before
+
+
+def test_ranks_that_swallow_an_interrupt_get_another_one(quick: pytest.MonkeyPatch) -> None:
+    quick.setattr(attempt, "_AGAIN_S", 0.005)
+    machine = FakeMachine(deaf=True)
+    look = lambda _: machine.signals.count(([0, 1], INT)) == 2 and machine.tell(*interrupted(0, 1))  # noqa: E731
+    assert followed(machine, called=stop, look=look)[2] == [([0, 1], INT)] * 2
+
+
+# ---------------------------------------------------------------------------- prompts
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], list[str]]:
+    def answered_by(answer: Callable[[], object]) -> list[str]:
+        seen: list[str] = []
+        monkeypatch.setattr(builtins, "input", lambda prompt: (seen.append(prompt), answer())[1])
+        return seen
+
+    return answered_by
+
+
+def test_ranks_that_ask_the_same_get_one_answer(prompts, quick: pytest.MonkeyPatch) -> None:
+    quick.setattr(prompt, "_OTHERS_S", 0.03)
+    seen = prompts(lambda: "Ada")
+    asks = [message(rank, Asks("name? ")) for rank in (1, 0)]
+    machine = FakeMachine(*asks, when={Answer: [finished(0), finished(1)]})
+    followed(machine)
+    assert (seen, machine.sent) == (["name? "], [Answer("Ada")])
+
+
+def no_frontend() -> str:
+    raise EOFError
+
+
+@pytest.mark.parametrize(("asked", "line"), [("name? ", None), ("(Pdb) ", "c"), ("ipdb> ", "c")])
+def test_where_nobody_can_answer_a_debugger_goes_on_and_input_fails(prompts, asked: str, line: str | None) -> None:
+    prompts(no_frontend)
+    machine = FakeMachine(message(0, Asks(asked)), when={Answer: [finished(0), finished(1)]})
+    followed(machine)
+    assert machine.sent == [Answer(line)]
+
+
+def test_a_rank_that_dies_at_a_prompt_ends_it(prompts) -> None:
+    machine = FakeMachine(*[message(rank, Asks("name? ")) for rank in (0, 1)])
+
+    def wait_for_a_line() -> None:  # as ipykernel does
+        machine.tell(exited(1, -9))
+        while True:
+            time.sleep(0.001)
+
+    seen = prompts(wait_for_a_line)
+    _, crew, signals = followed(machine)
+    assert (failure.first(crew.ranks).number, signals, seen) == (1, [([0], INT)], ["name? "])
+    assert Answer not in map(type, machine.sent)
+
+
+def test_an_interrupt_at_a_prompt_stops_the_ranks(prompts) -> None:
+    machine = FakeMachine(message(0, Asks("name? ")))
+    prompts(lambda: signal.raise_signal(INT))
+    attempt, _, signals = followed(machine)
+    assert (attempt.stopping, attempt.interrupts, signals) == (True, 0, [([0, 1], INT)])
+
+
+# ----------------------------------------------------------------------------
+
+
+def _carry_out(run: nbddp.Run, machine: FakeMachine, **options) -> None:
+    given = Options(nprocs=2, show=False, device="cpu", wait=False, **options)
+    carry_out(run, decide("train", given), pack_call("train", Path, (), {}), given, lambda: [machine])
+
+
 def _in_the_background(machine: FakeMachine, **options):
     """Carry out a run on another thread. Returns the machine, the run, and a function that waits for the thread."""
-    given = Options(nprocs=2, show=False, device="cpu", wait=False, **options)
     run: nbddp.Run = nbddp.Run("train", 2)
-    todo = functools.partial(
-        carry_out, run, decide("train", given), pack_call("train", Path, (), {}), given, lambda: [machine]
-    )
-    thread = threading.Thread(target=todo)
+    thread = threading.Thread(target=functools.partial(_carry_out, run, machine, **options))
     thread.start()
     wait_until(lambda: run.state == "running")
     return machine, run, thread.join

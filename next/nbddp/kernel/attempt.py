@@ -29,6 +29,9 @@ _ANSWER_S = 5.0  # for the thread that follows
 _WHERE_S = 0.1  # for the ranks to say where they are, when somebody waits for their end
 _PLACES_S = 0.2  # for the ranks to say how many optimizer steps they have taken
 _OWN_INTERRUPT_S = 0.5  # for the cell's, after the ranks'
+_SAME_STEP_S = 0.5  # for the ranks to come to the step after which they stop, and twice what a step takes
+_RELEASE_S = 0.03  # between failure, release, and interrupt: a rank that waits for others may fail with a better text
+_AGAIN_S = 1.0  # until ranks that have swallowed an interrupt get another one
 
 
 @dataclass(frozen=True)
@@ -153,12 +156,13 @@ class Attempt:
 
     def _note_place(self, rank: int, place: Steps) -> None:
         self._places[rank] = place
-        if not self.stopping or self.released or self._places.keys() < {rank.number for rank in self._waiting()}:
+        waiting = self._waiting()
+        if not self.stopping or self.released or not {rank.number for rank in waiting} <= self._places.keys():
             return
-        places, patience_s = self._places.values(), 0.0
+        places, patience_s = [self._places[rank.number] for rank in waiting], 0.0
         if all(place.taken > 1 and place.ago_s < 2 * place.pace_s + 0.2 for place in places):  # all of them train
-            patience_s = 2 * max(place.pace_s for place in places) + 0.5
-            self._crew.send(StopAfter(max(place.taken for place in places) + 1), self._waiting())
+            patience_s = 2 * max(place.pace_s for place in places) + _SAME_STEP_S
+            self._crew.send(StopAfter(max(place.taken for place in places) + 1), waiting)
         self._begin(self._to_stop(patience_s))
 
     def _end_what_has_failed(self) -> None:
@@ -172,10 +176,9 @@ class Attempt:
             rank.is_consequence for rank in failed
         ):
             self._locate_after_a_timeout(failure.first(failed))
-            kill_s = self._patience.after_failure_s
-            self._begin(
-                [(0.03, self._release), (0.06, self._interrupt), (1.06, self._interrupt), (kill_s, self._crew.kill)]
-            )
+            kill_s, interrupt_s = self._patience.after_failure_s, 2 * _RELEASE_S
+            interrupts = [(interrupt_s, self._interrupt), (interrupt_s + _AGAIN_S, self._interrupt)]
+            self._begin([(_RELEASE_S, self._release), *interrupts, (kill_s, self._crew.kill)])
 
     def _locate_after_a_timeout(self, first: RankState) -> None:
         if failure.is_timeout(first):
@@ -190,7 +193,7 @@ class Attempt:
 
     def _to_stop(self, after_s: float) -> list[tuple[float, Callable[[Sequence[RankState]], None]]]:
         kill_s = self._grace_s and after_s + self._grace_s
-        steps = [(0.0, self._interrupt), (0.03, self._release), (1.03, self._interrupt)]
+        steps = [(0.0, self._interrupt), (_RELEASE_S, self._release), (_RELEASE_S + _AGAIN_S, self._interrupt)]
         return [*((after_s + later_s, step) for later_s, step in steps), (kill_s, self._crew.kill)]
 
     def _begin(self, plan: list[tuple[float, Callable[[Sequence[RankState]], None]]]) -> None:
