@@ -45,8 +45,8 @@ class FakeMachine:
     def facts(self) -> dict[str, Any]:
         return {}
 
-    def store(self, size: int) -> tuple[str, int]:
-        return "127.0.0.1", 1
+    def store(self, size: int) -> tuple[str, int, int]:
+        return "127.0.0.1", 1, 2
 
     def start(self, settings: Settings, ranks: Sequence[int]) -> None:
         self.settings, self.alive = settings, list(ranks)

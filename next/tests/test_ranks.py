@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import nbddp
-from tests.support import Cells, run
+from tests.support import Cells, Notebook, out, run
 
 CONTRACT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -98,6 +98,37 @@ def test_a_function_can_make_its_own_process_group(cell: Cells, tmp_path: Path, 
         run(names.train, url, _free_port(), str(tmp_path), init_process_group=init, timeout=60).values
         == [(2.0, False, 2)] * 2
     )
+
+
+def test_a_store_that_a_rank_hosts_at_master_port_is_for_the_other_ranks(cell: Cells) -> None:
+    names = cell("""
+        import os, nbddp, torch.distributed as dist
+        def train():
+            host, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), nbddp.rank()
+            store = dist.TCPStore(host, port, 2, is_master=rank == 0)
+            store.set(f"from {rank}", "here")
+            return store.get(f"from {1 - rank}"), os.environ["MASTER_PORT"] == str(port)
+    """)
+    assert run(names.train, timeout=60).values == [(b"here", True)] * 2
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+@pytest.mark.parametrize("port", ["ours", "own"])
+def test_processes_that_a_rank_launches_form_a_group_of_their_own(cell: Cells, method: str, port: str) -> None:
+    """As under ``python``; under torchrun only at its port."""
+    names = cell("""
+        import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+        def child(rank, port):
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=port)
+            dist.init_process_group("gloo")
+            x = torch.tensor([rank + 1.0])
+            dist.all_reduce(x)
+            print("total", x.item())
+        def launch(method, port):
+            mp.start_processes(child, (port or os.environ["MASTER_PORT"],), 2, start_method=method)
+    """)
+    launched = run(names.launch, method, "" if port == "ours" else str(_free_port()), nprocs=1, timeout=90)
+    assert launched.logs(0).count("total 3.0") == 2
 
 
 def test_ddp_trains_and_every_rank_holds_the_same_moved_weights(cell: Cells) -> None:
@@ -254,3 +285,11 @@ def test_variables_that_are_read_when_python_or_torch_starts_count_for_a_run_of_
     expected = subprocess.run(plain, env={**os.environ, **at_start}, capture_output=True, text=True, check=True).stdout
     assert [(f"{value[0]} {value[1]}\n", *value[2:4]) for value in found] == [(expected, False, True)] * 2
     assert not at_start.keys() & os.environ.keys()
+
+
+def test_a_kernels_own_arguments_are_nothing_for_the_ranks(notebook: Notebook) -> None:
+    notebook.ok("import nbddp, sys\ndef train(): return sys.argv")
+    ran = "nbddp.run(train, nprocs=1, device='cpu', show=False).value"
+    assert out(notebook.ok(ran)) == "['train']"
+    assert out(notebook.ok(f"kernels, sys.argv = sys.argv, ['x.py', '--lr', '1']\n{ran}")) == "['x.py', '--lr', '1']"
+    notebook.ok("sys.argv = kernels")

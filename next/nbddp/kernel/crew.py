@@ -29,6 +29,7 @@ _NOT_PRELOADED = (
     "the fork server could not import nbddp, so each rank has to, which takes seconds: install nbddp, or put its "
     "folder on PYTHONPATH, and not only on this notebook's sys.path"
 )
+_SERVER_ENDED = "the fork server has ended; what it wrote to stderr says why"
 
 Request = Callable[[], None]
 
@@ -72,7 +73,8 @@ class Crew:
                 self._threads.append(thread)
         except (OSError, EOFError) as error:
             self.end()
-            raise LaunchError(f"the ranks could not be started: {error}") from error
+            why = _SERVER_ENDED if isinstance(error, (EOFError, ConnectionError)) else error
+            raise LaunchError(f"the ranks could not be started: {why}") from error
 
     def _hear(self, machine: Any, left: int) -> None:
         while left and not self._over:

@@ -13,6 +13,7 @@ from nbddp import messages
 from nbddp.kernel.failure import RankState
 from nbddp.messages import Ran
 from nbddp.process.machine import Event
+from nbddp.text import write
 
 _MAX_LINES = 10  # of ranks that differ
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -48,8 +49,7 @@ class Page:
 
     def write(self, text: str) -> None:
         """Write text into the cell."""
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        write(text)
 
     def show_differences(self, ranks: Sequence[RankState]) -> None:
         """Before a prompt: show what ranks that ask have printed, if the speaker hasn't shown the same."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from typing import Protocol
 
 from nbddp.history.history import History
+from nbddp.text import write
 
 _LINE_EVERY_S = 2.0
 _MAX_METRICS = 8
@@ -52,19 +52,13 @@ class TextView:
         line = "  ".join([f"step {step}", *latest]) if latest else ""
         if line and line != self._shown:
             self._shown = line
-            self._write(f"{status.name}: {line}")
+            write(f"{status.name}: {line}\n")
 
     def tell(self, hang: str) -> None:
         """Write what is new about a stall."""
         if hang != self._hang:
             self._hang = hang
-            self._write(hang)
-
-    @staticmethod
-    def _write(text: str) -> None:
-        if text:
-            sys.stdout.write(f"{text}\n")
-            sys.stdout.flush()
+            write(f"{hang}\n" if hang else "")
 
 
 class NoView:

@@ -195,10 +195,10 @@ class LocalMachine:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         return {"device": found.type if found is not None else "cpu", "count": count, "versions": versions}
 
-    def store(self, size: int) -> tuple[str, int]:
-        """Open a store for that many ranks, on this machine's address."""
+    def store(self, size: int) -> tuple[str, int, int]:
+        """Open a store for that many ranks, on this machine's address. Returns that, and a port that's kept free."""
         self._store = Store(size)
-        return self._store.address
+        return *self._store.address, self._store.free_port
 
     def start(self, settings: Settings, ranks: Sequence[int]) -> None:
         """Start one process per rank. Raises OSError, EOFError."""

@@ -156,7 +156,8 @@ class _Forked(popen_forkserver.Popen):
         return int(forkserver.read_signed(self.sentinel))
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        _ = self.pid  # comes before the exit code
+        with contextlib.suppress(EOFError):
+            _ = self.pid  # comes before the exit code
         return super().poll(flag)
 
 

@@ -48,7 +48,7 @@ class Groups:
         if self._settings.nnodes == 1:  # needs no name and no port
             return FileStore(os.path.join(self._place.folder, "store"), self._settings.world_size)
         assert self._settings.store is not None
-        return TCPStore(*self._settings.store, is_master=False, wait_for_workers=False)
+        return TCPStore(*self._settings.store[:2], is_master=False, wait_for_workers=False)
 
     def _leave(self) -> None:
         self._kept_alive.append(dist.group.WORLD)  # to free it here would fail a slower rank that still connects to it
@@ -57,21 +57,22 @@ class Groups:
     def let_users_open_their_own(self) -> None:
         """Give a call of ``init_process_group`` the group that it asks for: most public programs make one."""
         init, destroy = c10d.init_process_group, c10d.destroy_process_group
-        ours = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        host, port, free_port = self._settings.store or ("", 0, 0)
 
         @functools.wraps(init)
         def init_process_group(backend: Any = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:
             if self._ready_made is not None and dist.group.WORLD is self._ready_made:
                 self._leave()
-            is_ours = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == ours
+            is_ours = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (host, str(free_port))
             if is_ours and init_method in (None, "env://"):
-                os.environ[_AGENT_STORE] = (
-                    "True"  # not for long: in processes that this rank starts nobody hosts a store
-                )
+                # Not for long: processes that this rank starts host their own store at MASTER_PORT.
+                os.environ.update({_AGENT_STORE: "True", "MASTER_PORT": str(port)})
             try:
                 init(backend, init_method, *args, **kwargs)
             finally:
-                os.environ.pop(_AGENT_STORE, None)
+                if is_ours:
+                    os.environ.pop(_AGENT_STORE, None)
+                    os.environ["MASTER_PORT"] = str(free_port)
             self._kept_alive.append(dist.group.WORLD)
 
         @functools.wraps(destroy)

@@ -75,7 +75,7 @@ def _set_environment(settings: Settings, place: Place) -> None:
             "TORCHELASTIC_RUN_ID": f"nbddp-{os.path.basename(place.folder)}",
         }
         if settings.store is not None:
-            environ |= {"MASTER_ADDR": settings.store[0], "MASTER_PORT": str(settings.store[1])}
+            environ |= {"MASTER_ADDR": settings.store[0], "MASTER_PORT": str(settings.store[2])}
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update((name, value) for name, value in environ.items() if os.environ.get(name) != value)
