@@ -91,3 +91,12 @@ def test_a_stop_is_not_restarted(cell: Cells, in_folder: Path) -> None:
     going.stop()
     assert (going.state, going.restarts) == ("stopped", 0)
     assert sorted(os.listdir()) == ["started-0-0", "started-1-0"]
+
+
+def test_what_a_restart_cannot_heal_is_not_restarted(cell: Cells, in_folder: Path) -> None:
+    Path("s.pt").write_bytes(b"no snapshot")
+    with pytest.raises(nbddp.RankError, match="cannot be read as a snapshot"):
+        run(cell("import nbddp\ndef train(): nbddp.load_snapshot('s.pt')").train, max_restarts=3)
+    last = nbddp.last_run()
+    assert last is not None
+    assert last.restarts == 0

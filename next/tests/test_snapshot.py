@@ -90,3 +90,56 @@ def test_restarted_ranks_continue_from_the_snapshot(in_folder: Path, cell: Cells
     Path("s.pt").unlink()
     with pytest.raises(nbddp.RankError, match="in epoch 3"):
         run(names.train, max_restarts=1)
+
+
+def _folders(tmp_path: Path, *epochs: int | None) -> list[str]:
+    """Make a folder for each rank, as on hosts that share no disk, with a snapshot of that epoch."""
+    for rank, epoch in enumerate(epochs):
+        (tmp_path / str(rank)).mkdir()
+        if epoch is not None:
+            nbddp.save_snapshot(tmp_path / str(rank) / "s.pt", epoch=epoch)
+    return [str(tmp_path / str(rank)) for rank in range(len(epochs))]
+
+
+_RESUMES = """
+    import os, nbddp
+    def train(folders):
+        os.chdir(folders[nbddp.rank()])
+        state = nbddp.load_snapshot("s.pt")
+        nbddp.barrier()
+        return state and state["epoch"]
+"""
+
+
+@pytest.mark.parametrize("epochs", [(3, None), (None, 3), (3, 4)])
+def test_ranks_that_load_different_snapshots_are_an_error(
+    cell: Cells, tmp_path: Path, epochs: tuple[int | None, ...]
+) -> None:
+    with pytest.raises(
+        nbddp.RankError, match=r"(?s)rank 0 .*found.*rank 1 .*found|rank 1 .*found.*rank 0 .*found"
+    ) as caught:
+        run(cell(_RESUMES).train, _folders(tmp_path, *epochs))
+    assert isinstance(caught.value.cause, nbddp.NbddpError)
+    for epoch in epochs:
+        assert ("found no file" if epoch is None else "found a snapshot (") in str(caught.value)
+
+
+def test_ranks_can_load_equal_files_from_different_disks(cell: Cells, tmp_path: Path) -> None:
+    assert run(cell(_RESUMES).train, _folders(tmp_path, 3, 3)).values == [3, 3]
+
+
+@pytest.mark.parametrize("told", ["by a collective", "by the file"])
+def test_one_rank_can_load_a_snapshot_before_the_others(cell: Cells, tmp_path: Path, told: str) -> None:
+    names = cell("""
+        import os, time, nbddp
+        def train(path, told):
+            if nbddp.is_primary() and nbddp.load_snapshot(path) is None:
+                nbddp.save_snapshot(path, epoch=0)
+            if told == "by a collective":
+                nbddp.barrier()
+            while not os.path.exists(path):
+                time.sleep(0.01)
+            own = nbddp.load_snapshot(f"{path}.{nbddp.rank()}")  # each its own
+            return own, nbddp.load_snapshot(path)["epoch"]
+    """)
+    assert run(names.train, str(tmp_path / "s.pt"), told).values == [(None, 0)] * 2

@@ -8,6 +8,7 @@ import datetime
 import os
 import pathlib
 import socket
+import time
 import types
 import zipfile
 import zlib
@@ -28,6 +29,8 @@ _NUMPY = [np.ndarray, np.dtype, _multiarray._reconstruct, _multiarray.scalar]
 _NUMPY += {type(np.dtype(code)) for code in np.typecodes["All"]}
 _PLAIN = [bytes, frozenset, range, slice, argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath]
 _PLAIN += [datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone]
+
+_LOADS_AGAIN_S = 2.0  # a rank that has found no file, has written one, and loads it together with the others
 
 
 def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
@@ -102,15 +105,26 @@ def _read(path: str, map_location: Any, **options: Any) -> Any:
 
 
 def _agreed(path: str, found: str, state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the state. Raise NbddpError if this load of the path has found another file on another rank."""
+    """Return the state. Raise NbddpError if another rank has found another file, and doesn't load it again soon."""
     if context.world_size() > 1 and dist.is_initialized():
         store = distributed_c10d._get_default_store()
         point = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]  # ranks with the same number are at the same place
-        key, here = f"nbddp snapshot {path} {point}", f"rank {context.rank()} on {socket.gethostname()}"
-        first, _, other = store.compare_set(key, "", f"{here}\n{found}").decode().partition("\n")
-        if other != found:
-            raise NbddpError(f"load_snapshot({path!r}): {first} found {other}, {here} found {found}. All need one file")
+        here = f"rank {context.rank()} on {socket.gethostname()} found {found}"
+        keys = [f"nbddp snapshot {path} {point} {rank}" for rank in range(context.world_size())]
+        store.set(keys[context.rank()], here)
+        deadline = time.monotonic() + _LOADS_AGAIN_S
+        while others := [other for key in keys if (other := _looked_up(store, key)) and not other.endswith(found)]:
+            if time.monotonic() > deadline:
+                raise NbddpError(
+                    f"load_snapshot({path!r}): {others[0]}, {here}. All ranks need one file, and a barrier() between "
+                    "loading it and writing the next one"
+                )
+            time.sleep(0.02)
     return state
+
+
+def _looked_up(store: Any, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def _plain(value: Any) -> Any:

@@ -104,7 +104,8 @@ def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Optio
             )
             run._end("finished")
         except (RankError, RankDied, LaunchError) as error:
-            if run.restarts < options.max_restarts and run._stop_grace_s is None:
+            heals = not isinstance(error.__cause__, NbddpError)  # of a helper: the same will happen again
+            if heals and run.restarts < options.max_restarts and run._stop_grace_s is None:
                 first = first or error
                 run.restarts += 1
                 run.state = "starting"
