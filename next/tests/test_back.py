@@ -92,3 +92,29 @@ def test_an_unpicklable_result_is_named_and_the_rest_is_in_partial(cell: Cells, 
     assert partial[rank]["lock"].text.startswith("<unlocked _thread.lock")
     assert "stayed on its rank: cannot pickle" in repr(partial[rank])
     assert nbddp.last_run().state == "failed"
+
+
+def test_what_can_be_sent_of_a_value_comes_back_as_it_was(cell: Cells) -> None:
+    names = cell("""
+        import collections, threading, torch
+        class Net(torch.nn.Linear): pass
+        class Key:
+            def __reduce__(self): raise TypeError("stays")
+        def train():
+            net, data = Net(2, 2), torch.zeros(1 << 18)
+            inner = collections.OrderedDict(net=net, data=data, view=data[:3], train=train, rows=[1, (2, net)])
+            return {"lock": threading.Lock(), Key(): 5, **inner, "inner": inner | {"lock": threading.Lock()}}
+    """)
+    with pytest.raises(nbddp.PayloadError) as caught:
+        run(names.train, nprocs=1)
+    assert caught.value.partial is not None
+    (value,) = caught.value.partial
+    for part in (value, value["inner"]):
+        assert "stayed on its rank" in repr(part.pop("lock"))
+        assert type(part["net"]) is names.Net
+        assert part["train"] is names.train
+        assert part["rows"] == [1, (2, value["net"])]
+        value["data"].fill_(7)
+        assert part["view"].tolist() == [7, 7, 7]  # still a view
+    (five,) = (item for key, item in value.items() if not isinstance(key, str))
+    assert five == 5

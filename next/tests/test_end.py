@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -20,14 +21,18 @@ import torch
 
 import nbddp
 from nbddp.process import server
+from tests import support
 from tests.support import (
     GONE_S,
     Cells,
     Notebook,
+    gone,
     listening_ports,
     marked_pids,
+    out,
     ranks_of,
     run,
+    script,
     start,
     wait_until,
     wait_until_alone,
@@ -268,6 +273,27 @@ def test_a_restarted_kernel_leaves_no_ranks_and_can_run_again(own_notebook: Note
     assert reply.shown == "[5, 5]\n"
 
 
+def test_a_script_with_a_background_run_ends_without_waiting_for_it(in_folder: Path) -> None:
+    """multiprocessing would join the ranks at exit, forever."""
+    began = _source("swallow everything") + (
+        "going = nbddp.run(train, nprocs=2, device='cpu', wait=False, show=False)\n"
+        "while len([n for n in os.listdir('.') if n.startswith('rank-')]) < 2: time.sleep(0.01)\n"
+        "print(time.monotonic())"
+    )
+    ended = script(began)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert time.monotonic() - float(ended.stdout) < SOON_S
+
+
+def test_a_notebook_that_ends_leaves_no_background_run(own_notebook: Notebook, in_folder: Path) -> None:
+    _begin_runs(own_notebook, in_folder, ["swallow everything"])
+    began = time.monotonic()
+    own_notebook.cell("exit")
+    wait_until(lambda: gone(own_notebook.pid), SOON_S)
+    assert time.monotonic() - began < SOON_S
+    wait_until(lambda: not {pid for pid in marked_pids() - support.at_start if _runs(pid)}, GONE_S)
+
+
 def test_only_loopback_addresses_listen(cell: Cells, in_folder: Path) -> None:
     """A plain TCPStore listens on all interfaces: anyone on the network could feed it pickles."""
     going = start(cell(_source("collective")).train)
@@ -383,3 +409,27 @@ def test_values_of_earlier_runs_are_freed_unless_somebody_holds_them(cell: Cells
     assert mappings() <= before + 10
     assert gone() is None
     assert held.value.sum() == 1 << 20
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(100, marks=pytest.mark.long)])
+def test_runs_do_not_grow_the_kernel(notebook: Notebook, count: int) -> None:
+    notebook.ok("""
+        import gc, os, threading, nbddp, torch
+        def train(data): return data + 1
+        def size():
+            gc.collect()
+            maps = sum(1 for _ in open("/proc/self/maps"))
+            rss = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            return maps, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), rss
+        def ran(times):
+            for _ in range(times):
+                assert nbddp.run(train, (torch.zeros(1 << 20),), nprocs=2, device="cpu", show=False).value[-1] == 1
+            return list(size())
+    """)
+    early = json.loads(out(notebook.ok("ran(20)")))
+    late = json.loads(out(notebook.ok(f"ran({count - 20})", timeout_s=100)))
+    maps, descriptors, threads, nbytes = (after - before for before, after in zip(early, late))
+    assert maps <= 10
+    assert descriptors <= 2  # ipykernel's own
+    assert threads <= 0
+    assert nbytes < 16 << 20

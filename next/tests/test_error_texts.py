@@ -51,6 +51,27 @@ def test_a_crash_shows_only_the_users_lines(cell: Cells, deep: int) -> None:
     assert "in crash" in last.logs(0)
 
 
+@pytest.mark.parametrize("thread", ["of Python", "of C"])
+def test_a_crash_in_another_thread_says_where_the_rank_was(cell: Cells, thread: str) -> None:
+    names = cell("""
+        import ctypes, nbddp, threading
+        def train(thread):
+            libc, number = ctypes.CDLL(None), ctypes.byref(ctypes.c_ulong())
+            if thread == "of Python":
+                threading.Thread(target=ctypes.string_at, args=(0,)).start()
+            else:  # strlen(NULL)
+                libc.pthread_create(number, None, ctypes.cast(libc.strlen, ctypes.c_void_p), None)
+            libc.sleep(100)  # here
+    """)
+    with pytest.raises(nbddp.RankDied) as caught:
+        run(names.train, thread)
+    head, words, *stack = str(caught.value).splitlines()
+    assert re.fullmatch(r"rank \d of 2 crashed in native code \(SIGSEGV\)", head)
+    assert words == "It was here (most recent call last):"
+    assert ("in string_at" if thread == "of Python" else "libc.sleep(100)  # here") in "\n".join(stack)
+    assert "Thread 0x" not in str(caught.value)
+
+
 def test_a_crash_is_located_after_code_that_has_restored_all_handlers() -> None:
     """As every Lightning Trainer does."""
     with nbddp.Session(nprocs=1, device="cpu") as session:

@@ -308,6 +308,31 @@ def test_bad_arguments_are_refused_at_once(cell: Cells, options: dict[str, Any],
     assert marked_pids() == before
 
 
+def test_too_many_ranks_are_refused_in_one_line(cell: Cells) -> None:
+    most = max(64, 16 * len(os.sched_getaffinity(0)))
+    with pytest.raises(nbddp.LaunchError, match=rf"^nprocs={most + 1} is too large: at most {most} ranks on .* cores$"):
+        run(cell("def train(): pass").train, nprocs=most + 1)
+
+
+def test_a_recursions_report_has_its_innermost_frames(cell: Cells) -> None:
+    names = cell("""
+        import time
+        from nbddp.worker import reports
+        def deeper(n): return deeper(n + 1)
+        def train(): deeper(0)
+        def report():
+            try:
+                train()
+            except RecursionError as error:
+                return len(pickle.dumps(reports.failed(error, "call", time.monotonic())[0]))
+        import pickle
+    """)
+    error = _error(names.train)
+    assert type(error.cause) is RecursionError
+    assert str(error).startswith("both ranks failed")
+    assert run(names.report, nprocs=1).value < 20_000
+
+
 def test_an_exception_arrives_with_its_own_fields() -> None:
     with pytest.raises(nbddp.RankError) as caught:
         nbddp.run(b"\xff".decode, nprocs=2, device="cpu", show=False)

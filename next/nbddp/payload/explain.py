@@ -71,13 +71,14 @@ class Remains:
 
 
 def parts_of(value: Any, depth: int = 20, **options: Any) -> Any:
-    """Return the value; of one that does not pickle, a copy in which :class:`Remains` replace parts of containers."""
+    """Return the value; of one that does not pickle, a plain copy in which :class:`Remains` replace parts."""
     try:
         pack(value, **options).block.close()
         return value
     except Exception as error:  # whatever a user's __reduce__ raises
-        if type(value) is dict and depth:
-            return {key: parts_of(item, depth - 1, **options) for key, item in value.items()}
-        if type(value) in (list, tuple) and depth:
-            return type(value)(parts_of(item, depth - 1, **options) for item in value)
+        if isinstance(value, dict) and depth:
+            return {parts_of(k, 0, **options): parts_of(item, depth - 1, **options) for k, item in value.items()}
+        if isinstance(value, (list, tuple)) and depth:
+            parts = [parts_of(item, depth - 1, **options) for item in value]
+            return parts if isinstance(value, list) else tuple(parts)
         return Remains(repr(value)[:1000], str(error).split("\n")[0] or type(error).__name__)
