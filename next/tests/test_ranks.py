@@ -107,7 +107,9 @@ def test_a_store_that_a_rank_hosts_at_master_port_is_for_the_other_ranks(cell: C
             host, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), nbddp.rank()
             store = dist.TCPStore(host, port, 2, is_master=rank == 0)
             store.set(f"from {rank}", "here")
-            return store.get(f"from {1 - rank}"), os.environ["MASTER_PORT"] == str(port)
+            got = store.get(f"from {1 - rank}")
+            nbddp.barrier()  # rank 0 must not leave with its store
+            return got, os.environ["MASTER_PORT"] == str(port)
     """)
     assert run(names.train, timeout=60).values == [(b"here", True)] * 2
 

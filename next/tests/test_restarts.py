@@ -100,3 +100,14 @@ def test_what_a_restart_cannot_heal_is_not_restarted(cell: Cells, in_folder: Pat
     last = nbddp.last_run()
     assert last is not None
     assert last.restarts == 0
+
+
+def test_a_timeout_after_a_restart_names_the_first_failure(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time
+        def train():
+            if nbddp.restart_count() == 0: raise ValueError("once")
+            time.sleep(1000)
+    """)
+    with pytest.raises(nbddp.RunTimeout, match="That was after 1 restart; the first failure was RankError"):
+        run(names.train, max_restarts=2, timeout=3)

@@ -30,6 +30,7 @@ _SIDE_BY_SIDE = (
     "To train one model, wrap it: nbddp.wrap(model)"
 )
 _SEE_PARTIAL = ". Everything else that the ranks returned is in this error's .partial, by rank"
+_RESTARTED = (RankError, RankDied, LaunchError)
 Machines = Callable[[], Sequence[Any]]
 
 
@@ -103,9 +104,10 @@ def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Optio
                 deadline,
             )
             run._end("finished")
-        except (RankError, RankDied, LaunchError) as error:
-            heals = not isinstance(error.__cause__, NbddpError)  # of a helper: the same will happen again
-            if heals and run.restarts < options.max_restarts and run._stop_grace_s is None:
+        except NbddpError as error:
+            # Not what a helper has raised: the same would happen again.
+            may_heal = isinstance(error, _RESTARTED) and not isinstance(error.__cause__, NbddpError)
+            if may_heal and run.restarts < options.max_restarts and run._stop_grace_s is None:
                 first = first or error
                 run.restarts += 1
                 run.state = "starting"
@@ -114,8 +116,6 @@ def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Optio
                 continue
             if first is not None:
                 error.after_restarts(run.restarts, first)
-            run._end("failed", error)
-        except NbddpError as error:
             run._end("failed", error)
         except KeyboardInterrupt:
             run._end("stopped")
