@@ -64,8 +64,8 @@ def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go(often: None
         over.set()
         listing.result()
     assert set(listed) == {len(kept)}
-    for run in (*kept, nbddp.last_run()):
-        run._end("finished")
+    for each in (*kept, nbddp.last_run()):
+        each._end("finished")
 
 
 def test_a_run_ends_although_an_event_loop_that_waited_for_it_is_closed() -> None:
