@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import textwrap
+import traceback
 from typing import Any
 
 import pytest
@@ -155,3 +157,28 @@ def test_a_cells_traceback_folds_library_frames(notebook: Notebook) -> None:
     assert shown.count("site-packages") == 1  # the line of torch's that raised
     assert "skipping hidden" not in shown
     assert shown.index("frames in torch]") < shown.index("direct cause") < shown.index("ValueError: outer")
+
+
+def test_a_recursions_error_shows_six_frames_and_says_how_many_are_left_out(notebook: Notebook, cell: Cells) -> None:
+    """IPython shows all thousand, which takes it half a minute."""
+    source = """
+        import nbddp
+        def even(n): return odd(n + 1)
+        def odd(n): return even(n + 1)
+    """
+    note = re.compile(r"\[9\d\d frames between the first three and the last three are left out\]")
+    notebook.ok(source)
+    reply = notebook.cell("nbddp.run(even, (0,), nprocs=2, device='cpu', show=False)")
+    assert reply.ename == "RankError"
+    assert note.search(reply.traceback)
+    assert reply.traceback.count("in even()") + reply.traceback.count("in odd()") == 6
+    assert "RecursionError: maximum recursion depth exceeded" in reply.traceback
+    assert reply.seconds < 20
+    error = _error(cell(source).even, 0, nprocs=1)
+    assert [name.split(" = ")[0] for name in error.locals] == ["n + 1", "n"]  # those of the innermost frame
+    assert note.search("".join(traceback.format_exception(error)))
+    with nbddp.Session(nprocs=1, device="cpu") as session:
+        session.cell(textwrap.dedent(source))
+        with pytest.raises(nbddp.NbddpError) as caught:
+            session.cell("even(0)")
+    assert note.search("\n".join(caught.value._render_traceback_()))

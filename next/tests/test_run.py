@@ -132,3 +132,12 @@ def test_a_fork_server_that_ends_while_it_starts_is_named(tmp_path: Path) -> Non
     )
     why = "the ranks could not be started: the fork server has ended; what it wrote to stderr says why\n"
     assert (ended.stdout, ended.stderr) == (why * 2, "")
+
+
+def test_an_unknown_option_is_refused_with_the_one_that_was_meant(cell: Cells) -> None:
+    with pytest.raises(TypeError, match=r"run\(\) got an unexpected keyword argument 'nproc'; did you mean nprocs\?"):
+        nbddp.run(cell(SLEEPS).train, (0.0,), nproc=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"run_script\(\) got an unexpected keyword argument 'sed'; did you mean seed"):
+        nbddp.run_script("train.py", sed=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Session\(\) got an unexpected keyword argument 'gpu'; did you mean gpus\?"):
+        nbddp.Session(gpu=[0])  # type: ignore[call-arg]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import nbddp
 from tests.support import Cells, run, script
 
 # One source for both: a cell here, a script there. mse_loss and not the tutorial's cross_entropy on one class, whose
@@ -74,16 +75,19 @@ def test_weights_equal_torchruns_bit_for_bit(
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     theirs = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
+    nbddp.run_script(path, nprocs=world_size, device="cpu", show=False)
+    scripts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
     names = cell(TRAIN)
     ours = run(names.train, 7, nprocs=world_size).values
     seeded = run(cell(TRAIN.replace("torch.manual_seed(seed + dist.get_rank())", "")).train, 7,
                  nprocs=world_size, seed=7).values  # fmt: skip
     for rank in range(world_size):
         assert ours[rank][3:] == theirs[rank][3:] == (world_size, 1)
-        assert ours[rank][2] == theirs[rank][2] == seeded[rank][2]
+        assert ours[rank][2] == theirs[rank][2] == seeded[rank][2] == scripts[rank][2]
         # BatchNorm's running statistics are rank 0's own, broadcast before each forward.
         assert _digest(ours[rank][0]) == _digest(theirs[rank][0])
         assert _digest(ours[rank][1]) == _digest(theirs[rank][1]) == _digest(seeded[rank][1])
+        assert _digest(scripts[rank][1]) == _digest(theirs[rank][1])
     weight = "layers.0.weight"
     assert not torch.equal(ours[0][0][weight], ours[0][1][weight])  # it moved
     assert torch.equal(ours[0][1][weight], ours[1][1][weight])  # on all ranks alike

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nbddp.errors import LaunchError
+from nbddp.helpers import context
 from nbddp.messages import Settings
 from nbddp.text import did_you_mean
 
@@ -63,7 +64,8 @@ def takes_options(function: F) -> F:
         if unknown := given.keys() - names:
             name = unknown.pop()
             hint = did_you_mean(name, names)
-            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
+            called = function.__qualname__.removesuffix(".__init__")
+            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}")
         mine = {p.name: given.pop(p.name) for p in own if p.name in given}
         return function(*args, **mine, options=Options(**given))
 
@@ -71,15 +73,15 @@ def takes_options(function: F) -> F:
     return cast(F, with_options)
 
 
-def decide(
-    name: str, options: Options, *, argv: Sequence[str] = (), contract: bool = True, attended: bool = False
-) -> Settings:
+def decide(name: str, options: Options, *, contract: bool = True, attended: bool = False) -> Settings:
     """Check the options, and choose the values of those that are None. Raises LaunchError: says what to do instead.
 
     Args:
         contract: the ranks get torchrun's environment variables.
         attended: somebody is there to use the debugger, while which the other ranks have to wait.
     """
+    if context.is_rank():
+        raise LaunchError("this code already runs on the ranks: call the function itself")
     _check(options, contract)
     device, count = _device(options)
     nprocs = _nprocs(options, device, count)
@@ -110,7 +112,7 @@ def decide(
         threads=threads,
         environ={**environ, **(options.env or {})},
         cwd=working_directory(),
-        argv=(name, *argv) if argv or _are_the_kernels(sys.argv[1:]) else tuple(sys.argv),
+        argv=(name,) if _are_the_kernels(sys.argv[1:]) else tuple(sys.argv),
         sys_path=tuple(part or os.getcwd() for part in sys.path if isinstance(part, str)),
         autolog=options.autolog,
         post_mortem=bool(options.pdb) and attended,

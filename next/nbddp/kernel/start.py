@@ -12,7 +12,6 @@ from typing import Any
 
 from nbddp import errors, payload
 from nbddp.errors import LaunchError, NanLogged, NbddpError, PayloadError, RankDied, RankError, RunTimeout
-from nbddp.helpers import context
 from nbddp.kernel import failure
 from nbddp.kernel.attempt import OF_A_RUN, Attempt, Patience
 from nbddp.kernel.crew import Crew
@@ -51,20 +50,23 @@ def run(
         LaunchError, PayloadError, RankError, RankDied, RunTimeout, NanLogged: the first failure in time.
         KeyboardInterrupt: it was interrupted or stopped.
     """
-    if context.is_rank():
-        raise LaunchError("this code already runs on the ranks: call the function itself")
     name = check_call(fn, args, kwargs or {}, options.name)
     settings = decide(name, options, attended=options.wait and notebook() is not None)
-    packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
-    started: Run[Any] = Run(name, settings.world_size)
-    carry_out_it = functools.partial(carry_out, started, settings, packed, options)
+    launched = launch(settings, pack_call(name, fn, tuple(args), dict(kwargs or {})), options)
+    return launched.wait() if options.wait else launched
+
+
+def launch(settings: Settings, packed: Packed, options: Options) -> Run[Any]:
+    """Carry out a run, in the background if it's not waited for. Raises KeyboardInterrupt if it was stopped."""
+    launched: Run[Any] = Run(settings.name, settings.world_size)
+    carry_out_it = functools.partial(carry_out, launched, settings, packed, options)
     if not options.wait:
-        threading.Thread(target=carry_out_it, name=f"nbddp-{name}", daemon=True).start()
-        return started
+        threading.Thread(target=carry_out_it, name=f"nbddp-{settings.name}", daemon=True).start()
+        return launched
     carry_out_it()
-    if started.state == "stopped":
-        raise errors.interrupt(started._stopped_text())
-    return started.wait()
+    if launched.state == "stopped":
+        raise errors.interrupt(launched._stopped_text())
+    return launched
 
 
 def pack_call(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packed:

@@ -53,8 +53,10 @@ def _detach_from_fork_server() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # outside the user's code
     atexit._clear()
-    # The standard library's server has set its own start method, with which DataLoader workers would import torch.
-    multiprocessing.set_start_method("fork", force=True)
+    # The standard library's server has set its own, with which DataLoader workers would import torch. The user's code
+    # may still set one, as in any new process.
+    multiprocessing.set_start_method(None, force=True)
+    multiprocessing.context._default_context._default_context = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
 
 
 def _set_environment(settings: Settings, place: Place) -> None:

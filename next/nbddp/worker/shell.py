@@ -21,6 +21,7 @@ from traitlets import Type
 from traitlets.config import Config
 
 from nbddp.messages import Clear, Display, Result, WidgetSays
+from nbddp.tracebacks import cut_recursion
 
 Tell = Callable[[Any], None]
 
@@ -118,7 +119,9 @@ class Shell(InteractiveShell):
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         sys.last_type, sys.last_value, sys.last_traceback = found = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
-        self._render = functools.partial(super().showtraceback, found, *args, **kwargs)
+        cut_recursion(found[1])
+        shown = (*found[:2], found[1].__traceback__)
+        self._render = functools.partial(super().showtraceback, shown, *args, **kwargs)
         if self.call_pdb and isinstance(found[1], Exception):
             self._render()  # and opens the debugger
         elif threading.current_thread() is threading.main_thread():

@@ -1,0 +1,61 @@
+"""``run_script``: a whole script on every rank, as torchrun would start it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nbddp.errors import LaunchError
+from nbddp.kernel.page import notebook
+from nbddp.kernel.run import Run
+from nbddp.kernel.settings import Options, decide, takes_options, working_directory
+from nbddp.kernel.start import launch, pack_call
+from nbddp.worker import script_main
+
+Argument = str | os.PathLike[str] | int | float
+
+
+@takes_options
+def run_script(
+    path: str | os.PathLike[str],
+    argv: Sequence[Argument] | Callable[[int], Sequence[Argument]] = (),
+    *,
+    options: Options,
+) -> Run[None]:
+    """Run ``torchrun --standalone --nproc_per_node=nprocs path argv``, but from the notebook, and wait for it.
+
+    The script is ``__main__`` on every rank, with its folder first on ``sys.path``, the notebook's working directory,
+    and torchrun's environment variables. It has no process group until it calls ``init_process_group``, so
+    ``backend`` and ``pg_timeout`` have no effect. Run a script that calls ``mp.spawn`` as one process: ``nprocs=1``.
+
+    Args:
+        argv: the arguments after the script's name, or a function that returns the arguments of a rank.
+        name: the run's name. Default: the file's name.
+
+    The other arguments and exceptions are those of ``run()``; ``sys.exit(0)`` is a success.
+
+    Returns:
+        The run; its ``value`` is None.
+
+    Raises:
+        LaunchError: also if there is no such file.
+    """
+    file = os.path.expanduser(os.fspath(path))
+    if os.path.isdir(file):
+        raise LaunchError(f"{file} is a folder, not a script")
+    if not os.path.isfile(file):
+        raise LaunchError(f"{file} is not there; the notebook runs in {working_directory()}")
+    options = dataclasses.replace(options, init_process_group=False)
+    name = str(options.name or os.path.basename(file))
+    settings = decide(name, options, attended=options.wait and notebook() is not None)
+    words = tuple(_words(argv(rank) if callable(argv) else argv) for rank in range(settings.world_size))
+    launched = launch(settings, pack_call(name, script_main.run_script, (file, words), {}), options)
+    return launched.wait() if options.wait else launched
+
+
+def _words(argv: Any) -> tuple[str, ...]:
+    if isinstance(argv, (str, bytes)) or not isinstance(argv, Sequence):
+        raise LaunchError(f"argv is a list of words, e.g. argv=['--lr', '0.1'], not {argv!r}; use shlex.split()")
+    return tuple(os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in argv)

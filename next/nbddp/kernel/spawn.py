@@ -1,0 +1,126 @@
+"""``spawn``: ``torch.multiprocessing.spawn`` for functions that are defined in a notebook."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+from nbddp.errors import RankDied, RankError
+from nbddp.helpers import context
+from nbddp.kernel.run import Run
+from nbddp.kernel.settings import Options, check_call, decide
+from nbddp.kernel.start import launch, pack_call
+
+_POLL_S = 0.01
+
+
+class SpawnRaised(ProcessRaisedException, RankError):
+    """A rank raised an exception. The text is torch's; a cell shows it as nbddp's."""
+
+
+class SpawnExited(ProcessExitedException, RankDied):
+    """A rank ended without an exception. The text is torch's."""
+
+
+class SpawnContext:
+    """The result of ``spawn(join=False)``, like torch's ``SpawnContext``.
+
+    Attributes:
+        run: the same as a ``Run``.
+    """
+
+    def __init__(self, run: Run[Any]) -> None:
+        self.run = run
+
+    def pids(self) -> list[int]:
+        """Return the process ids, by rank, as soon as they are known."""
+        while True:
+            over = self.run._done.wait(_POLL_S)
+            found = [rank.pid for rank, _, _ in self.run._parts]
+            if over or (found and all(found)):
+                return found
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Wait for all processes.
+
+        Args:
+            timeout: seconds; None waits until the end.
+            grace_period: accepted for compatibility; when a rank fails, the others are ended at once.
+
+        Returns:
+            True when every process has finished successfully, False when ``timeout`` is over first.
+
+        Raises:
+            ProcessRaisedException, ProcessExitedException: the first failure, with torch's text.
+        """
+        if not self.run._done.wait(timeout):
+            return False
+        if self.run.error is not None:
+            raise _as_torchs(self.run.error, self.pids())
+        return True
+
+
+def _as_torchs(error: BaseException, pids: Sequence[int]) -> BaseException:
+    made: SpawnRaised | SpawnExited
+    if isinstance(error, RankError):
+        shown = "".join(traceback.format_exception(error.cause)).rstrip("\n")
+        text = f"\n\n-- Process {error.rank} terminated with the following error:\n{shown}"
+        made = SpawnRaised.__new__(SpawnRaised, text)  # the parents' __init__ methods exclude each other
+    elif isinstance(error, RankDied):
+        how = f"signal {error.signal_name}" if error.signal_name else f"exit code {error.exitcode}"
+        text = f"process {error.rank} terminated with {how}"
+        made = SpawnExited.__new__(SpawnExited, text)
+        made.exit_code = error.exitcode
+    else:
+        return error
+    vars(made).update(vars(error))
+    made.msg, made.error_index, made.error_pid = text, error.rank, pids[error.rank]
+    made.__cause__ = error.__cause__
+    return made
+
+
+class _Rank:
+    """Is unpickled as the number of the rank."""
+
+    def __reduce__(self) -> Any:
+        return context.rank, ()
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> SpawnContext | None:
+    """``torch.multiprocessing.spawn`` that works from a cell: calls ``fn(rank, *args)`` in ``nprocs`` processes.
+
+    It's shown like ``run()``. No process group is made, and no environment variable is set: the function does that, as
+    in torch's tutorials, on any port.
+
+    Args:
+        join: False: return a context with ``join()`` and ``pids()`` at once.
+        daemon: accepted for compatibility; no process outlives the notebook in any case.
+        start_method: accepted for compatibility. The processes are as fresh as spawned ones, but come from nbddp's
+            fork server.
+
+    Raises:
+        ProcessRaisedException, ProcessExitedException: as torch does; they are also ``RankError``, ``RankDied``.
+        LaunchError: the arguments can't work.
+    """
+    device = None if torch.accelerator.device_count() >= nprocs else "cpu"
+    options = Options(nprocs=nprocs, device=device, init_process_group=False, wait=join, show=None if join else False)
+    with_rank = functools.partial(fn, _Rank())
+    name = check_call(with_rank, args, {}, None)
+    settings = decide(name, options, contract=False)
+    going = SpawnContext(launch(settings, pack_call(name, with_rank, tuple(args), {}), options))
+    if not join:
+        return going
+    going.join()
+    return None
