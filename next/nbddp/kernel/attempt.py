@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nbddp.kernel import failure, hang
 from nbddp.kernel.crew import POLL_S, Crew
 from nbddp.kernel.failure import RankState
 from nbddp.kernel.hang import Locator
+from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page
 from nbddp.kernel.prompt import Prompt
 from nbddp.messages import CountSteps, Release, Steps, StopAfter
@@ -88,7 +87,7 @@ class Attempt:
 
     def follow(self) -> None:
         """Return when every rank has reported or ended."""
-        with _interrupts_to(self._interrupted), contextlib.ExitStack() as stack:
+        with interrupts_to(self._interrupted), contextlib.ExitStack() as stack:
             stack.callback(self._end)
             while self._waiting():
                 due = self._plan[0][0] - time.monotonic() if self._plan else POLL_S
@@ -207,16 +206,3 @@ class Attempt:
     def _interrupt(self, ranks: Sequence[RankState]) -> None:
         self.released = True
         self._crew.interrupt(ranks)
-
-
-@contextlib.contextmanager
-def _interrupts_to(callback: Callable[[], None]) -> Iterator[None]:
-    """Have an interrupt of the cell call this."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: callback())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)

@@ -15,6 +15,7 @@ from typing import Any
 from nbddp.errors import LaunchError
 from nbddp.history.records import RecordReader
 from nbddp.kernel.failure import RankState
+from nbddp.kernel.interrupts import interrupts_held
 from nbddp.messages import Asks, Called, Leave, Ready, Report, Settings
 from nbddp.payload import Block
 from nbddp.process.gauges import Memory
@@ -56,8 +57,9 @@ class Crew:
         self._threads: list[threading.Thread] = []
         self._over = False
 
+    @interrupts_held()
     def open(self) -> None:
-        """Start all ranks. Raises LaunchError."""
+        """Start all ranks. Raises LaunchError; whatever it raises, the crew has to be ended."""
         settings, machines = self._settings, self._machines
         share = -(-len(self.ranks) // len(machines))
         store = machines[0].store(len(self.ranks)) if settings.contract or len(machines) > 1 else None
@@ -72,8 +74,7 @@ class Crew:
                 thread.start()
                 self._threads.append(thread)
         except (OSError, EOFError) as error:
-            self.end()
-            why = _SERVER_ENDED if isinstance(error, (EOFError, ConnectionError)) else error
+            why = _SERVER_ENDED if isinstance(error, (EOFError, ConnectionError, ProcessLookupError)) else error
             raise LaunchError(f"the ranks could not be started: {why}") from error
 
     def _hear(self, machine: Any, left: int) -> None:
@@ -172,6 +173,7 @@ class Crew:
         while any(rank.alive for rank in self.ranks) and (left := deadline - time.monotonic()) > 0:
             self.take(left)
 
+    @interrupts_held()
     def end(self) -> None:
         """End all ranks and their children, and close everything."""
         for machine in self._machines:

@@ -70,13 +70,13 @@ class Session:
         self._known: list[Any] = []  # classes and functions that the ranks have got
         self._run: Run[Any] | None = None  # of the present call, as soon as it has logged something
         self._crew = Crew(dataclasses.replace(settings, shell=_look()), self._machines())
-        self._crew.open()
-        atexit.register(self.close)
         try:
+            self._crew.open()
             self._ask(CountCollectives(), self._crew.ranks)
         except BaseException:
-            self.close()
+            self._crew.end()
             raise
+        atexit.register(self.close)
 
     _machines: Callable[[], Sequence[Any]] = staticmethod(lambda: [LocalMachine()])
 
@@ -240,9 +240,8 @@ class Session:
             attempt.follow()
         finally:
             self._busy = was_busy
-        for rank in ranks:
-            if not rank.alive or (rank.report is not None and rank.report.failure is not None):
-                raise self._error_of(rank)
+        if any(rank.failed for rank in ranks):
+            raise self._error_of(failure.first(ranks))
         return {rank.number: rank.report.answer for rank in ranks if rank.report is not None}
 
     def _page(self, speaker: int) -> Page:

@@ -141,8 +141,8 @@ def attempt_on(
     """Open a crew, call, close. Raises how it failed, or KeyboardInterrupt if it was stopped."""
     crew = Crew(settings, machines())
     with contextlib.ExitStack() as stack:
-        crew.open()
         stack.callback(crew.end)
+        crew.open()
         page = Page(crew.ranks, quiet=options.show is False or not options.wait)
         follow(run, crew, packed, page, view, deadline, timeout=options.timeout, stop_on_nan=options.stop_on_nan)
         crew.dismiss()

@@ -153,10 +153,13 @@ class _Forked(popen_forkserver.Popen):
     @functools.cached_property
     def pid(self) -> int:  # type: ignore[override]
         """Read when it's first needed, so that the next process is sent for while this one is forked."""
-        return int(forkserver.read_signed(self.sentinel))
+        try:
+            return int(forkserver.read_signed(self.sentinel))
+        except EOFError:
+            raise ProcessLookupError("the fork server has ended") from None
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(ProcessLookupError):
             _ = self.pid  # comes before the exit code
         return super().poll(flag)
 
