@@ -277,7 +277,8 @@ def draw(seed: int, index: int) -> Case:
     call = rng.choice(["run", "run", "wait=False", *(["session", "%%ddp"] if not only_runs else [])])
     endless = (fault in FROM_OUTSIDE and rng.random() < 0.7) or fault == "timeout"
     in_a_cell = call in ("session", "%%ddp")
-    deaf = {"computes", "floods"} if in_a_cell else set()  # a session waits 10 s for ranks that no interrupt ends
+    # A session waits 10 s for ranks that no interrupt ends, and 30 s for the children of one that leaves.
+    deaf = {"computes", "floods", *(["forks"] if call == "session" else [])} if in_a_cell else set()
     nprocs = rng.choice([1, 2, 2, 3])
     ranks = tuple(range(nprocs)) if fault in WITHIN and rng.random() < 0.2 else (rng.randrange(nprocs),)
     heals = not endless and not in_a_cell and fault not in ("SIGSTOP", "interrupt", "result that doesn't pickle")

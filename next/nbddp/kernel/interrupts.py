@@ -25,7 +25,7 @@ def interrupts_to(callback: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Raise KeyboardInterrupt afterwards, since a process half made would leave its files; the third one comes at once."""
+    """Raise it afterwards: a process half made would leave its files. The third one comes at once."""
     came = 0
 
     def note() -> None:

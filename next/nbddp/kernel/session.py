@@ -168,15 +168,19 @@ class Session:
         if self.lost == "the session is closed":
             return
         atexit.unregister(self.close)
-        if all(rank.alive for rank in self._crew.ranks):
-            self._crew.dismiss()
-        self._crew.end()
-        self.lost = "the session is closed"
+        try:
+            if all(rank.alive for rank in self._crew.ranks):
+                self._crew.dismiss()
+        finally:
+            self._crew.end()
+            self.lost = "the session is closed"
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:  # it doesn't wait for threads and children that the ranks have left, as in a run
+            self._crew.kill(self._crew.ranks)
         self.close()
 
     def __repr__(self) -> str:
@@ -240,6 +244,8 @@ class Session:
             attempt.follow()
         finally:
             self._busy = was_busy
+        if attempt.stopping and not was_busy:  # else the cell has an error already
+            raise KeyboardInterrupt
         if any(rank.failed for rank in ranks):
             raise self._error_of(failure.first(ranks))
         return {rank.number: rank.report.answer for rank in ranks if rank.report is not None}
