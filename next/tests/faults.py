@@ -206,7 +206,7 @@ class Case:
             "run": f"run = nbddp.run(train, ({args}), {in_a_run})\nvalue = run.value",
             "wait=False": f"run = nbddp.run(train, ({args}), {in_a_run}, wait=False)\nvalue = run.result()",
             "session": f"session = nbddp.Session({options})\nsession.cell(PROGRAMS)\nsession.push(path=path)\n"
-            f"session.cell(\"value = train({args})\")\nvalue = session.pull('value')",
+            f"session.cell({f'value = train({args})'!r})\nvalue = session.pull('value')",
             "%%ddp": f"get_ipython().run_cell_magic('ddp', '-n {self.nprocs} --device cpu -o value', "
             f'"""value = train({args})""")',
         }[self.call]

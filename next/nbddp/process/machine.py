@@ -81,6 +81,9 @@ class _Rank:
         self.process.environ = settings.environ
         try:
             self.process.start()
+        except BaseException:
+            self._close_files()
+            raise
         finally:
             theirs.close()
 
@@ -167,10 +170,13 @@ class _Rank:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 time.sleep(_POLL_S)
 
-    def close(self) -> None:
+    def _close_files(self) -> None:
         self.channel.close()
         for fd in (*self.files.values(), self.stacks):
             os.close(fd)
+
+    def close(self) -> None:
+        self._close_files()
         if self.result is not None:
             self.result.close()
         self.process.join(_END_S)
