@@ -2,49 +2,162 @@
 
 from __future__ import annotations
 
+import collections
 import csv
+import io
+import itertools
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgpack
 import numpy as np
 
-from nbddp.history.points import RECORD, Metric, Points, Series
+from nbddp.errors import NbddpError
+from nbddp.files import new_file
+from nbddp.history import records as files
+from nbddp.history.notices import notices
+from nbddp.history.points import RECORD, Counts, Metric, Points, Series, Spread
 from nbddp.history.progress import RankProgress
+from nbddp.text import in_a_line
 
-MAX_METRICS = 1_000
+MAX_METRICS = 1_000  # a page with more charts no longer answers
+_CHUNK = 10_000
 
 
 @dataclass(frozen=True)
 class Restart:
+    """All ranks started again after a failure.
+
+    Attributes:
+        step: the first step that the lowest rank logged afterwards; None if none was logged.
+        reason: the failure, e.g. "RankDied: rank 2 of 4 was killed by SIGKILL".
+    """
+
     step: int | None
     reason: str
 
 
+@dataclass
+class _Attempt:
+    reason: str
+    world_size: int
+    first_steps: dict[int, int] = field(default_factory=dict)  # by rank
+
+
 class History(Mapping[str, Series]):
-    """The metrics of one run: ``steps, values = history["loss"]``."""
+    """The metrics of one run: ``steps, values = history["loss"]``.
+
+    With ``reduce=`` a metric is combined over the ranks, else it's rank 0's (the lowest rank's that logged it). Steps
+    that are repeated after a restart replace the old ones. All methods may be called while the run goes on.
+
+    Which values belong together: without ``step=``, the n-th value of each rank under this name; with ``step=``, those
+    of the same step (if a rank's steps go back, as in each epoch, those of the same epoch). A point has the lowest
+    rank's step, and appears once every rank has gone beyond it. ``"mean"``, ``"min"`` and ``"max"`` are over the ranks
+    that logged it; a ``"sum"`` leaves out points that some ranks skipped. Where a run failed or was stopped, the last
+    points of a metric with ``reduce=``, which not every rank had reached, are left out. NaN on one rank gives NaN.
+
+    Attributes:
+        ranks: the progress of each rank.
+        snapshots: the last step before each snapshot, by path.
+        first_nan: the first NaN that arrived: metric, step, rank.
+        over: nothing more will be logged.
+    """
 
     def __init__(self, world_size: int = 1) -> None:
-        self._world_size = world_size
         self._lock = threading.Lock()
         self._metrics: dict[str, Metric] = {}
         self._left_out: set[str] = set()
-        self.restarts: list[Restart] = []
+        self._named: collections.Counter[int] = collections.Counter()  # by rank, how many metrics
+        self._attempts = [_Attempt("", world_size)]
+        self._broken_off = False
         self.ranks = [RankProgress() for _ in range(world_size)]
-        self.snapshots: dict[str, int | None] = {}  # the last step, by path
-        self.first_nan: tuple[str, int, int] | None = None  # metric, step, rank
+        self.snapshots: dict[str, int | None] = {}
+        self.first_nan: tuple[str, int, int] | None = None
         self.over = False
 
     # ------------------------------------------------------------------ for the user
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> History:
+        """What :meth:`save` or the ranks of a job wrote (``python -m nbddp job.nbddp --metrics PATH``).
+
+        While the job runs: what it has logged so far. A job that was started again continues its files.
+
+        Raises:
+            NbddpError: there is no such file, it is damaged, or nbddp has not written it.
+        """
+        try:
+            attempts = files.read(path)
+            history = cls(attempts[0][0][0].world_size)
+            for number, attempt in enumerate(attempts):
+                first = attempt[0][0]
+                if number:
+                    history.restart(first.reason, first.world_size)
+                for rank, (_, data) in sorted(attempt.items()):
+                    records = files.checked(data)
+                    while chunk := list(itertools.islice(records, _CHUNK)):
+                        history.add(rank, chunk)
+            history.settle(broken_off=first.broken_off)
+        except Exception as error:  # the file may hold anything
+            raise NbddpError(f"{os.fspath(path)} cannot be read as metrics: {in_a_line(error)}") from error
+        return history
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all metrics to a file, for :meth:`load`. Raises NbddpError if it can't be written."""
+        broken_off = self._broken_off or not self.over
+        with new_file(path) as file, self._lock:
+            for (number, attempt), began in zip(enumerate(self._attempts), itertools.count(time.time())):
+                for rank in range(attempt.world_size):
+                    start = files.Start(rank, attempt.world_size, began, attempt.reason, broken_off)
+                    file.write(start.head())
+                    for name in self._names():
+                        for block in self._metrics[name].blocks:
+                            if block.attempt == number and rank in block.ranks:
+                                ops, rows = self._metrics[name].ops[rank], block.by_rank(rank).tobytes()
+                                file.write(msgpack.packb({"name": name, "ops": ops, "rows": rows}))
+
+    @property
+    def restarts(self) -> list[Restart]:
+        """Every restart of all ranks, in order."""
+        found: list[Restart] = []
+        step = None
+        with self._lock:
+            for attempt in reversed(self._attempts[1:]):
+                step = attempt.first_steps[min(attempt.first_steps)] if attempt.first_steps else step
+                found.insert(0, Restart(step, attempt.reason))
+        return found
+
+    @property
+    def notices(self) -> list[str]:
+        """What the ranks have not logged alike, a line each.
+
+        ``"loss: 2 of 50 steps were logged by only 3 of 4 ranks (the first is step 7); there the mean is over the ranks
+        that logged it"``
+        """
+        with self._lock:
+            found = [f"{name}: {text}" for name in self._names() for text in notices(self._metrics[name])]
+            left_out = len(self._left_out)
+        if left_out:
+            more = "1 more name was" if left_out == 1 else f"{left_out:,} more names were"
+            limit = f"only the first {MAX_METRICS:,} metrics are kept; {more} logged"
+            found.insert(0, f"{limit}. Is a step or a sample part of a name?")
+        return found
+
     def __getitem__(self, name: str) -> Series:
         points = self.points(name)
-        return Series(points.steps.copy(), points.values.copy())
+        return Series(points.steps, points.values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._metrics
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._metrics))
+        """Rank 0's metrics in its order, then those of the other ranks."""
+        with self._lock:
+            return iter(self._names())
 
     def __len__(self) -> int:
         return len(self._metrics)
@@ -56,21 +169,36 @@ class History(Mapping[str, Series]):
         return f"History({', '.join(shown) or 'nothing logged'})"
 
     def points(self, name: str) -> Points:
-        """Steps, times, values, and the lowest and highest value over the ranks."""
+        """Steps, times (unix seconds), values, and the lowest and highest value over the ranks."""
         with self._lock:
-            return self._metric(name).points(self._world_size)
+            return self._metric(name).points()
 
     def by_rank(self, name: str) -> dict[int, Series]:
         """The values that each rank logged under this name."""
         with self._lock:
-            metric = self._metric(name)
-            return {rank: metric.by_rank(rank) for rank in metric.ranks}
+            return self._metric(name).by_rank()
+
+    def spread(self, name: str) -> Spread:
+        """The lowest and highest value over the ranks, of the steps that every rank with this metric has logged.
+
+        When the run is over, of those that two ranks have logged.
+        """
+        with self._lock:
+            return self._metric(name).spread()
+
+    def counts(self, name: str) -> Counts:
+        """How many ranks have logged each step, also one that is left out of a sum. Empty without ``reduce=``."""
+        with self._lock:
+            return self._metric(name).counts()
 
     def latest(self) -> dict[str, float]:
-        return {name: float(series.values[-1]) for name, series in self.items() if len(series.values)}
+        """The newest value of each metric."""
+        with self._lock:
+            found = {name: self._metrics[name].latest() for name in self._names()}
+        return {name: value for name, value in found.items() if value is not None}
 
     def to_pandas(self) -> Any:
-        """A DataFrame with one row per step and one column per metric."""
+        """A DataFrame with one row per step and one column per metric (NaN for a missing value)."""
         import pandas
 
         columns = {name: pandas.Series(values, index=steps) for name, (steps, values) in self.items()}
@@ -78,74 +206,88 @@ class History(Mapping[str, Series]):
         return pandas.DataFrame(columns).sort_index().rename_axis("step")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """One line per step, one column per metric; a missing value is an empty field."""
+        """One line per step, one column per metric; a missing value is an empty field.
+
+        A metric named ``step`` is the column ``step.1``. Raises NbddpError if the file can't be written.
+        """
         rows: dict[int, dict[str, float]] = {}
-        for name, (steps, values) in self.items():
-            for step, value in zip(steps.tolist(), values.tolist()):
+        names = list(self)
+        for name in names:
+            for step, value in zip(*(column.tolist() for column in self[name])):
                 rows.setdefault(step, {})[name] = value
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ["step", *self])
-            writer.writeheader()
-            writer.writerows({"step": step, **rows[step]} for step in sorted(rows))
+        with new_file(path) as file:
+            writer = csv.writer(text := io.TextIOWrapper(file, "utf-8", newline=""))
+            writer.writerow(["step", *("step.1" if name == "step" else name for name in names)])
+            writer.writerows([step, *(rows[step].get(name, "") for name in names)] for step in sorted(rows))
+            text.detach()
 
     # ------------------------------------------------------------------ for the run
 
     def add(self, rank: int, records: Iterable[Any], arrived_at: float = 0.0) -> None:
         """Add decoded records of that rank's metrics file."""
-        logged: dict[tuple[str, str | None], list[tuple[float, int, bool, float, float]]] = {}
+        logged: dict[str, tuple[dict[str | None, None], list[Any]]] = collections.defaultdict(lambda: ({}, []))
         with self._lock:
             self.ranks[rank].arrived_at = arrived_at
             for record in records:
                 if isinstance(record, dict):
-                    self._add_progress(self.ranks[rank], record)
+                    self._add_other(rank, record)
                     continue
                 at, step, counted, reduce, weight, values = record
+                place = np.nan if counted else step
                 for name, value in values.items():
-                    logged.setdefault((name, reduce), []).append((at, step, counted, weight, value))
-            for (name, reduce), rows in logged.items():
-                self._add(rank, name, reduce, np.array(rows, RECORD))
+                    ops, rows = logged[name]
+                    ops[reduce] = None
+                    rows.append((at, step, place, weight, value))
+            for name, (ops, rows) in logged.items():
+                self._add(rank, name, list(ops), np.array(rows, RECORD))
 
     def restart(self, reason: str = "", world_size: int | None = None) -> None:
         """The ranks start again, in new processes: the steps that they repeat replace the old ones."""
         with self._lock:
-            self.restarts.append(Restart(None, reason))
+            self._attempts.append(_Attempt(reason, world_size or self._attempts[-1].world_size))
             for metric in self._metrics.values():
-                metric.restart(self._world_size)
-            self._world_size = world_size or self._world_size
+                metric.close(broken_off=True)
             self.ranks = [rank.after_restart() for rank in self.ranks]
-            self.ranks += [RankProgress() for _ in range(self._world_size - len(self.ranks))]
+            self.ranks += [RankProgress() for _ in range(self._attempts[-1].world_size - len(self.ranks))]
 
     def settle(self, *, broken_off: bool = False) -> None:
         """The run is over; ``broken_off``: leave out the last points, which not every rank had reached."""
         with self._lock:
-            self.over = True
+            self.over, self._broken_off = True, broken_off
             for metric in self._metrics.values():
-                if broken_off:
-                    metric.restart(self._world_size)
-                metric.over = True
+                metric.close(broken_off=broken_off)
 
-    def _add(self, rank: int, name: str, reduce: str | None, rows: np.ndarray) -> None:
-        first = int(rows["step"][0])
-        self.restarts = [r if r.step is not None else Restart(first, r.reason) for r in self.restarts]
+    def _add(self, rank: int, name: str, ops: list[str | None], rows: np.ndarray) -> None:
+        attempt = self._attempts[-1]
+        attempt.first_steps.setdefault(rank, int(rows["step"][0]))
         newest = int(rows["step"].argmax())
         self.ranks[rank].add_step(int(rows["step"][newest]), float(rows["time"][newest]))
         if self.first_nan is None and np.isnan(rows["value"]).any():
             self.first_nan = name, int(rows["step"][np.isnan(rows["value"])][0]), rank
-        if name in self._metrics or len(self._metrics) < MAX_METRICS:
-            self._metrics.setdefault(name, Metric(reduce)).add(rank, rows)
-        else:
+        if name not in self._metrics and len(self._metrics) == MAX_METRICS:
             self._left_out.add(name)
+            return
+        metric = self._metrics.setdefault(name, Metric())
+        if rank not in metric.order:
+            metric.order[rank] = self._named[rank]
+            self._named[rank] += 1
+        metric.add(rank, ops, rows, len(self._attempts) - 1, attempt.world_size)
 
-    def _add_progress(self, progress: RankProgress, record: dict[str, Any]) -> None:
+    def _add_other(self, rank: int, record: dict[str, Any]) -> None:
         if bar := record.get("bar"):
             level, name, done, total = bar
-            progress.add_bar(level, name, total, done, record["time"])
+            self.ranks[rank].add_bar(level, name, total, done, record["time"])
         elif "samples" in record:
-            progress.add_samples(record["samples"], record["time"])
+            self.ranks[rank].add_samples(record["samples"], record["time"])
         elif "saved" in record:
             self.snapshots[record["saved"]] = record["step"]
+        elif "rows" in record:
+            self._add(rank, record["name"], record["ops"], np.frombuffer(record["rows"], RECORD))
+
+    def _names(self) -> list[str]:
+        return sorted(self._metrics, key=lambda name: min(self._metrics[name].order.items()))
 
     def _metric(self, name: str) -> Metric:
         if name not in self._metrics:
-            raise KeyError(f"no metric {name!r} was logged; the metrics are: {', '.join(self._metrics) or 'none'}")
+            raise KeyError(f"no metric {name!r} was logged; the metrics are: {', '.join(self._names()) or 'none'}")
         return self._metrics[name]

@@ -6,12 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_STEP_BITS = 44  # of a key; the bits above count how often a rank's steps went back ("laps")
-_ZERO = 1 << _STEP_BITS - 1  # of steps, which may be negative
-_NEVER = -1 << 62
-RECORD = np.dtype(
-    [("time", "f8"), ("step", "i8"), ("counted", "i1"), ("weight", "f8"), ("value", "f8")]
-)  # of one metric
+# Of one metric and rank. place: what a value pairs by within its lap; NaN if log() has counted the steps.
+RECORD = np.dtype([("time", "f8"), ("step", "i8"), ("place", "f8"), ("weight", "f8"), ("value", "f8")])
 
 
 class Series(NamedTuple):
@@ -19,6 +15,11 @@ class Series(NamedTuple):
 
     steps: np.ndarray
     values: np.ndarray
+
+    def __repr__(self) -> str:
+        ends = [f"{value:g} at step {step}" for step, value in zip(*self)]
+        count = f"{len(ends)} point{'s' * (len(ends) != 1)}" if ends else "no points"
+        return f"Series({': '.join([count, *([' … '.join(dict.fromkeys([ends[0], ends[-1]]))] if ends else [])])})"
 
 
 class Points(NamedTuple):
@@ -29,6 +30,22 @@ class Points(NamedTuple):
     values: np.ndarray
     low: np.ndarray
     high: np.ndarray
+
+
+class Spread(NamedTuple):
+    """The lowest and highest value over the ranks."""
+
+    steps: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+class Counts(NamedTuple):
+    """How many ranks have logged a step, and of how many."""
+
+    steps: np.ndarray
+    ranks: np.ndarray
+    of: np.ndarray
 
 
 class Columns:
@@ -68,64 +85,134 @@ class Columns:
 class Block:
     """What the ranks logged under one name between two restarts.
 
-    A value's key tells its point: where log() counted the steps, the value's number on its rank, else the step. Keys
-    ascend on every rank (a step that goes back begins a lap), so a rank's values are merged into the rows like a sorted
-    list. A value with weight 0 was not logged. The same step again replaces the value.
+    A value's key tells its point: how often the rank's steps have gone back ("laps"), and its place, which is its step,
+    or its number on the rank where log() counts the steps. Keys ascend on every rank, so a rank's values are merged
+    into the rows like a sorted list. The same step again replaces the value. A key is a complex number, which numpy
+    sorts by its real part, then by its imaginary part.
+
+    Weights are stored with a minus: 0.0 is a value that was not logged, -0.0 one with weight 0.
+
+    Attributes:
+        of: how many ranks there are.
+        end: how many rows are combined once the attempt is over; None before.
+        kept: how many rows a later attempt has not repeated.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attempt: int, of: int) -> None:
+        self.attempt, self.of = attempt, of
+        self.end: int | None = None
+        self.kept: int | None = None
         self.ranks: list[int] = []
-        self.rows = Columns(key=_ints(), step=_ints(), time=_floats(), value=_floats(0, 0), weight=_floats(0, 0))
-        self._at: dict[
-            int, tuple[int, int, int, int]
-        ] = {}  # by rank: last key, lap, counted values, and at least its row
-        self._forget()
+        key = np.empty(0, np.complex128)
+        self.rows = Columns(key=key, step=_ints(), time=_floats(), value=_floats(0, 0), weight=_floats(0, 0))
+        # By rank: lap and place of its last key, how many values were counted, and a row that is not after its last.
+        self._at: dict[int, tuple[int, float, int, int]] = {}
+        self.forget()
 
     def add(self, rank: int, records: np.ndarray) -> None:
         column = self._column(rank)
-        last, lap, count, start = self._at.get(rank, (_NEVER, 0, 0, 0))
-        counted = records["counted"] != 0
-        place = np.where(counted, count + np.cumsum(counted) - 1, records["step"]) + _ZERO
-        laps = lap + np.cumsum(place < np.append(last - (lap << _STEP_BITS), place[:-1]))
-        keys = (laps << _STEP_BITS) + place
-        at = start + self._rows_of(keys, start)
-        self._at[rank] = int(keys[-1]), int(laps[-1]), count + int(counted.sum()), int(at[-1])
+        lap, place, count, start = self._at.get(rank, (0, -np.inf, 0, 0))
+        counted = np.isnan(records["place"])
+        places = np.where(counted, count + np.cumsum(counted) - 1, records["place"])
+        laps = lap + np.cumsum(places < np.append(place, places[:-1]))
+        at = start + self._rows_of(laps + 1j * places, start)
+        self._at[rank] = int(laps[-1]), float(places[-1]), count + int(counted.sum()), int(at[-1])
         self.rows["value"][at, column] = records["value"]
-        self.rows["weight"][at, column] = records["weight"]
-        mine = ~(self.rows["weight"][at, :column] > 0).any(1)  # no lower rank has logged it: its step and time count
+        self.rows["weight"][at, column] = -records["weight"]
+        mine = ~np.signbit(self.rows["weight"][at, :column]).any(1)  # the lowest rank's step and time count
         for name in ("step", "time"):
             self.rows[name][at[mine]] = records[name][mine]
 
-    def complete(self, ranks: int) -> int:
-        """How many rows this many ranks have passed; 0 if fewer have logged anything."""
-        passed = min((at[0] for at in self._at.values()), default=_NEVER) if len(self._at) >= ranks else _NEVER
-        return int(np.searchsorted(self.rows["key"], passed, "right"))
+    def close(self, *, broken_off: bool) -> None:
+        if self.end is None:
+            self.end = self.complete() if broken_off else self.rows.size
 
-    def size_before(self, step: int) -> int:
-        """How many rows stay if this step is logged again after a restart: only the last lap is searched."""
+    def complete(self) -> int:
+        """How many rows all ranks that log this metric have passed."""
+        lap, place = min(at[:2] for at in self._at.values())
+        return int(np.searchsorted(self.rows["key"], complex(lap, place), "right"))
+
+    def repeat_from(self, step: int) -> None:
+        """A later attempt logs this step again: only the last lap is searched for it."""
         keys = self.rows["key"]
-        start = int(np.searchsorted(keys, keys[-1] >> _STEP_BITS << _STEP_BITS)) if len(keys) else 0
-        return start + int(np.searchsorted(self.rows["step"][start:], step))
+        start = int(np.searchsorted(keys, complex(keys[-1].real, -np.inf)))
+        again = np.flatnonzero(self.rows["step"][start:] >= step)
+        self.kept = min(start + int(again[0]) if len(again) else self.rows.size, self.size(None))
+        self.forget()
 
-    def cut(self, size: int) -> None:
-        self.rows.resize(size)
-        self._forget()
+    def size(self, op: str | None) -> int:
+        """How many rows are shown. Values with an ``op`` wait for the other ranks."""
+        size = self.rows.size if self.kept is None else self.kept
+        if op is None:
+            return size
+        if self.end is None:
+            return self.complete() if len(self.ranks) >= self.of else 0
+        return min(size, self.end)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Combine all rows again."""
         self._combined = Columns(steps=_ints(), times=_floats(), values=_floats(), low=_floats(), high=_floats())
         self._settled = self._points = 0  # rows whose points do not change any more, and how many points they are
 
-    def points(self, op: str | None, size: int) -> Points:
-        """The first ``size`` rows combined over the ranks. Only what has changed since the last call is computed."""
-        fresh = combine(self.rows, slice(self._settled, size), op)
+    def points(self, op: str | None) -> Points:
+        """The rows combined over the ranks. Only what has changed since the last call is computed."""
+        size = self.size(op)
+        fresh = self._combine(slice(self._settled, size), op)
         self._combined.resize(self._points + len(fresh.steps))
         for name, column in zip(Points._fields, fresh):
             self._combined[name][self._points :] = column
-        settled = min(self.complete(1) - 1, size)  # the last complete row may still be replaced
+        settled = min(self.complete() - 1, size)  # the last complete row may still be replaced
         if settled > self._settled:
-            self._points += len(combine(self.rows, slice(self._settled, settled), op).steps)
+            self._points += len(self._combine(slice(self._settled, settled), op).steps)
             self._settled = settled
         return Points(*(self._combined[name] for name in Points._fields))
+
+    def spread(self) -> Spread:
+        """Of the rows that all of its ranks have logged; at the end, that two have logged."""
+        rows = slice(self.size(None) if self.end is None else min(self.size(None), self.end))
+        there = self.there(rows).sum(1)
+        kept = (there > 1) & (there >= (len(self.ranks) if self.end is None else 2))
+        return Spread(self.rows["step"][rows][kept], *(column[kept] for column in self._extremes(rows)))
+
+    def there(self, rows: slice) -> np.ndarray:
+        """Which ranks have logged these rows."""
+        there: np.ndarray = np.signbit(self.rows["weight"][rows])
+        return there
+
+    def by_rank(self, rank: int) -> np.ndarray:
+        """That rank's records."""
+        rows, column = slice(self.size(None)), self.ranks.index(rank)
+        there = self.there(rows)[:, column]
+        found = np.empty(int(there.sum()), RECORD)
+        for name in ("time", "step"):
+            found[name] = self.rows[name][rows][there]
+        found["place"] = self.rows["key"].imag[rows][there]
+        found["weight"] = -self.rows["weight"][rows, column][there]
+        found["value"] = self.rows["value"][rows, column][there]
+        return found
+
+    def _combine(self, rows: slice, op: str | None) -> Points:
+        """These rows over the ranks with an ``op``, else the lowest rank's."""
+        values, weights, there = self.rows["value"][rows], -self.rows["weight"][rows], self.there(rows)
+        low, high = self._extremes(rows)
+        kept: Any = slice(None)
+        with np.errstate(all="ignore"):
+            if op == "mean":
+                value = (np.where(there, values, 0.0) * weights).sum(1) / weights.sum(1)
+            elif op == "sum":
+                value, kept = np.where(there, values, 0.0).sum(1), there.all(1)  # a part of the ranks is not the sum
+            elif op is None:
+                value, kept = values[:, 0], there[:, 0]
+            else:
+                value = low if op == "min" else high
+        return Points(
+            *(column[kept] for column in (self.rows["step"][rows], self.rows["time"][rows], value, low, high))
+        )
+
+    def _extremes(self, rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        values, there = self.rows["value"][rows], self.there(rows)
+        low = np.minimum.reduce(np.where(there, values, np.inf), axis=1)
+        return low, np.maximum.reduce(np.where(there, values, -np.inf), axis=1)
 
     def _column(self, rank: int) -> int:
         if rank not in self.ranks:
@@ -134,13 +221,13 @@ class Block:
             columns = {name: self.rows[name] for name in ("key", "step", "time")}
             columns |= {name: np.insert(self.rows[name], at, 0.0, axis=1) for name in ("value", "weight")}
             self.rows = Columns(**columns)
-            self._forget()
+            self.forget()
         return self.ranks.index(rank)
 
     def _rows_of(self, keys: np.ndarray, start: int) -> np.ndarray:
-        """The row of each key, counted from ``start``; a key without a row gets one, nearly always at the end."""
+        """The row of each key (ascending), counted from ``start``; a key without one gets a row."""
         known = self.rows["key"][start:]
-        wanted = np.unique(keys)
+        wanted = keys[np.append(True, keys[1:] != keys[:-1])]
         at = np.searchsorted(known, wanted)
         missing = at == len(known)
         missing[~missing] = known[at[~missing]] != wanted[~missing]
@@ -150,75 +237,82 @@ class Block:
         return np.searchsorted(self.rows["key"][start:], keys)
 
 
-def combine(rows: Columns, part: slice, op: str | None) -> Points:
-    """The points of these rows: over the ranks with an ``op``, else the lowest rank's."""
-    values, weights = rows["value"][part], rows["weight"][part]
-    there = weights > 0
-    low = np.minimum.reduce(np.where(there, values, np.inf), axis=1)
-    high = np.maximum.reduce(np.where(there, values, -np.inf), axis=1)
-    kept: Any = slice(None)
-    with np.errstate(all="ignore"):
-        if op == "mean":
-            value = (np.where(there, values, 0.0) * weights).sum(1) / weights.sum(1)
-        elif op == "sum":
-            value, kept = np.where(there, values, 0.0).sum(1), there.all(1)  # a part of the ranks is not the sum
-        elif op is None:
-            value, kept = values[:, 0], there[:, 0]
-        else:
-            value = low if op == "min" else high
-    return Points(*(column[kept] for column in (rows["step"][part], rows["time"][part], value, low, high)))
-
-
 class Metric:
-    """One metric over all attempts."""
+    """One metric over all attempts.
 
-    def __init__(self, op: str | None) -> None:
-        self.op = op
-        self.over = False
-        self.blocks: list[Block] = [Block()]
+    Attributes:
+        order: by rank, how many metrics it had logged before.
+        ops: by rank, with which ``reduce=`` it was logged.
+        blocks: one for each attempt that has logged it, without those that a later one has repeated wholly.
+    """
 
-    def add(self, rank: int, records: np.ndarray) -> None:
+    def __init__(self) -> None:
+        self.order: dict[int, int] = {}
+        self.ops: dict[int, list[str | None]] = {}
+        self.blocks: list[Block] = []
+
+    @property
+    def op(self) -> str | None:
+        return self.ops[min(self.ops)][0]
+
+    def add(self, rank: int, ops: list[str | None], records: np.ndarray, attempt: int, of: int) -> None:
+        known = self.ops.setdefault(rank, [])
+        if new := [op for op in ops if op not in known]:
+            known += new
+            for block in self.blocks:  # the metric's op may be another one now
+                block.forget()
+        if not self.blocks or self.blocks[-1].end is not None:
+            self.blocks.append(Block(attempt, of))
         if rank not in self.blocks[-1].ranks:
             self._repeat_from(int(records["step"][0]))
         self.blocks[-1].add(rank, records)
 
-    def restart(self, world_size: int) -> None:
-        """The ranks start again: the points that not all of them had reached are left out."""
-        block = self.blocks[-1]
-        if block.ranks:
-            if self.op or len(block.ranks) > 1:
-                block.cut(block.complete(world_size if self.op else 2))
-            self.blocks.append(Block())
+    def close(self, *, broken_off: bool) -> None:
+        self.blocks[-1].close(broken_off=broken_off)
 
-    def points(self, world_size: int) -> Points:
-        parts = [block.points(self.op, self._shown(block, world_size)) for block in self.blocks if block.ranks]
-        return parts[0] if len(parts) == 1 else Points(*(np.concatenate(columns) for columns in zip(*parts)))
+    def points(self) -> Points:
+        return Points(*_joined([block.points(self.op) for block in self.blocks]))
 
-    def by_rank(self, rank: int) -> Series:
-        parts = [(block.rows, block.ranks.index(rank)) for block in self.blocks if rank in block.ranks]
-        there = [rows["weight"][:, column] > 0 for rows, column in parts]
-        steps = [rows["step"][kept] for (rows, _), kept in zip(parts, there)]
-        return Series(np.concatenate(steps), np.concatenate([r["value"][k, c] for (r, c), k in zip(parts, there)]))
+    def latest(self) -> float | None:
+        """The newest value, without a copy of all."""
+        parts = (block.points(self.op).values for block in reversed(self.blocks))
+        return next((float(values[-1]) for values in parts if len(values)), None)
 
-    @property
-    def ranks(self) -> list[int]:
-        return sorted({rank for block in self.blocks for rank in block.ranks})
+    def spread(self) -> Spread:
+        return Spread(*_joined([block.spread() for block in self.blocks]))
 
-    def _shown(self, block: Block, world_size: int) -> int:
-        waits = self.op and not self.over and block is self.blocks[-1]
-        return block.complete(world_size) if waits else block.rows.size
+    def counts(self) -> Counts:
+        """Of a metric with an ``op``; else no rows."""
+        op, parts = self.op, []
+        for block in self.blocks:
+            rows = slice(block.size(op) if op else 0)
+            ranks = block.there(rows).sum(1)
+            parts.append((block.rows["step"][rows], ranks, np.full(len(ranks), block.of)))
+        return Counts(*_joined(parts))
+
+    def by_rank(self) -> dict[int, Series]:
+        found = {}
+        for rank in sorted({rank for block in self.blocks for rank in block.ranks}):
+            records = np.concatenate([block.by_rank(rank) for block in self.blocks if rank in block.ranks])
+            found[rank] = Series(records["step"].copy(), records["value"].copy())
+        return found
 
     def _repeat_from(self, step: int) -> None:
-        """Drop what the attempts before had from this step on."""
+        """Leave out what the attempts before had from this step on."""
         while len(self.blocks) > 1:
-            before = self.blocks[-2]
-            if kept := before.size_before(step):
-                return before.cut(kept) if kept < before.rows.size else None
+            self.blocks[-2].repeat_from(step)
+            if self.blocks[-2].kept:
+                return
             del self.blocks[-2]
 
 
-def _ints(*shape: int) -> np.ndarray:
-    return np.empty(shape or 0, np.int64)
+def _joined(parts: list[Any]) -> Any:
+    """New arrays."""
+    return (np.concatenate(columns) for columns in zip(*parts))
+
+
+def _ints() -> np.ndarray:
+    return np.empty(0, np.int64)
 
 
 def _floats(*shape: int) -> np.ndarray:

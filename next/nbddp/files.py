@@ -1,0 +1,35 @@
+"""Files at paths that the user chose: written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from nbddp.errors import NbddpError
+
+
+@contextlib.contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a new file in the same folder, and replace the old one with it at the end.
+
+    What is at the path isn't opened: it could be a pipe without a reader, or another user's link to a file of yours.
+
+    Raises:
+        NbddpError: the file cannot be written.
+    """
+    path = os.path.abspath(path)
+    partial = os.path.join(os.path.dirname(path), f".nbddp-{secrets.token_hex(8)}")
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):  # root may replace even /dev/null
+            raise ValueError("there is something other than a file")
+        with open(partial, "xb") as file:
+            yield file
+        os.replace(partial, path)
+    except (OSError, ValueError) as error:
+        raise NbddpError(f"cannot write {path!r}: {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            os.unlink(partial)

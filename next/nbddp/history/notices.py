@@ -1,0 +1,41 @@
+"""Says where the ranks have not logged a metric alike, in a line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nbddp.history.points import Metric
+
+
+def notices(metric: Metric) -> Iterator[str]:
+    """Without the metric's name."""
+    first = min(metric.ops)
+    for rank, (op, *later) in sorted(metric.ops.items()):
+        if op != metric.op:
+            yield (
+                f"rank {first} logged it with reduce={metric.op!r}, rank {rank} with reduce={op!r}; "
+                f"rank {first}'s counts for the whole run"
+            )
+            break
+        if later:
+            yield (
+                f"rank {rank} logged it with reduce={op!r} and later with reduce={later[0]!r}; "
+                "the first counts for the whole run"
+            )
+            break
+    steps, ranks, of = metric.counts()
+    fewer = ranks < of
+    if not fewer.any():
+        return
+    low, high, most = ranks[fewer].min(), ranks[fewer].max(), of[fewer].max()
+    logged_by = f"only {low if low == high else f'{low} to {high}'} of {most} ranks"
+    result = {"min": "the minimum", "max": "the maximum"}.get(str(metric.op), f"the {metric.op}")
+    if fewer.all() and low == high:
+        yield f"{logged_by} logged it; {result} is over {'that rank' if low == 1 else 'those ranks'}"
+        return
+    number, left_out = int(fewer.sum()), len(steps) - len(metric.points().steps)
+    part = f"{number:,} of {len(steps):,} steps were logged by {logged_by} (the first is step {steps[fewer][0]})"
+    if left_out:
+        yield f"{part}; the sums leave out {'these steps' if left_out == number else f'{left_out:,} of them'}"
+    else:
+        yield f"{part}; there {result} is over the ranks that logged it"

@@ -1,0 +1,379 @@
+"""A run's history is what the ranks logged, whatever arrives first and wherever its bytes are cut.
+
+Each rank's calls go through ``log``. The reference applies the rules to dicts, point by point.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nbddp
+from nbddp.helpers import log as rank_side
+from nbddp.history.history import History
+from nbddp.history.records import MAX_STEP, RecordReader
+
+VALUES = st.floats(width=64)  # NaN, infinities and zeros of both signs, too
+CUTS = st.lists(st.integers(1, 100), max_size=50)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of ``log``."""
+
+    values: dict[str, float]
+    step: int | None = None
+    reduce: str | None = None
+    weight: float = 1
+
+
+def sent(calls: list[Call]) -> bytes:
+    """What a rank that makes these calls writes."""
+    with tempfile.TemporaryFile() as file, mock.patch.object(rank_side, "_log", rank_side._Log(file.fileno())):
+        for call in calls:
+            nbddp.log(call.values, step=call.step, reduce=call.reduce, weight=call.weight)
+        rank_side.flush()
+        file.seek(0)
+        return file.read()
+
+
+def arrive(history: History, by_rank: list[list[Call]], data: st.DataObject) -> None:
+    """Each rank's bytes, cut anywhere, in any order of the ranks; now and then somebody looks."""
+    left = {rank: sent(calls) for rank, calls in enumerate(by_rank)}
+    readers = [RecordReader() for _ in by_rank]
+    while left := {rank: rest for rank, rest in left.items() if rest}:
+        rank = data.draw(st.sampled_from(sorted(left)))
+        size = data.draw(st.sampled_from([1 << 20, 40, 150]))
+        history.add(rank, readers[rank].feed(left[rank][:size]))
+        left[rank] = left[rank][size:]
+        if data.draw(st.booleans()):
+            for name in history:
+                history.points(name)
+
+
+# ---------------------------------------------------------------------------- any bytes, any names, any values
+
+
+@given(st.lists(VALUES, min_size=1, max_size=40), CUTS)
+def test_bytes_cut_anywhere_give_the_same_columns(values: list[float], cuts: list[int]) -> None:
+    data, history, reader = sent([Call({"loss": value}) for value in values]), History(1), RecordReader()
+    for cut in [*cuts, len(data)]:
+        history.add(0, reader.feed(data[:cut]))
+        data = data[cut:]
+    np.testing.assert_array_equal(history["loss"].values, values)
+    assert history["loss"].steps.tolist() == list(range(len(values)))
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=120))
+def test_any_name_is_decoded(name: str) -> None:
+    history = History(1)
+    history.add(0, RecordReader().feed(sent([Call({name: 1.0})])))
+    assert list(history) == [name]
+
+
+@given(
+    st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.125, 100, width=32)), min_size=2, max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_values_of_ranks_combine_alike_in_any_order(points: list[tuple[float, float]], random: Any) -> None:
+    order = list(range(len(points)))
+    random.shuffle(order)
+    history = History(len(points))
+    for rank in order:
+        value, weight = points[rank]
+        assert "mean" not in history or len(history["mean"].values) == 0
+        for op in ("mean", "sum", "min", "max"):
+            history.add(rank, [[1.0, 0, True, op, weight, {op: value}]])
+    values = [value for value, _ in points]
+    total = sum(weight for _, weight in points)
+    mean = sum(value * weight for value, weight in points) / total
+    assert history["mean"].values[0] == pytest.approx(mean, rel=1e-9, abs=1e-6)
+    assert history["sum"].values.tolist() == [pytest.approx(math.fsum(values))]
+    assert history["min"].values.tolist() == [min(values)]
+    assert history["max"].values.tolist() == [max(values)]
+
+
+# ---------------------------------------------------------------------------- one rank's steps
+
+
+def columns_of(history: History) -> Any:
+    return {(rank, name): rows_of(series) for name in history for rank, series in history.by_rank(name).items()}
+
+
+def rows_of(series: Any) -> list[tuple[Any, ...]]:
+    return list(zip(*(column.tolist() for column in series)))
+
+
+def logged_twice_replaced(points: list[tuple[int, float]], step: int, value: float) -> None:
+    if points and points[-1][0] == step:
+        points.pop()
+    points.append((step, value))
+
+
+@given(st.data(), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(-MAX_STEP, MAX_STEP), VALUES)))
+def test_columns_are_what_was_logged(data: st.DataObject, logged: list[tuple[int, int, int, float]]) -> None:
+    history = History(4)
+    expected: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    arrive(history, [[Call({f"m{n}": v}, step) for r, n, step, v in logged if r == rank] for rank in range(4)], data)
+    for rank, number, step, value in logged:
+        logged_twice_replaced(expected.setdefault((rank, f"m{number}"), []), step, value)
+    assert repr(columns_of(history)) == repr({key: expected[key] for key in columns_of(history)})
+    assert columns_of(history).keys() == expected.keys()
+
+
+class Column:
+    """What one rank logged under one name: by attempt its points, and how many of them count."""
+
+    def __init__(self) -> None:
+        self.attempts: list[tuple[list[tuple[int, float]], int]] = []
+
+    def begin(self, step: int) -> None:
+        """An attempt whose first step this is: it repeats the last stretch whose steps don't fall."""
+        for i, (points, kept) in reversed(list(enumerate(self.attempts))):
+            start = max((i for i in range(1, len(points)) if points[i][0] < points[i - 1][0]), default=0)
+            kept = min(kept, *(i for i in range(start, len(points)) if points[i][0] >= step), len(points))
+            self.attempts[i] = points, kept
+            if kept:
+                break
+        self.attempts.append(([], sys.maxsize))
+
+    def log(self, step: int, value: float) -> None:
+        logged_twice_replaced(self.attempts[-1][0], step, value)
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        return [point for points, kept in self.attempts for point in points[:kept]]
+
+
+CHUNK = st.tuples(st.integers(0, 9), st.integers(0, 4), st.lists(st.integers(-3, 9), min_size=1, max_size=5), VALUES)
+
+
+@given(st.lists(CHUNK, max_size=30))
+def test_any_order_of_steps_and_restarts_leaves_each_rank_what_it_logged_last(chunks: Any) -> None:
+    """Of one rank, with several metrics."""
+    history = History(1)
+    expected: dict[str, Column] = {}
+    begun: set[str] = set()
+    for restart, number, steps, value in chunks:
+        name = f"m{number}"
+        if restart == 0:
+            history.restart()
+            begun = set()
+        column = expected.setdefault(name, Column())
+        if name not in begun:
+            begun.add(name)
+            column.begin(steps[0])
+        for step in steps:
+            column.log(step, value)
+            history.add(0, [[1.0, step, False, None, 1, {name: value}]])
+    assert columns_of(history).keys() == {(0, name) for name in expected}
+    assert repr(columns_of(history)) == repr({(0, name): expected[name].points for name in history})
+
+
+@given(st.data(), st.lists(st.lists(st.integers(0, 12), max_size=12), min_size=1, max_size=4))
+def test_steps_repeated_after_a_restart_replace_the_old_ones(data: st.DataObject, attempts: list[list[int]]) -> None:
+    """Of several ranks that log the same steps."""
+    ranks = data.draw(st.integers(1, 3))
+    history, expected = History(ranks), Column()
+    for number, steps in enumerate(attempts):
+        if number:
+            history.restart("it died")
+        arrive(history, [[Call({"m": number + 0.5}, step) for step in steps]] * ranks, data)
+        if steps:
+            expected.begin(steps[0])
+        for step in steps:
+            expected.log(step, number + 0.5)
+    assert columns_of(history) == {(rank, "m"): expected.points for rank in range(ranks) if expected.points}
+    assert len(history.restarts) == len(attempts) - 1
+
+
+# ---------------------------------------------------------------------------- the rules of log
+
+
+def calls(names: list[str], usual: list[str | None]) -> st.SearchStrategy[Call]:
+    small = st.integers(-3, 3).map(float) | st.sampled_from([0.1, 1e16, math.nan, math.inf, -math.inf])
+    steps = st.none() | st.integers(-1, 4) | st.sampled_from([-MAX_STEP, 2**52])
+    values = st.dictionaries(st.sampled_from(names), small | st.floats(), min_size=1)
+    return st.builds(Call, values, steps, st.sampled_from(usual), st.sampled_from([1, 1, 0, 3, 0.1, 1 / 3]))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[list[list[Call]]]:
+    """By attempt and rank; ranks mostly log alike, with some calls left out, added, or in another order."""
+    usual = draw(st.lists(st.sampled_from([None, "mean", "sum", "min", "max"]), min_size=1, max_size=2))
+    some = calls(["a", "b", "c"][: draw(st.integers(1, 3))], usual)
+    ranks = draw(st.integers(1, 4))
+    attempts = [draw(st.lists(some, max_size=8)) for _ in range(draw(st.integers(1, 3)))]
+    return [[draw(varied(calls, some)) for _ in range(ranks)] for calls in attempts]
+
+
+@st.composite
+def varied(draw: st.DrawFn, program: list[Call], some: st.SearchStrategy[Call]) -> list[Call]:
+    how = draw(st.sampled_from(["same", "same", "fewer", "more", "reordered", "other"]))
+    if how == "fewer":
+        return [call for call in program if draw(st.integers(0, 3))]
+    if how == "more":
+        return [each for call in program for each in ([call, draw(some)] if draw(st.booleans()) else [call])]
+    if how == "reordered":
+        return draw(st.permutations(program))
+    return draw(st.lists(some, max_size=8)) if how == "other" else program
+
+
+@dataclass
+class Rows:
+    """A metric in one attempt. A key is (lap, place)."""
+
+    rows: dict[tuple[int, float], dict[int, tuple[int, float, float]]] = field(default_factory=dict)
+    last: dict[int, tuple[int, float]] = field(default_factory=dict)
+    first_steps: list[int] = field(default_factory=list)
+    kept: float = math.inf
+
+    @property
+    def keys(self) -> list[tuple[int, float]]:
+        return sorted(self.rows)
+
+    def step(self, key: tuple[int, float]) -> int:
+        return self.rows[key][min(self.rows[key])][0]
+
+
+def numbered(calls: list[Call]) -> Iterator[tuple[str, Call, int, tuple[int, float]]]:
+    """By value: its name, its call, the step that ``log`` counts, and the key that it pairs by."""
+    step, last = 0, {}
+    keys: dict[str, tuple[int, float]] = {}
+    counts: dict[str, int] = {}
+    for call in calls:
+        if call.step is not None:
+            step = call.step
+        elif any(last.get(name) == step for name in call.values):
+            step += 1
+        for name in call.values:
+            last[name] = step
+            if call.step is None:
+                counts[name] = counts.get(name, -1) + 1
+            place = counts[name] if call.step is None else step
+            lap, before = keys.get(name, (0, -math.inf))
+            keys[name] = lap + (place < before), place
+            yield name, call, step, keys[name]
+
+
+def expected(program: list[list[list[Call]]], broken_off: bool) -> dict[str, Any]:
+    """By name, in order: the series, and by rank what it logged."""
+    attempts: dict[str, list[Rows]] = {}
+    ops: dict[str, dict[int, str | None]] = {}
+    order: dict[str, tuple[int, int]] = {}
+    seen: list[list[str]] = [[] for _ in program[0]]
+    for number, by_rank in enumerate(program):
+        fresh: dict[str, Rows] = {}
+        for rank, calls in enumerate(by_rank):
+            for name, call, step, key in numbered(calls):
+                rows = fresh.setdefault(name, Rows())
+                if rank not in rows.last:
+                    rows.first_steps.append(step)
+                rows.last[rank] = key
+                rows.rows.setdefault(key, {})[rank] = step, call.values[name], float(call.weight)
+                ops.setdefault(name, {}).setdefault(rank, call.reduce)
+                if name not in seen[rank]:
+                    seen[rank].append(name)
+                    order[name] = min(order.get(name, (rank, 99)), (rank, len(seen[rank])))
+        for name, rows in fresh.items():
+            repeat_from(attempts.setdefault(name, []), min(rows.first_steps))
+            attempts[name].append(rows)
+    found = {}
+    for name in sorted(attempts, key=order.__getitem__):
+        op = ops[name][min(ops[name])]
+        series, columns = [], {rank: [] for rows in attempts[name] for rank in rows.last if rows.kept}
+        for rows in attempts[name]:
+            last_one = name in {n for calls in program[-1] for c in calls for n in c.values} and rows is attempts[name][-1]
+            ends = broken_off or not last_one
+            for i, key in enumerate(rows.keys):
+                if i < rows.kept:
+                    for rank, (_, value, _) in rows.rows[key].items():
+                        columns[rank].append((rows.step(key), value))
+                    if not (op and ends and key > min(rows.last.values())):
+                        series += combined(op, rows, key)
+        found[name] = series, columns
+    return found
+
+
+def repeat_from(attempts: list[Rows], step: int) -> None:
+    for rows in reversed(attempts):
+        keys = rows.keys
+        again = [i for i, key in enumerate(keys) if key[0] == keys[-1][0] and rows.step(key) >= step]
+        rows.kept = min(rows.kept, *again, len(keys))
+        if rows.kept:
+            return
+
+
+def combined(op: str | None, rows: Rows, key: tuple[int, float]) -> list[tuple[int, float]]:
+    values = [value for _, (_, value, _) in sorted(rows.rows[key].items())]
+    weights = [weight for _, (_, _, weight) in sorted(rows.rows[key].items())]
+    if op is None:
+        return [rows.rows[key][min(rows.last)][:2]] if min(rows.last) in rows.rows[key] else []
+    if op == "sum":
+        return [(rows.step(key), sum(values))] if len(values) == len(rows.last) else []
+    if op == "mean":
+        total = sum(weights)
+        return [(rows.step(key), sum(v * w for v, w in zip(values, weights)) / total if total else math.nan)]
+    return [(rows.step(key), math.nan if any(map(math.isnan, values)) else {"min": min, "max": max}[op](values))]
+
+
+def ran(program: list[list[list[Call]]], broken_off: bool, data: st.DataObject) -> History:
+    history = History(len(program[0]))
+    for number, by_rank in enumerate(program):
+        if number:
+            history.restart("it died")
+        arrive(history, by_rank, data)
+    history.settle(broken_off=broken_off)
+    return history
+
+
+def state(history: History) -> Any:
+    tables = {name: (history[name], history.spread(name), history.counts(name)) for name in history}
+    return (
+        {name: [column.tobytes() for table in each for column in table] for name, each in tables.items()},
+        (list(history), history.notices, history.restarts, history.latest().keys()),
+    )
+
+
+@given(programs(), st.booleans(), st.data())
+def test_the_history_is_bit_for_bit_the_same_in_any_order_of_arrival(
+    program: list[list[list[Call]]], broken_off: bool, data: st.DataObject
+) -> None:
+    history = ran(program, broken_off, data)
+    assert state(ran(program, broken_off, data)) == state(history)
+    reference = expected(program, broken_off)
+    assert list(history) == list(reference)
+    for name, (series, columns) in reference.items():
+        np.testing.assert_array_equal(history[name].steps, [step for step, _ in series])
+        np.testing.assert_array_equal(history[name].values, [value for _, value in series])
+        found = {rank: rows_of(each) for rank, each in history.by_rank(name).items()}
+        assert repr(found) == repr(dict(sorted(columns.items())))
+
+
+@given(st.binary(max_size=60) | st.lists(st.integers(0, 255), max_size=60).map(bytes), st.integers(0, 200))
+def test_a_damaged_history_is_loaded_or_refused(noise: bytes, at: int) -> None:
+    history = History(2)
+    for rank in range(2):
+        history.add(rank, [[1.0, step, True, "mean", 1, {"loss": 0.5}] for step in range(5)])
+    with tempfile.TemporaryDirectory() as folder:
+        history.save(path := f"{folder}/h")
+        with open(path, "r+b") as file:
+            file.seek(at)
+            file.write(noise)
+        try:
+            loaded = History.load(path)
+        except nbddp.NbddpError as error:
+            assert path in str(error)
+        else:
+            assert all(loaded.by_rank(name) for name in loaded)
+            assert len(loaded.notices) <= len(loaded)
