@@ -105,6 +105,50 @@ def test_the_last_uneven_batch_does_not_hang(cell: Cells) -> None:
     assert run(names.train, nprocs=3, timeout=60).values == [2, 2, 2]
 
 
+def test_the_history_has_logged_values_in_order(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, numpy, torch
+        def train():
+            for i in range(5):
+                nbddp.log(loss=1 / (i + 1), lr=i)
+                if i % 2 == 1:
+                    nbddp.log({"val/acc": torch.tensor([0.1 * i])})
+            nbddp.log(numpy=numpy.float32(1.5), tensor=torch.tensor(2.5, requires_grad=True), flag=True)
+    """)
+    history = run(names.train).history
+    assert list(history) == ["loss", "lr", "val/acc", "numpy", "tensor", "flag"]
+    steps, values = history["loss"]
+    assert steps.tolist() == [0, 1, 2, 3, 4]
+    assert values.tolist() == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
+    assert history["val/acc"].steps.tolist() == [1, 3]  # at the step of the loss before it
+    np.testing.assert_allclose(history["val/acc"].values, [0.1, 0.3], rtol=1e-6)
+    assert [history[name].values.tolist() for name in ("numpy", "tensor", "flag")] == [[1.5], [2.5], [1.0]]
+
+
+def test_log_refuses_non_numbers_alike_in_a_rank_and_in_the_notebook(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            said = []
+            for bad in ("0.5", [1, 2], None, torch.ones(2), object()):
+                try:
+                    nbddp.log(acc=0.5, loss=bad)
+                except TypeError as error:
+                    said.append(str(error))
+            try:
+                nbddp.log(loss=1, reduce="median")
+            except ValueError as error:
+                said.append(str(error))
+            return said
+    """)
+    here = names.train()
+    assert [text.partition("=")[0] for text in here[:5]] == ["log(loss"] * 5
+    assert here[5] == "reduce must be None, 'mean', 'sum', 'min' or 'max', not 'median'"
+    done = run(names.train)
+    assert done.values == [here, here]
+    assert list(done.history) == []
+
+
 def test_log_uses_explicit_steps(cell: Cells) -> None:
     names = cell("""
         import nbddp

@@ -1,8 +1,28 @@
-"""``log`` on real ranks."""
+"""``log`` on real ranks: which values are combined, and what is refused."""
 
 from __future__ import annotations
 
 from tests.support import Cells, run
+
+
+def test_validation_on_rank_0_alone_does_not_shift_the_loss_of_other_ranks(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            for epoch in range(4):
+                for batch in range(3):
+                    nbddp.log(loss=100.0 * epoch + batch + nbddp.rank(), reduce="mean")
+                if nbddp.rank() == 0:
+                    for batch in range(3):
+                        nbddp.log(val=1.0)
+    """)
+    history = run(names.train).history
+    assert history["loss"].values.tolist() == [100 * epoch + batch + 0.5 for epoch in range(4) for batch in range(3)]
+    assert history["loss"].steps.tolist() == [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14], "rank 0's"
+    spread = history.spread("loss")
+    assert spread.steps.tolist() == history["loss"].steps.tolist()
+    assert (spread.high - spread.low).tolist() == [1.0] * 12
+    assert history.notices == []
 
 
 def test_steps_that_restart_every_epoch_are_combined_by_epoch(cell: Cells) -> None:
@@ -16,3 +36,28 @@ def test_steps_that_restart_every_epoch_are_combined_by_epoch(cell: Cells) -> No
     history = run(names.train).history
     assert history["loss"].steps.tolist() == [0, 1, 2, 3] * 3
     assert history["loss"].values.tolist() == [100.0 * epoch + batch + 1 for epoch in range(3) for batch in range(4)]
+
+
+def test_invalid_steps_and_weights_are_refused_alike_in_a_rank_and_in_the_notebook(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch, numpy as np
+        def said(**options):
+            try:
+                nbddp.log({"loss": 1.0}, **options)
+            except (TypeError, ValueError) as error:
+                return f"{type(error).__name__}: {error}"
+        def train():
+            found = [said(step=step) for step in (0.5, "3", torch.tensor(3.0), 2**53 + 1, -2**63 - 1)]
+            found += [said(weight=weight) for weight in (-1, float("nan"), float("inf"), "3", None)]
+            for step in (4, np.int64(5), np.uint8(6), torch.tensor(7), True + 7):
+                nbddp.log(loss=float(step), step=step)
+            nbddp.log(loss=9.0, weight=np.float32(2))
+            return found
+    """)
+    here = names.train()
+    done = run(names.train)
+    assert done.values == [here, here]
+    assert [column.tolist() for column in done.history["loss"]] == [[4, 5, 6, 7, 8, 9]] * 2
+    assert [text.split(":")[0] for text in here] == ["TypeError"] * 3 + ["ValueError"] * 5 + ["TypeError"] * 2
+    assert here[0] == "TypeError: log(step=0.5): a step must be an integer"
+    assert here[5] == "ValueError: log(weight=-1): a weight must be finite and at least 0, e.g. the number of samples"
