@@ -248,6 +248,16 @@ def test_a_restart_replaces_only_steps_of_the_current_epoch() -> None:
     assert history["loss"].values.tolist() == [0, 1, 2, 3, 0, 1.5, 2.5], "the first epoch is kept"
 
 
+def test_a_saved_history_keeps_epochs_before_a_restart(tmp_path: Path) -> None:
+    history = History(1)
+    log(history, 0, "loss", [0, 1, 2, 0, 1])
+    history.restart()
+    log(history, 0, "loss", [0, 1, 2], 0.5)
+    history.save(tmp_path / "h")
+    for each in (history, History.load(tmp_path / "h")):
+        assert each["loss"].values.tolist() == [0, 1, 2, 0.5, 1.5, 2.5]
+
+
 def test_a_restart_cuts_each_metric_at_its_first_new_step() -> None:
     history = History(2)
     for rank in range(2):

@@ -18,10 +18,10 @@ import numpy as np
 
 from nbddp.errors import NbddpError
 from nbddp.files import new_file
-from nbddp.history import records as files
 from nbddp.history.notices import notices
 from nbddp.history.points import RECORD, Counts, Metric, Points, Series, Spread
 from nbddp.history.progress import RankProgress
+from nbddp.history.records import Start, checked, read
 from nbddp.text import in_a_line
 
 MAX_METRICS = 1_000  # a page with more charts no longer answers
@@ -91,14 +91,14 @@ class History(Mapping[str, Series]):
             NbddpError: there is no such file, it is damaged, or nbddp has not written it.
         """
         try:
-            attempts = files.read(path)
+            attempts = read(path)
             history = cls(attempts[0][0][0].world_size)
             for number, attempt in enumerate(attempts):
                 first = attempt[0][0]
                 if number:
                     history.restart(first.reason, first.world_size)
                 for rank, (_, data) in sorted(attempt.items()):
-                    records = files.checked(data)
+                    records = checked(data)
                     while chunk := list(itertools.islice(records, _CHUNK)):
                         history.add(rank, chunk)
             history.settle(broken_off=first.broken_off)
@@ -107,18 +107,19 @@ class History(Mapping[str, Series]):
         return history
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all metrics to a file, for :meth:`load`. Raises NbddpError if it can't be written."""
+        """Write all metrics to a file, for :meth:`load`. Raises NbddpError if it cannot be written."""
         broken_off = self._broken_off or not self.over
         with new_file(path) as file, self._lock:
             for (number, attempt), began in zip(enumerate(self._attempts), itertools.count(time.time())):
                 for rank in range(attempt.world_size):
-                    start = files.Start(rank, attempt.world_size, began, attempt.reason, broken_off)
+                    start = Start(rank, attempt.world_size, began, attempt.reason, broken_off)
                     file.write(start.head())
                     for name in self._names():
                         for block in self._metrics[name].blocks:
                             if block.attempt == number and rank in block.ranks:
-                                ops, rows = self._metrics[name].ops[rank], block.by_rank(rank).tobytes()
-                                file.write(msgpack.packb({"name": name, "ops": ops, "rows": rows}))
+                                rows = block.by_rank(rank, slice(None))  # repeated ones, too: load() repeats them again
+                                ops = self._metrics[name].ops[rank]
+                                file.write(msgpack.packb({"name": name, "ops": ops, "rows": rows.tobytes()}))
 
     @property
     def restarts(self) -> list[Restart]:
@@ -174,7 +175,7 @@ class History(Mapping[str, Series]):
             return self._metric(name).points()
 
     def by_rank(self, name: str) -> dict[int, Series]:
-        """The values that each rank logged under this name."""
+        """The values that each rank logged under this name, at the steps of the metric's points."""
         with self._lock:
             return self._metric(name).by_rank()
 
@@ -187,7 +188,10 @@ class History(Mapping[str, Series]):
             return self._metric(name).spread()
 
     def counts(self, name: str) -> Counts:
-        """How many ranks have logged each step, also one that is left out of a sum. Empty without ``reduce=``."""
+        """How many ranks have logged each step, of how many; also of a step that a sum leaves out.
+
+        Empty for a metric without ``reduce=``.
+        """
         with self._lock:
             return self._metric(name).counts()
 
@@ -208,7 +212,7 @@ class History(Mapping[str, Series]):
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """One line per step, one column per metric; a missing value is an empty field.
 
-        A metric named ``step`` is the column ``step.1``. Raises NbddpError if the file can't be written.
+        A metric named ``step`` is the column ``step.1``. Raises NbddpError if the file cannot be written.
         """
         rows: dict[int, dict[str, float]] = {}
         names = list(self)

@@ -179,9 +179,9 @@ class Block:
         there: np.ndarray = np.signbit(self.rows["weight"][rows])
         return there
 
-    def by_rank(self, rank: int) -> np.ndarray:
+    def by_rank(self, rank: int, rows: slice) -> np.ndarray:
         """That rank's records."""
-        rows, column = slice(self.size(None)), self.ranks.index(rank)
+        column = self.ranks.index(rank)
         there = self.there(rows)[:, column]
         found = np.empty(int(there.sum()), RECORD)
         for name in ("time", "step"):
@@ -293,7 +293,8 @@ class Metric:
     def by_rank(self) -> dict[int, Series]:
         found = {}
         for rank in sorted({rank for block in self.blocks for rank in block.ranks}):
-            records = np.concatenate([block.by_rank(rank) for block in self.blocks if rank in block.ranks])
+            blocks = [block for block in self.blocks if rank in block.ranks]
+            records = np.concatenate([block.by_rank(rank, slice(block.size(None))) for block in blocks])
             found[rank] = Series(records["step"].copy(), records["value"].copy())
         return found
 
