@@ -354,6 +354,9 @@ def test_the_history_is_bit_for_bit_the_same_in_any_order_of_arrival(
 ) -> None:
     history = ran(program, broken_off, data)
     assert state(ran(program, broken_off, data)) == state(history)
+    with tempfile.TemporaryDirectory() as folder:
+        history.save(f"{folder}/h")
+        assert state(History.load(f"{folder}/h"))[0] == state(history)[0]
     reference = expected(program, broken_off)
     assert list(history) == list(reference)
     for name, (series, columns) in reference.items():

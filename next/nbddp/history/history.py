@@ -97,7 +97,9 @@ class History(Mapping[str, Series]):
                 first = attempt[0][0]
                 if number:
                     history.restart(first.reason, first.world_size)
-                for rank, (_, data) in sorted(attempt.items()):
+                for rank, (start, data) in sorted(attempt.items()):
+                    if start.first_step is not None:
+                        history._attempts[-1].first_steps[rank] = start.first_step
                     records = checked(data)
                     while chunk := list(itertools.islice(records, _CHUNK)):
                         history.add(rank, chunk)
@@ -112,8 +114,8 @@ class History(Mapping[str, Series]):
         with new_file(path) as file, self._lock:
             for (number, attempt), began in zip(enumerate(self._attempts), itertools.count(time.time())):
                 for rank in range(attempt.world_size):
-                    start = Start(rank, attempt.world_size, began, attempt.reason, broken_off)
-                    file.write(start.head())
+                    first = attempt.first_steps.get(rank)
+                    file.write(Start(rank, attempt.world_size, began, attempt.reason, broken_off, first).head())
                     for name in self._names():
                         for block in self._metrics[name].blocks:
                             if block.attempt == number and rank in block.ranks:
