@@ -7,8 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-_MOST_HELD = 2
-
 
 @contextlib.contextmanager
 def interrupts_to(callback: Callable[[], None]) -> Iterator[None]:
@@ -25,16 +23,9 @@ def interrupts_to(callback: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Raise it afterwards: a process half made would leave its files. The third one comes at once."""
-    came = 0
-
-    def note() -> None:
-        nonlocal came
-        came += 1
-        if came > _MOST_HELD:
-            raise KeyboardInterrupt
-
-    with interrupts_to(note):
+    """Raise KeyboardInterrupt only afterwards, however often it comes: a process half made would stay."""
+    came = threading.Event()
+    with interrupts_to(came.set):
         yield
-    if came:
+    if came.is_set():
         raise KeyboardInterrupt
