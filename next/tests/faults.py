@@ -42,13 +42,15 @@ def trains(steps, make=torch.optim.Adam):
 def trains_with_sgd(steps): return (yield from trains(steps, torch.optim.SGD))
 
 class Data(torch.utils.data.Dataset):
-    def __len__(self): return 32
+    def __init__(self, length): self.length = length
+    def __len__(self): return self.length
     def __getitem__(self, i): return torch.full((4,), i / 8)
 
 def loads(steps):
     model, optimizer = training(torch.optim.SGD)
     for epoch in range(steps):
-        for batch in nbddp.loader(Data(), batch_size=8, num_workers=1):
+        data = Data(32 if steps < ENDLESS else 10**6)  # torch doesn't miss a worker that's killed between epochs
+        for batch in nbddp.loader(data, batch_size=8, num_workers=1):
             yield from step_of(model, optimizer, batch)
     return weights(model)
 
