@@ -166,7 +166,7 @@ def test_a_recursions_error_shows_six_frames_and_says_how_many_are_left_out(note
         def even(n): return odd(n + 1)
         def odd(n): return even(n + 1)
     """
-    note = re.compile(r"\[9\d\d frames between the first three and the last three are left out\]")
+    note = re.compile(r"\[9\d\d frames omitted between the first three and the last three\]")
     notebook.ok(source)
     reply = notebook.cell("nbddp.run(even, (0,), nprocs=2, device='cpu', show=False)")
     assert reply.ename == "RankError"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 import nbddp
 from nbddp.kernel.session import Session
 from nbddp.process.machine import LocalMachine
+from nbddp.process.server import _Forked
 from tests.machines import PicklingMachine, run_on
 from tests.support import Cells, wait_until
 
@@ -119,3 +123,20 @@ def test_a_session_goes_on_after_a_failure(machines: Machines, monkeypatch: pyte
         assert type(caught.value).__name__ == "ValueError"
         session.cell("y = nbddp.all_reduce(1)")
         assert session.pull("y", "r") == (4, 0)
+
+
+def test_another_thread_may_ask_for_a_ranks_exit_code_while_its_pid_is_awaited() -> None:
+    """multiprocessing does, whenever it starts a process; a fork server that imports torch takes seconds to answer."""
+    sentinel, server = os.pipe()
+    process = object.__new__(_Forked)
+    process.sentinel, process.returncode, process._reading = sentinel, None, threading.RLock()
+    with ThreadPoolExecutor() as pool:
+        pid = pool.submit(lambda: process.pid)
+        wait_until(lambda: not process._reading.acquire(blocking=False) or process._reading.release())
+        assert process.poll() is None
+        forkserver.write_signed(server, 4711)
+        assert pid.result() == 4711
+    forkserver.write_signed(server, -9)
+    assert (process.pid, process.poll()) == (4711, -9)
+    os.close(sentinel)
+    os.close(server)

@@ -223,7 +223,7 @@ def test_an_import_error_shows_nothing_of_pythons_import_system(in_folder: Path,
     [
         ("gone.py", (), "is not there"),
         (".", (), "is a folder"),
-        ("a.py", "--lr 1", "list of words"),
+        ("a.py", "--lr 1", "list of arguments"),
         ("a.py", 5, "list"),
     ],
 )

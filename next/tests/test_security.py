@@ -229,7 +229,7 @@ def test_no_signal_reaches_a_process_that_reused_a_ranks_pid() -> None:
     ours, pid = rank.itself, rank.process.pid
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as stranger:
         try:
-            rank.process._popen.pid = stranger.pid  # as if Linux had given the stranger the rank's number
+            rank.process._popen._number = stranger.pid  # as if Linux had given the stranger the rank's number
             rank.itself = _of_a_process_before(stranger.pid)
             rank.signal(signal.SIGINT)
             rank.signal(signal.SIGKILL)
@@ -241,7 +241,7 @@ def test_no_signal_reaches_a_process_that_reused_a_ranks_pid() -> None:
             assert stranger.wait(5) == -signal.SIGKILL
         finally:
             stranger.kill()
-            rank.process._popen.pid, rank.itself = pid, ours
+            rank.process._popen._number, rank.itself = pid, ours
             machine.end()
             wait_until(lambda: any(event.kind == "exit" for event in machine.events(0.1)))
             machine.close()

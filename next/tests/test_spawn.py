@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import re
 import signal
 import socket
@@ -138,3 +139,17 @@ def test_what_cannot_work_is_refused_by_name(cell: Cells) -> None:
         nbddp.spawn(names.train, (1, 2))
     with pytest.raises(nbddp.PayloadError, match=r"args\[0\]"):
         nbddp.spawn(names.train, (names.lock,))
+
+
+def test_a_stopped_spawn_is_no_success_and_its_errors_can_be_pickled(cell: Cells) -> None:
+    names = cell("import time\ndef wait(rank): time.sleep(60)\ndef fail(rank): raise ValueError('boom')")
+    going = nbddp.spawn(names.wait, nprocs=2, join=False)
+    assert going is not None
+    going.pids()
+    going.run.stop(0)
+    with pytest.raises(nbddp.NbddpError, match="is stopped"):
+        going.join()
+    with pytest.raises(nbddp.RankError) as caught:
+        nbddp.spawn(names.fail)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), str(again), again.error_pid) == (type(caught.value), str(caught.value), caught.value.error_pid)

@@ -116,8 +116,8 @@ def _agreed(path: str, found: str, state: dict[str, Any] | None) -> dict[str, An
         while others := [other for key in keys if (other := _looked_up(store, key)) and not other.endswith(found)]:
             if time.monotonic() > deadline:
                 raise NbddpError(
-                    f"load_snapshot({path!r}): {others[0]}, {here}. All ranks need one file, and a barrier() between "
-                    "loading it and writing the next one"
+                    f"load_snapshot({path!r}): {others[0]}, {here}. All ranks must see the same file; call "
+                    "barrier() between loading it and saving the next one"
                 )
             time.sleep(0.02)
     return state

@@ -109,7 +109,8 @@ class Attempt:
         self._grace_s = min(grace_s, self._grace_s) if again else grace_s
         if again or grace_s <= 0:
             return self._begin(self._to_stop(0.0))
-        self.where = self.where or hang.summary(self.locator.locate(_WHERE_S))
+        if self._waiting():
+            self.where = self.where or hang.summary(self.locator.locate(_WHERE_S))
         self._places = {}
         self._crew.send(CountSteps(), [rank for rank in self._waiting() if rank.called])
         self._begin(self._to_stop(_PLACES_S))

@@ -30,7 +30,7 @@ _NOT_PRELOADED = (
     "the fork server could not import nbddp, so each rank has to, which takes seconds: install nbddp, or put its "
     "folder on PYTHONPATH, and not only on this notebook's sys.path"
 )
-_SERVER_ENDED = "the fork server has ended; what it wrote to stderr says why"
+_SERVER_ENDED = "the fork server has ended unexpectedly; its output on stderr says why"
 
 Request = Callable[[], None]
 
@@ -62,9 +62,9 @@ class Crew:
         """Start all ranks. Raises LaunchError; whatever it raises, the crew has to be ended."""
         settings, machines = self._settings, self._machines
         share = -(-len(self.ranks) // len(machines))
-        store = machines[0].store(len(self.ranks)) if settings.contract or len(machines) > 1 else None
-        settings = dataclasses.replace(settings, store=store, nnodes=len(machines))
         try:
+            store = machines[0].store(len(self.ranks)) if settings.contract or len(machines) > 1 else None
+            settings = dataclasses.replace(settings, store=store, nnodes=len(machines))
             for index, machine in enumerate(machines):
                 mine = range(len(self.ranks))[index * share : (index + 1) * share]
                 machine.start(dataclasses.replace(settings, group_rank=index), mine)

@@ -1,4 +1,4 @@
-"""What an interrupt of the cell does while nbddp works: a request, or a KeyboardInterrupt when it's done."""
+"""What interrupting the cell does while nbddp works: it's a request, or a KeyboardInterrupt when the work is done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def interrupts_to(callback: Callable[[], None]) -> Iterator[None]:
-    """Have an interrupt of the cell call this."""
+    """Call this when the cell is interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -25,7 +25,9 @@ def interrupts_to(callback: Callable[[], None]) -> Iterator[None]:
 def interrupts_held() -> Iterator[None]:
     """Raise KeyboardInterrupt only afterwards, however often it comes: a process half made would stay."""
     came = threading.Event()
-    with interrupts_to(came.set):
-        yield
-    if came.is_set():
-        raise KeyboardInterrupt
+    try:
+        with interrupts_to(came.set):
+            yield
+    finally:
+        if came.is_set():
+            raise KeyboardInterrupt

@@ -46,7 +46,7 @@ def run_script(
     if os.path.isdir(file):
         raise LaunchError(f"{file} is a folder, not a script")
     if not os.path.isfile(file):
-        raise LaunchError(f"{file} is not there; the notebook runs in {working_directory()}")
+        raise LaunchError(f"{file} does not exist; the notebook's working directory is {working_directory()}")
     options = dataclasses.replace(options, init_process_group=False)
     name = str(options.name or os.path.basename(file))
     settings = decide(name, options, attended=options.wait and notebook() is not None)
@@ -57,5 +57,7 @@ def run_script(
 
 def _words(argv: Any) -> tuple[str, ...]:
     if isinstance(argv, (str, bytes)) or not isinstance(argv, Sequence):
-        raise LaunchError(f"argv is a list of words, e.g. argv=['--lr', '0.1'], not {argv!r}; use shlex.split()")
+        raise LaunchError(
+            f"argv is a list of arguments, e.g. argv=['--lr', '0.1'], not {argv!r}; shlex.split() makes one"
+        )
     return tuple(os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in argv)

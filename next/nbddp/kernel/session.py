@@ -14,7 +14,6 @@ import torch
 
 from nbddp import payload
 from nbddp.errors import LaunchError, NbddpError
-from nbddp.helpers import context
 from nbddp.kernel import failure
 from nbddp.kernel.attempt import OF_A_SESSION, Attempt
 from nbddp.kernel.crew import Crew
@@ -56,8 +55,6 @@ class Session:
 
     @takes_options
     def __init__(self, *, options: Options) -> None:
-        if context.is_rank():
-            raise LaunchError("this code already runs on the ranks of a session")
         for name in _ONLY_OF_RUNS:
             if getattr(options, name) != getattr(Options(), name):
                 raise LaunchError(f"{name}= is an option of run(), not of a session")

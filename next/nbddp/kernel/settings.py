@@ -81,9 +81,9 @@ def decide(name: str, options: Options, *, contract: bool = True, attended: bool
         attended: somebody is there to use the debugger, while which the other ranks have to wait.
     """
     if context.is_rank():
-        raise LaunchError("this code already runs on the ranks: call the function itself")
+        raise LaunchError("this code is already running on a rank: call the function itself")
     _check(options, contract)
-    device, count = _device(options)
+    device, count = device_and_count(options)
     nprocs = _nprocs(options, device, count)
     backend = _backend(options.backend, device) if options.init_process_group else None
     environ, gpus = {**os.environ}, options.gpus
@@ -145,13 +145,13 @@ def _check(options: Options, contract: bool) -> None:
         raise LaunchError(f"gpus is a list of device numbers, e.g. gpus=[0, 1], not {gpus!r}")
 
 
-def _device(options: Options) -> tuple[str, int]:
+def device_and_count(options: Options) -> tuple[str, int]:
     """Return the type of device, and how many there are; makes no context on them."""
     gpus = options.gpus
     if options.device is None:
         if count := torch.cuda.device_count():
             return "cuda", count
-        found = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+        found = context.current_accelerator()
         if found is not None and found.type != "mps" and (count := torch.get_device_module(found).device_count()):
             return found.type, count
         if gpus is not None:

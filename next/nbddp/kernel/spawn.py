@@ -7,31 +7,49 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from nbddp.errors import RankDied, RankError
 from nbddp.helpers import context
 from nbddp.kernel.run import Run
-from nbddp.kernel.settings import Options, check_call, decide
+from nbddp.kernel.settings import Options, check_call, decide, device_and_count
 from nbddp.kernel.start import launch, pack_call
 
 _POLL_S = 0.01
+_SLOTS = ("error_index", "error_pid", "exit_code")  # of torch's classes
 
 
 class SpawnRaised(ProcessRaisedException, RankError):
     """A rank raised an exception. The text is torch's; a cell shows it as nbddp's."""
 
+    def __reduce__(self) -> Any:
+        return _remade(self)
+
 
 class SpawnExited(ProcessExitedException, RankDied):
     """A rank ended without an exception. The text is torch's."""
+
+    def __reduce__(self) -> Any:
+        return _remade(self)
+
+
+def _made(kind: Any, text: str, attributes: dict[str, Any]) -> Any:
+    made = kind.__new__(kind, text)  # the parents' __init__ methods exclude each other
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def _remade(error: BaseException) -> tuple[Any, ...]:
+    slots = {name: getattr(error, name) for name in _SLOTS if hasattr(error, name)}
+    return _made, (type(error), error.args[0], {**vars(error), **slots})
 
 
 class SpawnContext:
     """The result of ``spawn(join=False)``, like torch's ``SpawnContext``.
 
     Attributes:
-        run: the same as a ``Run``.
+        run: the ``Run``.
     """
 
     def __init__(self, run: Run[Any]) -> None:
@@ -57,31 +75,33 @@ class SpawnContext:
 
         Raises:
             ProcessRaisedException, ProcessExitedException: the first failure, with torch's text.
+            NbddpError: the run was stopped.
         """
         if not self.run._done.wait(timeout):
             return False
         if self.run.error is not None:
             raise _as_torchs(self.run.error, self.pids())
+        _ = self.run.values  # an error, if it was stopped
         return True
 
 
 def _as_torchs(error: BaseException, pids: Sequence[int]) -> BaseException:
-    made: SpawnRaised | SpawnExited
+    made: Any  # torch's classes set their attributes in __init__
     if isinstance(error, RankError):
         shown = "".join(traceback.format_exception(error.cause)).rstrip("\n")
         text = f"\n\n-- Process {error.rank} terminated with the following error:\n{shown}"
-        made = SpawnRaised.__new__(SpawnRaised, text)  # the parents' __init__ methods exclude each other
+        made = _made(SpawnRaised, text, vars(error))
     elif isinstance(error, RankDied):
         how = f"signal {error.signal_name}" if error.signal_name else f"exit code {error.exitcode}"
         text = f"process {error.rank} terminated with {how}"
-        made = SpawnExited.__new__(SpawnExited, text)
+        made = _made(SpawnExited, text, vars(error))
         made.exit_code = error.exitcode
     else:
         return error
-    vars(made).update(vars(error))
     made.msg, made.error_index, made.error_pid = text, error.rank, pids[error.rank]
+    made.pid = made.error_pid  # its name in older versions of torch
     made.__cause__ = error.__cause__
-    return made
+    return made  # type: ignore[no-any-return]
 
 
 class _Rank:
@@ -112,11 +132,12 @@ def spawn(
 
     Raises:
         ProcessRaisedException, ProcessExitedException: as torch does; they are also ``RankError``, ``RankDied``.
-        LaunchError: the arguments can't work.
+        LaunchError: the arguments are invalid.
     """
-    device = None if torch.accelerator.device_count() >= nprocs else "cpu"
-    options = Options(nprocs=nprocs, device=device, init_process_group=False, wait=join, show=None if join else False)
-    with_rank = functools.partial(fn, _Rank())
+    _, count = device_and_count(Options())
+    device = None if isinstance(nprocs, int) and nprocs <= count else "cpu"
+    options = Options(nprocs=nprocs, device=device, init_process_group=False, wait=join)
+    with_rank = functools.partial(fn, _Rank()) if callable(fn) else fn
     name = check_call(with_rank, args, {}, None)
     settings = decide(name, options, contract=False)
     going = SpawnContext(launch(settings, pack_call(name, with_rank, tuple(args), {}), options))

@@ -26,7 +26,7 @@ import torch
 
 from nbddp.messages import Envelope, Place, Report, Settings
 from nbddp.payload import Block
-from nbddp.process import dumps, gauges, oom
+from nbddp.process import dumps, gauges, oom, server
 from nbddp.process.gauges import Memory
 from nbddp.process.server import ForkedProcess, temporary_folder
 from nbddp.process.store import Store
@@ -71,6 +71,7 @@ class _Rank:
         self.itself: psutil.Process | None = None
         self.exitcode: int | None = None
         self._oom_kills = oom_kills  # before it began
+        self._killed = False  # by us
         self.result: Block | None = None
         self.channel, theirs = Pipe()
         self.files = {"output": _unnamed_file(), "metrics": _appended(os.memfd_create("metrics", os.MFD_CLOEXEC))}
@@ -116,7 +117,7 @@ class _Rank:
                 yield Event("output", self.number, f"{line_end}{crash}".encode())
             self.exitcode = exitcode
             self._end_children()
-            if exitcode == -signal.SIGKILL and oom.kills() > self._oom_kills:
+            if exitcode == -signal.SIGKILL and not self._killed and oom.kills() > self._oom_kills:
                 yield Event("oom", self.number, None)
             yield Event("exit", self.number, exitcode)
 
@@ -145,6 +146,7 @@ class _Rank:
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank; SIGKILL also to its children, which are in its process group once it has begun."""
+        self._killed = self._killed or number == signal.SIGKILL
         for send in (os.killpg, os.kill) if number == signal.SIGKILL else (os.kill,):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if self._is_there():
@@ -210,9 +212,10 @@ class LocalMachine:
         """Start one process per rank. Raises OSError, EOFError."""
         self._folder = self._folder or tempfile.mkdtemp(prefix="r-", dir=temporary_folder())
         oom_kills = oom.kills()
-        for local_rank, rank in enumerate(ranks):
-            started = self._ranks[rank] = _Rank(rank, settings, gauges.gpu_of(settings, local_rank), oom_kills)
-            started.channel.send((settings, Place(rank, local_rank, len(ranks), self._folder)))
+        with server.lock:
+            for local_rank, rank in enumerate(ranks):
+                started = self._ranks[rank] = _Rank(rank, settings, gauges.gpu_of(settings, local_rank), oom_kills)
+                started.channel.send((settings, Place(rank, local_rank, len(ranks), self._folder)))
         if self._store is not None:
             self._store.open()
         for started in self._mine(ranks):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import io
 import os
@@ -24,7 +23,7 @@ _READ_AT_START = re.compile(
     r"|TORCH(?!INDUCTOR_CACHE_DIR|_DISTRIBUTED_DEBUG|_NCCL_)|PYTORCH|ATEN_|LC_ALL|LANG)"
 )
 
-_lock = threading.Lock()
+lock = threading.RLock()  # held while a machine's ranks are sent for, so that all come from one server
 _server: forkserver.ForkServer | None = None
 _began_with: dict[str, str] = {}
 
@@ -32,8 +31,7 @@ _began_with: dict[str, str] = {}
 def running(environ: Mapping[str, str] = os.environ) -> forkserver.ForkServer:
     """Return the server, started if it does not run, or if what it read at its start differs in this environment."""
     global _server, _began_with
-    with _lock:
-        now = _read_at_start(environ)
+    with lock, _inherited(now := _read_at_start(environ)):
         temporary_folder()
         if _server is not None and (now != _began_with or not _is_reachable(_server)):
             _stop(_server)
@@ -41,8 +39,7 @@ def running(environ: Mapping[str, str] = os.environ) -> forkserver.ForkServer:
         if _server is None or not _is_alive(_server):
             _server, _began_with = forkserver.ForkServer(), now
             _server.set_forkserver_preload(_preloaded)
-            with _inherited(now):
-                _ensure_running(_server)
+            _ensure_running(_server)
         return _server
 
 
@@ -52,7 +49,7 @@ def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _inherited(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Have a process that starts now read these. ``os.environ``, which the user's threads may read, stays as it is."""
+    """Let a process started now inherit these values. ``os.environ``, which other threads may read, is left alone."""
     here = _read_at_start(os.environ)
     changed = {name for name in here.keys() | wanted.keys() if here.get(name) != wanted.get(name)}
     _put(changed, wanted)
@@ -115,7 +112,7 @@ def preload(*modules: str) -> None:
 def shut_down() -> None:
     """End the server when its last rank has ended; the next run starts another one."""
     global _server
-    with _lock:
+    with lock:
         if _server is not None:
             _stop(_server)
             _server = None
@@ -134,7 +131,10 @@ def _stop(server: forkserver.ForkServer) -> None:
 class _Forked(popen_forkserver.Popen):
     """The standard library's, but from our server, and without a copy of the user's ``__main__``."""
 
+    _number: int | None = None
+
     def _launch(self, process_obj: Any) -> None:
+        self._reading = threading.RLock()  # the number, and then the exit code
         data = io.BytesIO()
         set_spawning_popen(self)
         try:
@@ -150,25 +150,34 @@ class _Forked(popen_forkserver.Popen):
         with open(writer, "wb", closefd=False) as pipe:
             pipe.write(data.getbuffer())
 
-    @functools.cached_property
+    @property
     def pid(self) -> int:  # type: ignore[override]
         """Read when it's first needed, so that the next process is sent for while this one is forked."""
-        try:
-            return int(forkserver.read_signed(self.sentinel))
-        except EOFError:
-            raise ProcessLookupError("the fork server has ended") from None
+        with self._reading:
+            if self._number is None:
+                try:
+                    self._number = int(forkserver.read_signed(self.sentinel))
+                except EOFError:
+                    raise ProcessLookupError("the fork server has ended") from None
+            return self._number
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        with contextlib.suppress(ProcessLookupError):
-            _ = self.pid  # comes before the exit code
-        return super().poll(flag)
+        """Return the exit code; None while it runs. multiprocessing asks all processes whenever it starts another."""
+        if not self._reading.acquire(blocking=flag != os.WNOHANG):
+            return None  # its pid is being read
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                _ = self.pid  # comes before the exit code
+            return super().poll(flag)
+        finally:
+            self._reading.release()
 
 
 class ForkedProcess(process.BaseProcess):
     """A process forked from our server. It is killed with its children when this process ends or closes it.
 
     Attributes:
-        environ: what it should find, as far as it's read when Python or torch starts.
+        environ: its environment, as far as Python or torch read it when they start.
     """
 
     _Popen = _Forked  # start() makes one
