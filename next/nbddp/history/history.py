@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -19,7 +19,7 @@ import numpy as np
 from nbddp.errors import NbddpError
 from nbddp.files import new_file
 from nbddp.history.notices import notices
-from nbddp.history.points import RECORD, Counts, Metric, Points, Series, Spread
+from nbddp.history.points import RECORD, Attempt, Metric, Points, Series, Spread
 from nbddp.history.progress import RankProgress
 from nbddp.history.records import Start, checked, read
 from nbddp.text import in_a_line
@@ -41,13 +41,6 @@ class Restart:
     reason: str
 
 
-@dataclass
-class _Attempt:
-    reason: str
-    world_size: int
-    first_steps: dict[int, int] = field(default_factory=dict)  # by rank
-
-
 class History(Mapping[str, Series]):
     """The metrics of one run: ``steps, values = history["loss"]``.
 
@@ -64,20 +57,17 @@ class History(Mapping[str, Series]):
         ranks: the progress of each rank.
         snapshots: the last step before each snapshot, by path.
         first_nan: the first NaN that arrived: metric, step, rank.
-        over: nothing more will be logged.
     """
 
     def __init__(self, world_size: int = 1) -> None:
         self._lock = threading.Lock()
         self._metrics: dict[str, Metric] = {}
         self._left_out: set[str] = set()
-        self._named: collections.Counter[int] = collections.Counter()  # by rank, how many metrics
-        self._attempts = [_Attempt("", world_size)]
-        self._broken_off = False
+        self._named: dict[int, dict[str, None]] = collections.defaultdict(dict)  # by rank, in its order
+        self._attempts = [Attempt("", world_size)]
         self.ranks = [RankProgress() for _ in range(world_size)]
         self.snapshots: dict[str, int | None] = {}
         self.first_nan: tuple[str, int, int] | None = None
-        self.over = False
 
     # ------------------------------------------------------------------ for the user
 
@@ -110,18 +100,23 @@ class History(Mapping[str, Series]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all metrics to a file, for :meth:`load`. Raises NbddpError if it cannot be written."""
-        broken_off = self._broken_off or not self.over
         with new_file(path) as file, self._lock:
-            for (number, attempt), began in zip(enumerate(self._attempts), itertools.count(time.time())):
+            broken_off = self._attempts[-1].broken_off is not False
+            for began, attempt in enumerate(self._attempts):
                 for rank in range(attempt.world_size):
                     first = attempt.first_steps.get(rank)
                     file.write(Start(rank, attempt.world_size, began, attempt.reason, broken_off, first).head())
                     for name in self._names():
                         for block in self._metrics[name].blocks:
-                            if block.attempt == number and rank in block.ranks:
+                            if block.attempt is attempt and rank in block.ranks:
                                 rows = block.by_rank(rank, slice(None))  # repeated ones, too: load() repeats them again
                                 ops = self._metrics[name].ops[rank]
                                 file.write(msgpack.packb({"name": name, "ops": ops, "rows": rows.tobytes()}))
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will be logged."""
+        return self._attempts[-1].broken_off is not None
 
     @property
     def restarts(self) -> list[Restart]:
@@ -189,14 +184,6 @@ class History(Mapping[str, Series]):
         with self._lock:
             return self._metric(name).spread()
 
-    def counts(self, name: str) -> Counts:
-        """How many ranks have logged each step, of how many; also of a step that a sum leaves out.
-
-        Empty for a metric without ``reduce=``.
-        """
-        with self._lock:
-            return self._metric(name).counts()
-
     def latest(self) -> dict[str, float]:
         """The newest value of each metric."""
         with self._lock:
@@ -229,11 +216,11 @@ class History(Mapping[str, Series]):
 
     # ------------------------------------------------------------------ for the run
 
-    def add(self, rank: int, records: Iterable[Any], arrived_at: float = 0.0) -> None:
+    def add(self, rank: int, records: Iterable[Any]) -> None:
         """Add decoded records of that rank's metrics file."""
         logged: dict[str, tuple[dict[str | None, None], list[Any]]] = collections.defaultdict(lambda: ({}, []))
         with self._lock:
-            self.ranks[rank].arrived_at = arrived_at
+            self.ranks[rank].arrived_at = time.time()
             for record in records:
                 if isinstance(record, dict):
                     self._add_other(rank, record)
@@ -245,25 +232,23 @@ class History(Mapping[str, Series]):
                     ops[reduce] = None
                     rows.append((at, step, place, weight, value))
             for name, (ops, rows) in logged.items():
-                self._add(rank, name, list(ops), np.array(rows, RECORD))
+                self._add(rank, name, ops, np.array(rows, RECORD))
 
     def restart(self, reason: str = "", world_size: int | None = None) -> None:
         """The ranks start again, in new processes: the steps that they repeat replace the old ones."""
         with self._lock:
-            self._attempts.append(_Attempt(reason, world_size or self._attempts[-1].world_size))
-            for metric in self._metrics.values():
-                metric.close(broken_off=True)
+            self._attempts[-1].broken_off = True
+            world_size = world_size or self._attempts[-1].world_size
+            self._attempts.append(Attempt(reason, world_size))
             self.ranks = [rank.after_restart() for rank in self.ranks]
-            self.ranks += [RankProgress() for _ in range(self._attempts[-1].world_size - len(self.ranks))]
+            self.ranks += [RankProgress() for _ in range(world_size - len(self.ranks))]
 
     def settle(self, *, broken_off: bool = False) -> None:
         """The run is over; ``broken_off``: leave out the last points, which not every rank had reached."""
         with self._lock:
-            self.over, self._broken_off = True, broken_off
-            for metric in self._metrics.values():
-                metric.close(broken_off=broken_off)
+            self._attempts[-1].broken_off = broken_off
 
-    def _add(self, rank: int, name: str, ops: list[str | None], rows: np.ndarray) -> None:
+    def _add(self, rank: int, name: str, ops: Iterable[str | None], rows: np.ndarray) -> None:
         attempt = self._attempts[-1]
         attempt.first_steps.setdefault(rank, int(rows["step"][0]))
         newest = int(rows["step"].argmax())
@@ -273,11 +258,8 @@ class History(Mapping[str, Series]):
         if name not in self._metrics and len(self._metrics) == MAX_METRICS:
             self._left_out.add(name)
             return
-        metric = self._metrics.setdefault(name, Metric())
-        if rank not in metric.order:
-            metric.order[rank] = self._named[rank]
-            self._named[rank] += 1
-        metric.add(rank, ops, rows, len(self._attempts) - 1, attempt.world_size)
+        self._named[rank][name] = None
+        self._metrics.setdefault(name, Metric()).add(rank, ops, rows, attempt)
 
     def _add_other(self, rank: int, record: dict[str, Any]) -> None:
         if bar := record.get("bar"):
@@ -291,7 +273,7 @@ class History(Mapping[str, Series]):
             self._add(rank, record["name"], record["ops"], np.frombuffer(record["rows"], RECORD))
 
     def _names(self) -> list[str]:
-        return sorted(self._metrics, key=lambda name: min(self._metrics[name].order.items()))
+        return list(dict.fromkeys(name for rank in sorted(self._named) for name in self._named[rank]))
 
     def _metric(self, name: str) -> Metric:
         if name not in self._metrics:

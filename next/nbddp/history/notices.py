@@ -9,27 +9,24 @@ from nbddp.history.points import Metric
 
 def notices(metric: Metric) -> Iterator[str]:
     """Without the metric's name."""
-    first = min(metric.ops)
-    for rank, (op, *later) in sorted(metric.ops.items()):
-        if op != metric.op:
+    first, op = min(metric.ops), metric.op
+    for rank, other in [(rank, op) for rank, ops in sorted(metric.ops.items()) for op in ops]:
+        if other != op:
+            who = "later" if rank == first else f"rank {rank}"
             yield (
-                f"rank {first} logged it with reduce={metric.op!r}, rank {rank} with reduce={op!r}; "
-                f"rank {first}'s counts for the whole run"
+                f"rank {first} logged it with reduce={op!r} and {who} with reduce={other!r}; "
+                f"{'the first' if rank == first else f'that of rank {first}'} counts for the whole run"
             )
             break
-        if later:
-            yield (
-                f"rank {rank} logged it with reduce={op!r} and later with reduce={later[0]!r}; "
-                "the first counts for the whole run"
-            )
-            break
+    if op is None:
+        return
     steps, ranks, of = metric.counts()
     fewer = ranks < of
     if not fewer.any():
         return
     low, high, most = ranks[fewer].min(), ranks[fewer].max(), of[fewer].max()
     logged_by = f"only {low if low == high else f'{low} to {high}'} of {most} ranks"
-    result = {"min": "the minimum", "max": "the maximum"}.get(str(metric.op), f"the {metric.op}")
+    result = {"min": "the minimum", "max": "the maximum"}.get(op, f"the {op}")
     if fewer.all() and low == high:
         yield f"{logged_by} logged it; {result} is over {'that rank' if low == 1 else 'those ranks'}"
         return

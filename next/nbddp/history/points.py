@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +19,9 @@ class Series(NamedTuple):
     values: np.ndarray
 
     def __repr__(self) -> str:
-        ends = [f"{value:g} at step {step}" for step, value in zip(*self)]
-        count = f"{len(ends)} point{'s' * (len(ends) != 1)}" if ends else "no points"
-        return f"Series({': '.join([count, *([' … '.join(dict.fromkeys([ends[0], ends[-1]]))] if ends else [])])})"
+        count = len(self.steps)
+        ends = " … ".join(f"{self.values[i]:g} at step {self.steps[i]}" for i in sorted({0, count - 1}) if count)
+        return f"Series({count or 'no'} point{'s' * (count != 1)}{': ' * bool(ends)}{ends})"
 
 
 class Points(NamedTuple):
@@ -40,12 +42,19 @@ class Spread(NamedTuple):
     high: np.ndarray
 
 
-class Counts(NamedTuple):
-    """How many ranks have logged a step, and of how many."""
+@dataclass
+class Attempt:
+    """All ranks, from one start to the next.
 
-    steps: np.ndarray
-    ranks: np.ndarray
-    of: np.ndarray
+    Attributes:
+        first_steps: that each rank logged.
+        broken_off: not every rank has reached the last points; None while it runs.
+    """
+
+    reason: str
+    world_size: int
+    first_steps: dict[int, int] = field(default_factory=dict)
+    broken_off: bool | None = None
 
 
 class Columns:
@@ -70,16 +79,11 @@ class Columns:
     def insert(self, at: np.ndarray) -> np.ndarray:
         """Insert a zero row before each of these rows (ascending). Returns where the new rows are."""
         old, first = self.size, int(at[0])
-        new = at + np.arange(len(at))
         self.resize(old + len(at))
         if first < old:
-            moved = np.ones(self.size - first, bool)
-            moved[new - first] = False
             for array in self._arrays.values():
-                tail = array[first:old].copy()
-                array[first : self.size] = 0
-                array[first : self.size][moved] = tail
-        return new
+                array[first : self.size] = np.insert(array[first:old], at - first, 0, axis=0)
+        return at + np.arange(len(at))
 
 
 class Block:
@@ -93,21 +97,18 @@ class Block:
     Weights are stored with a minus: 0.0 is a value that was not logged, -0.0 one with weight 0.
 
     Attributes:
-        of: how many ranks there are.
-        end: how many rows are combined once the attempt is over; None before.
-        kept: how many rows a later attempt has not repeated.
+        kept: how many rows a later attempt has not repeated; None before a later one.
     """
 
-    def __init__(self, attempt: int, of: int) -> None:
-        self.attempt, self.of = attempt, of
-        self.end: int | None = None
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
         self.kept: int | None = None
         self.ranks: list[int] = []
-        key = np.empty(0, np.complex128)
-        self.rows = Columns(key=key, step=_ints(), time=_floats(), value=_floats(0, 0), weight=_floats(0, 0))
+        by_rank, time = np.empty((0, 0)), np.empty(0)
+        self.rows = Columns(key=time.astype(complex), step=time.astype(int), time=time, value=by_rank, weight=by_rank)
         # By rank: lap and place of its last key, how many values were counted, and a row that is not after its last.
         self._at: dict[int, tuple[int, float, int, int]] = {}
-        self.forget()
+        self._combined_for: Any = None
 
     def add(self, rank: int, records: np.ndarray) -> None:
         column = self._column(rank)
@@ -123,10 +124,6 @@ class Block:
         for name in ("step", "time"):
             self.rows[name][at[mine]] = records[name][mine]
 
-    def close(self, *, broken_off: bool) -> None:
-        if self.end is None:
-            self.end = self.complete() if broken_off else self.rows.size
-
     def complete(self) -> int:
         """How many rows all ranks that log this metric have passed."""
         lap, place = min(at[:2] for at in self._at.values())
@@ -138,24 +135,23 @@ class Block:
         start = int(np.searchsorted(keys, complex(keys[-1].real, -np.inf)))
         again = np.flatnonzero(self.rows["step"][start:] >= step)
         self.kept = min(start + int(again[0]) if len(again) else self.rows.size, self.size(None))
-        self.forget()
 
     def size(self, op: str | None) -> int:
         """How many rows are shown. Values with an ``op`` wait for the other ranks."""
         size = self.rows.size if self.kept is None else self.kept
         if op is None:
             return size
-        if self.end is None:
-            return self.complete() if len(self.ranks) >= self.of else 0
-        return min(size, self.end)
-
-    def forget(self) -> None:
-        """Combine all rows again."""
-        self._combined = Columns(steps=_ints(), times=_floats(), values=_floats(), low=_floats(), high=_floats())
-        self._settled = self._points = 0  # rows whose points do not change any more, and how many points they are
+        if self.attempt.broken_off is None:
+            return self.complete() if len(self.ranks) >= self.attempt.world_size else 0
+        return min(size, self.complete()) if self.attempt.broken_off else size
 
     def points(self, op: str | None) -> Points:
         """The rows combined over the ranks. Only what has changed since the last call is computed."""
+        if self._combined_for != (op, self.kept, len(self.ranks)):
+            self._combined_for = op, self.kept, len(self.ranks)
+            floats = dict.fromkeys(Points._fields[1:], np.empty(0))
+            self._combined = Columns(steps=np.empty(0, int), **floats)
+            self._settled = self._points = 0  # rows whose points do not change any more, and how many points they are
         size = self.size(op)
         fresh = self._combine(slice(self._settled, size), op)
         self._combined.resize(self._points + len(fresh.steps))
@@ -169,9 +165,10 @@ class Block:
 
     def spread(self) -> Spread:
         """Of the rows that all of its ranks have logged; at the end, that two have logged."""
-        rows = slice(self.size(None) if self.end is None else min(self.size(None), self.end))
+        broken_off = self.attempt.broken_off
+        rows = slice(min(self.size(None), self.complete()) if broken_off else self.size(None))
         there = self.there(rows).sum(1)
-        kept = (there > 1) & (there >= (len(self.ranks) if self.end is None else 2))
+        kept = there >= max(2, len(self.ranks) if broken_off is None else 2)
         return Spread(self.rows["step"][rows][kept], *(column[kept] for column in self._extremes(rows)))
 
     def there(self, rows: slice) -> np.ndarray:
@@ -221,7 +218,6 @@ class Block:
             columns = {name: self.rows[name] for name in ("key", "step", "time")}
             columns |= {name: np.insert(self.rows[name], at, 0.0, axis=1) for name in ("value", "weight")}
             self.rows = Columns(**columns)
-            self.forget()
         return self.ranks.index(rank)
 
     def _rows_of(self, keys: np.ndarray, start: int) -> np.ndarray:
@@ -229,8 +225,7 @@ class Block:
         known = self.rows["key"][start:]
         wanted = keys[np.append(True, keys[1:] != keys[:-1])]
         at = np.searchsorted(known, wanted)
-        missing = at == len(known)
-        missing[~missing] = known[at[~missing]] != wanted[~missing]
+        missing = at == np.searchsorted(known, wanted, "right")
         if missing.any():
             new = self.rows.insert(start + at[missing])
             self.rows["key"][new] = wanted[missing]
@@ -241,13 +236,11 @@ class Metric:
     """One metric over all attempts.
 
     Attributes:
-        order: by rank, how many metrics it had logged before.
         ops: by rank, with which ``reduce=`` it was logged.
         blocks: one for each attempt that has logged it, without those that a later one has repeated wholly.
     """
 
     def __init__(self) -> None:
-        self.order: dict[int, int] = {}
         self.ops: dict[int, list[str | None]] = {}
         self.blocks: list[Block] = []
 
@@ -255,20 +248,14 @@ class Metric:
     def op(self) -> str | None:
         return self.ops[min(self.ops)][0]
 
-    def add(self, rank: int, ops: list[str | None], records: np.ndarray, attempt: int, of: int) -> None:
+    def add(self, rank: int, ops: Iterable[str | None], records: np.ndarray, attempt: Attempt) -> None:
         known = self.ops.setdefault(rank, [])
-        if new := [op for op in ops if op not in known]:
-            known += new
-            for block in self.blocks:  # the metric's op may be another one now
-                block.forget()
-        if not self.blocks or self.blocks[-1].end is not None:
-            self.blocks.append(Block(attempt, of))
+        known += [op for op in ops if op not in known]
+        if not self.blocks or self.blocks[-1].attempt is not attempt:
+            self.blocks.append(Block(attempt))
         if rank not in self.blocks[-1].ranks:
             self._repeat_from(int(records["step"][0]))
         self.blocks[-1].add(rank, records)
-
-    def close(self, *, broken_off: bool) -> None:
-        self.blocks[-1].close(broken_off=broken_off)
 
     def points(self) -> Points:
         return Points(*_joined([block.points(self.op) for block in self.blocks]))
@@ -281,14 +268,14 @@ class Metric:
     def spread(self) -> Spread:
         return Spread(*_joined([block.spread() for block in self.blocks]))
 
-    def counts(self) -> Counts:
-        """Of a metric with an ``op``; else no rows."""
-        op, parts = self.op, []
+    def counts(self) -> Iterator[np.ndarray]:
+        """Steps, also those that a sum leaves out; how many ranks have logged each, and of how many."""
+        parts = []
         for block in self.blocks:
-            rows = slice(block.size(op) if op else 0)
+            rows = slice(block.size(self.op))
             ranks = block.there(rows).sum(1)
-            parts.append((block.rows["step"][rows], ranks, np.full(len(ranks), block.of)))
-        return Counts(*_joined(parts))
+            parts.append((block.rows["step"][rows], ranks, np.full(len(ranks), block.attempt.world_size)))
+        return _joined(parts)
 
     def by_rank(self) -> dict[int, Series]:
         found = {}
@@ -307,14 +294,6 @@ class Metric:
             del self.blocks[-2]
 
 
-def _joined(parts: list[Any]) -> Any:
+def _joined(parts: Iterable[tuple[np.ndarray, ...]]) -> Iterator[np.ndarray]:
     """New arrays."""
     return (np.concatenate(columns) for columns in zip(*parts))
-
-
-def _ints() -> np.ndarray:
-    return np.empty(0, np.int64)
-
-
-def _floats(*shape: int) -> np.ndarray:
-    return np.empty(shape or 0, np.float64)
