@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nbddp
@@ -25,6 +25,8 @@ from nbddp.history.history import History
 from nbddp.history.records import MAX_STEP, RecordReader
 
 VALUES = st.floats(width=64)  # NaN, infinities and zeros of both signs, too
+CASES = settings().max_examples
+FEW = settings(max_examples=max(1, CASES // 5))  # a case takes 1 to 60 ms; NBDDP_CASES scales them all
 CUTS = st.lists(st.integers(1, 100), max_size=50)
 
 
@@ -65,6 +67,7 @@ def arrive(history: History, by_rank: list[list[Call]], data: st.DataObject) -> 
 # ---------------------------------------------------------------------------- any bytes, any names, any values
 
 
+@FEW
 @given(st.lists(VALUES, min_size=1, max_size=40), CUTS)
 def test_bytes_cut_anywhere_give_the_same_columns(values: list[float], cuts: list[int]) -> None:
     data, history, reader = sent([Call({"loss": value}) for value in values]), History(1), RecordReader()
@@ -75,6 +78,7 @@ def test_bytes_cut_anywhere_give_the_same_columns(values: list[float], cuts: lis
     assert history["loss"].steps.tolist() == list(range(len(values)))
 
 
+@FEW
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=120))
 def test_any_name_is_decoded(name: str) -> None:
     history = History(1)
@@ -82,6 +86,7 @@ def test_any_name_is_decoded(name: str) -> None:
     assert list(history) == [name]
 
 
+@FEW
 @given(
     st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.125, 100, width=32)), min_size=2, max_size=5),
     st.randoms(use_true_random=False),
@@ -121,6 +126,7 @@ def logged_twice_replaced(points: list[tuple[int, float]], step: int, value: flo
     points.append((step, value))
 
 
+@FEW
 @given(st.data(), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(-MAX_STEP, MAX_STEP), VALUES)))
 def test_columns_are_what_was_logged(data: st.DataObject, logged: list[tuple[int, int, int, float]]) -> None:
     history = History(4)
@@ -159,6 +165,7 @@ class Column:
 CHUNK = st.tuples(st.integers(0, 9), st.integers(0, 4), st.lists(st.integers(-3, 9), min_size=1, max_size=5), VALUES)
 
 
+@FEW
 @given(st.lists(CHUNK, max_size=30))
 def test_any_order_of_steps_and_restarts_leaves_each_rank_what_it_logged_last(chunks: Any) -> None:
     """Of one rank, with several metrics."""
@@ -181,6 +188,7 @@ def test_any_order_of_steps_and_restarts_leaves_each_rank_what_it_logged_last(ch
     assert repr(columns_of(history)) == repr({(0, name): expected[name].points for name in history})
 
 
+@FEW
 @given(st.data(), st.lists(st.lists(st.integers(0, 12), max_size=12), min_size=1, max_size=4))
 def test_steps_repeated_after_a_restart_replace_the_old_ones(data: st.DataObject, attempts: list[list[int]]) -> None:
     """Of several ranks that log the same steps."""
@@ -348,6 +356,7 @@ def state(history: History) -> Any:
     )
 
 
+@settings(max_examples=max(1, CASES // 3))
 @given(programs(), st.booleans(), st.data())
 def test_the_history_is_bit_for_bit_the_same_in_any_order_of_arrival(
     program: list[list[list[Call]]], broken_off: bool, data: st.DataObject
@@ -366,6 +375,7 @@ def test_the_history_is_bit_for_bit_the_same_in_any_order_of_arrival(
         assert repr(found) == repr(dict(sorted(columns.items())))
 
 
+@FEW
 @given(st.binary(max_size=60), st.integers(0, 300))
 def test_a_damaged_history_is_loaded_or_refused(noise: bytes, at: int) -> None:
     history = History(2)
