@@ -32,7 +32,8 @@ IMPORTED_S = 30.0  # the fork server sees that the kernel is gone as soon as it 
 
 SETUP = f"""
 %load_ext nbddp
-import gc, json, re
+import faulthandler, gc, json, re, signal
+faulthandler.register(signal.SIGUSR1, open("stacks", "w"))
 from nbddp.kernel import attempt, start
 from tests.support import Surroundings
 patience = start.follow.__kwdefaults__["patience"]
@@ -145,14 +146,18 @@ def test_faults_at_random_moments_end_as_they_have_to_and_leave_nothing(kernel: 
     references: dict[str, Any] = {}
     failed = []
     for case in CASES:
-        began = time.monotonic()
+        began, wrong = time.monotonic(), list[str]()
         try:
-            wrong = list(carry_out(kernel, case, references))
+            wrong.extend(carry_out(kernel, case, references))
         except (AssertionError, queue.Empty) as error:
-            wrong = [f"it hangs, or the kernel is no longer usable: {error}"]
+            os.kill(kernel.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+            wrong.append(f"it hangs, or the kernel is no longer usable: {error}\n{Path('stacks').read_text()}")
         print(f"{case.index} {case.call} {case.program} {case.fault}: {time.monotonic() - began:.1f} s", *wrong)
         if wrong:
             failed.append("\n".join([f"NBDDP_SEED={case.seed} NBDDP_CASE={case.index}", str(case), *wrong]))
+        if "hangs" in "".join(wrong):
+            break
     assert not failed, "\n\n".join(failed)
 
 

@@ -220,6 +220,8 @@ class Session:
                 attempt.follow()
                 if any(rank.failed for rank in ranks):
                     error = self._error(attempt, ranks, order)
+                elif attempt.interrupts:  # as the ranks were done: what follows in the cell must not run
+                    raise KeyboardInterrupt
             except BaseException as broken:
                 self._end_run("stopped" if isinstance(broken, KeyboardInterrupt) else "failed", broken)
                 raise
@@ -241,7 +243,7 @@ class Session:
             attempt.follow()
         finally:
             self._busy = was_busy
-        if attempt.stopping and not was_busy:  # else the cell has an error already
+        if attempt.interrupts and not was_busy:  # else the cell has an error already
             raise KeyboardInterrupt
         if any(rank.failed for rank in ranks):
             raise self._error_of(failure.first(ranks))

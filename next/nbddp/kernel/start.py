@@ -181,7 +181,7 @@ def follow(
             f"{run.name} was still {run.state} after its timeout of {timeout} s and was stopped. "
             f"It was here: {attempt.where}"
         )
-    if attempt.stopping:
+    if attempt.stopping or attempt.interrupts:
         raise KeyboardInterrupt
     if any(rank.failed for rank in crew.ranks):
         failed = failure.first(crew.ranks)
