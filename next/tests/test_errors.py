@@ -338,19 +338,3 @@ def test_an_exception_arrives_with_its_own_fields() -> None:
         nbddp.run(b"\xff".decode, nprocs=2, device="cpu", show=False)
     assert isinstance(caught.value.cause, UnicodeDecodeError)
     assert (caught.value.cause.start, caught.value.cause.reason) == (0, "invalid start byte")
-
-
-def test_an_exception_that_cannot_be_changed_arrives(cell: Cells) -> None:
-    names = cell("""
-        import dataclasses
-        @dataclasses.dataclass(frozen=True)
-        class Frozen(Exception):
-            code: int
-        def train(depth):
-            if not depth: raise Frozen(7)
-            train(depth - 1)
-    """)
-    for depth in (1, 500):
-        with pytest.raises(nbddp.RankError) as caught:
-            run(names.train, depth)
-        assert (type(caught.value.cause).__name__, caught.value.cause.code) == ("Frozen", 7)

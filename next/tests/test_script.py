@@ -221,7 +221,7 @@ def test_an_import_error_shows_nothing_of_pythons_import_system(in_folder: Path,
 @pytest.mark.parametrize(
     ("path", "argv", "words"),
     [
-        ("gone.py", (), "is not there"),
+        ("gone.py", (), "does not exist"),
         (".", (), "is a folder"),
         ("a.py", "--lr 1", "list of arguments"),
         ("a.py", 5, "list"),

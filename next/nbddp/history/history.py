@@ -187,8 +187,8 @@ class History(Mapping[str, Series]):
     def latest(self) -> dict[str, float]:
         """The newest value of each metric."""
         with self._lock:
-            found = {name: self._metrics[name].latest() for name in self._names()}
-        return {name: value for name, value in found.items() if value is not None}
+            names = self._names()
+            return {name: value for name in names if (value := self._metrics[name].latest()) is not None}
 
     def to_pandas(self) -> Any:
         """A DataFrame with one row per step and one column per metric (NaN for a missing value)."""
