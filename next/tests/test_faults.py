@@ -26,6 +26,8 @@ from tests.support import Notebook, gone, is_fork_server, marked_pids, ranks_of,
 SEED = int(os.environ.get("NBDDP_SEED", "1"))
 ONLY = os.environ.get("NBDDP_CASE")
 CASES = [draw(SEED, int(ONLY))] if ONLY else [draw(SEED, n) for n in range(int(os.environ.get("NBDDP_CASES", "12")))]
+# Interrupts while ranks start, a session opens, a push ends; a fork server killed before a fork, as a cell ends.
+FOUND = [(1, 24), (1, 29), (2, 44), (2, 88), (4, 22), (4, 28), (4, 71)]
 LONGEST_S = 15.0
 GONE_S = 2.0
 IMPORTED_S = 30.0  # the fork server sees that the kernel is gone as soon as it has imported torch
@@ -142,10 +144,10 @@ def carry_out(kernel: Notebook, case: Case, references: dict[str, Any]) -> Itera
             kernel.ok("before = Surroundings()")
 
 
-def test_faults_at_random_moments_end_as_they_have_to_and_leave_nothing(kernel: Notebook) -> None:
+def check(kernel: Notebook, cases: list[Case]) -> None:
     references: dict[str, Any] = {}
     failed = []
-    for case in CASES:
+    for case in cases:
         began, wrong = time.monotonic(), list[str]()
         try:
             wrong.extend(carry_out(kernel, case, references))
@@ -159,6 +161,15 @@ def test_faults_at_random_moments_end_as_they_have_to_and_leave_nothing(kernel: 
         if "hangs" in "".join(wrong):
             break
     assert not failed, "\n\n".join(failed)
+
+
+def test_faults_at_random_moments_end_as_they_have_to_and_leave_nothing(kernel: Notebook) -> None:
+    check(kernel, CASES)
+
+
+@pytest.mark.long
+def test_cases_that_found_a_defect_stay_right(kernel: Notebook) -> None:
+    check(kernel, [draw(seed, index) for seed, index in FOUND])
 
 
 def left_by(processes: set[int], files: set[str], temporary: str) -> list[str]:
