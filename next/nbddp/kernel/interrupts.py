@@ -24,10 +24,10 @@ def interrupts_to(callback: Callable[[], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
     """Raise KeyboardInterrupt only afterwards, however often it comes: a process half made would stay."""
-    came = threading.Event()
+    came: list[None] = []  # an Event is not reentrant
     try:
-        with interrupts_to(came.set):
+        with interrupts_to(lambda: came.append(None)):
             yield
     finally:
-        if came.is_set():
+        if came:
             raise KeyboardInterrupt
