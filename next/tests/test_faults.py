@@ -25,7 +25,7 @@ from tests.support import Notebook, gone, is_fork_server, marked_pids, ranks_of,
 
 SEED = int(os.environ.get("NBDDP_SEED", "1"))
 ONLY = os.environ.get("NBDDP_CASE")
-CASES = [draw(SEED, int(ONLY))] if ONLY else [draw(SEED, n) for n in range(int(os.environ.get("NBDDP_CASES", "12")))]
+CASES = [draw(SEED, int(ONLY))] if ONLY else [draw(SEED, n) for n in range(int(os.environ.get("NBDDP_CASES", "8")))]
 # Interrupts while ranks start, a session opens, a push ends; a fork server killed before a fork, as a cell ends.
 FOUND = [(1, 24), (1, 29), (2, 44), (2, 88), (4, 22), (4, 28), (4, 71)]
 LONGEST_S = 15.0
