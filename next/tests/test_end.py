@@ -285,6 +285,7 @@ def test_a_script_with_a_background_run_ends_without_waiting_for_it(in_folder: P
     assert time.monotonic() - float(ended.stdout) < SOON_S
 
 
+@pytest.mark.long
 def test_a_notebook_that_ends_leaves_no_background_run(own_notebook: Notebook, in_folder: Path) -> None:
     _begin_runs(own_notebook, in_folder, ["swallow everything"])
     began = time.monotonic()

@@ -102,6 +102,7 @@ def test_what_a_restart_cannot_heal_is_not_restarted(cell: Cells, in_folder: Pat
     assert last.restarts == 0
 
 
+@pytest.mark.long
 def test_a_timeout_after_a_restart_names_the_first_failure(cell: Cells) -> None:
     names = cell("""
         import nbddp, time

@@ -111,6 +111,7 @@ def test_a_script_runs_with_ascii_output_and_all_signals_blocked() -> None:
     assert ended.stdout == "gr\\xfc\\xdf \\u96ea\nschnee: step 0  gr\\xf6\\xdfe 1\n" * 2
 
 
+@pytest.mark.long
 def test_a_script_runs_with_closed_standard_streams() -> None:
     shell = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh"]
     assert subprocess.run([*shell, sys.executable, "-c", textwrap.dedent(_PRINTS)], timeout=100).returncode == 0

@@ -82,6 +82,7 @@ print(total.item())
     assert [run.logs(rank) for rank in range(2)] == ["2.0\n"] * 2
 
 
+@pytest.mark.long
 def test_processes_that_a_script_starts_find_its_classes(in_folder: Path) -> None:
     """DataLoader's workers by fork and by spawn, and ``mp.spawn``'s."""
     (in_folder / "a.py").write_text(
