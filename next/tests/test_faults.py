@@ -55,6 +55,9 @@ def again():
     '''Does the next run work, and the next session cell; was this session lost?'''
     global session
     for each in nbddp.runs(): each.stop(0)
+    if session is not None and not session.lost:
+        try: session.cell("pass")
+        except nbddp.NbddpError: pass  # a rank was killed after its last cell
     lost = session.lost if session is not None else ""
     if session is None or lost:
         if session is not None: session.close()
