@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+
+_POLL_S = 0.1
 
 
 @contextlib.contextmanager
@@ -31,3 +35,27 @@ def interrupts_held() -> Iterator[None]:
     finally:
         if came:
             raise KeyboardInterrupt
+
+
+class Latch:
+    """A ``threading.Event`` whose wait may be interrupted at any moment: an Event's lock would stay taken."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._news.put(None)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return whether it was set in time."""
+        deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
+        while not self._is_set and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._news.get(timeout=min(left, _POLL_S))
+                self._news.put(None)  # for the others; they look again if an interrupt comes in between
+        return self._is_set

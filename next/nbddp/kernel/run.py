@@ -8,7 +8,6 @@ import collections
 import contextlib
 import functools
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
@@ -19,6 +18,7 @@ from nbddp.history.history import History
 from nbddp.kernel.attempt import Attempt
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.failure import RankState
+from nbddp.kernel.interrupts import Latch
 from nbddp.kernel.view import Status
 from nbddp.process import server
 from nbddp.text import duration
@@ -56,7 +56,7 @@ class Run(Generic[R]):
         self._stop_grace_s: float | None = None  # asked for before there was anything to stop
         self._where = ""  # the ranks were, when they were stopped
         self._parts: list[tuple[RankState, int, int]] = []  # of the ranks' outputs: begin and end
-        self._done = threading.Event()
+        self._done = Latch()
         self._callbacks: list[Callable[[], object]] = []
         _runs[id(self)] = self
         _newest.append(self)

@@ -201,6 +201,7 @@ class Session:
             yield
         except KeyboardInterrupt:  # the third one: nobody knows what the ranks do
             if not self.lost and not all(rank.over for rank in self._crew.ranks):
+                self._crew.kill(self._crew.ranks)
                 self.close()
             raise
         finally:
