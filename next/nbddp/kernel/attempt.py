@@ -24,11 +24,11 @@ from nbddp.messages import CountSteps, Release, Steps, StopAfter
 from nbddp.process.machine import Event
 
 _CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
-_ANSWER_S = 5.0  # for the thread that follows
+_ANSWER_S = 5.0  # for the thread that follows to ask the ranks where they are
 _WHERE_S = 0.1  # for the ranks to say where they are, when somebody waits for their end
 _PLACES_S = 0.2  # for the ranks to say how many optimizer steps they have taken
 _OWN_INTERRUPT_S = 0.5  # for the cell's, after the ranks'
-_SAME_STEP_S = 0.5  # for the ranks to come to the step after which they stop, and twice what a step takes
+_SAME_STEP_S = 0.5  # and twice what a step takes: for the ranks to come to the step after which they stop
 _RELEASE_S = 0.03  # between failure, release, and interrupt: a rank that waits for others may fail with a better text
 _AGAIN_S = 1.0  # until ranks that have swallowed an interrupt get another one
 
@@ -141,7 +141,7 @@ class Attempt:
         self._crew.inbox.put(functools.partial(self.stop, grace_s))
 
     def _wait_for_own_interrupt(self) -> None:
-        """VS Code signals all processes below the kernel, and then the kernel."""
+        """VS Code interrupts all processes below the kernel first, then the kernel itself."""
         deadline = time.monotonic() + _OWN_INTERRUPT_S
         while not self.stopping and (left := deadline - time.monotonic()) > 0:
             self._note(self._crew.take(left))

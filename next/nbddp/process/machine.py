@@ -45,7 +45,7 @@ _POLL_S = 0.002
 class Event(NamedTuple):
     """What a machine tells: ``message`` (from a rank), ``metrics`` and ``output`` (bytes), ``exit`` (the code).
 
-    Before the exit comes ``oom``, without data, if it was most likely the OOM killer that ended the rank.
+    An ``oom``, without data, comes before the exit if it was most likely the OOM killer that ended the rank.
     """
 
     kind: str
