@@ -1,0 +1,754 @@
+"""What needs a GPU: ``python -m pytest tests/gpu.py -s``; four minutes.
+
+Every test stands alone, the important ones first, so that what is cut off is missed least. ``NBDDP_DEVICE=cpu`` tries
+this file out where there is no GPU; what only a GPU has is then skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import nbddp
+from nbddp.process import gauges
+from tests.support import Notebook, gone, is_fork_server, out, ranks_of, wait_until
+
+DEVICE = os.environ.get("NBDDP_DEVICE", "cuda")
+ON_GPU = DEVICE == "cuda"
+FIRST = "cuda:0" if ON_GPU else "cpu"
+RANKS = {
+    1: f"nprocs=1, device={DEVICE!r}",
+    2: "gpus=[0, 0], backend='gloo'" if ON_GPU else "nprocs=2, device='cpu'",
+    4: "gpus=[0, 0, 0, 0], backend='gloo'" if ON_GPU else "nprocs=4, device='cpu'",
+}
+MAGIC = {1: f"-n 1 --device {DEVICE}", 2: "--gpus 0,0 --backend gloo" if ON_GPU else "-n 2 --device cpu"}
+MIB = 1 << 20
+HELD = 2048 * MIB if ON_GPU else 64 * MIB
+CLOSE = 16 * MIB
+BACK_WITHIN_S = 10.0
+
+only_gpu = pytest.mark.skipif(not ON_GPU, reason="a GPU is needed")
+one_or_two = pytest.mark.parametrize("ranks", [1, 2])
+Figure = Callable[[str, Any], None]
+
+WORK = """
+import json, os, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import nbddp
+
+def hold(path, nbytes, end):
+    taken = torch.ones(nbytes // 4, device=nbddp.device())
+    taken.sum().item()
+    Path(f"{path}/{nbddp.rank()}").touch()
+    if end == "raise":
+        raise ValueError("on purpose")
+    while end == "stay" and not Path(f"{path}/go").exists():
+        time.sleep(0.05)
+
+def collectives():
+    rank, size, device = nbddp.rank(), nbddp.world_size(), nbddp.device()
+    x = torch.full((3,), rank + 1.0, device=device)
+    dist.all_reduce(x)
+    seen = [None] * size
+    dist.all_gather_object(seen, rank)
+    nbddp.barrier()
+    with nbddp.main_first():
+        pass
+    return [
+        x.tolist(),
+        seen,
+        float(nbddp.all_reduce(float(rank), "mean")),
+        float(nbddp.all_reduce(torch.ones(2, device=device, dtype=torch.bfloat16), "sum")[0]),
+        [float(each.sum()) for each in nbddp.all_gather(torch.full((2,), rank + 1.0, device=device))],
+        nbddp.broadcast(torch.arange(3, device=device) * (rank + 1)).tolist(),
+    ]
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+
+def fit(steps, dtype=None, compiled=False, snapshot="", dies_at=None):
+    "Trains on batches of which each rank has its share: the weights are those of one process, up to rounding."
+    torch.manual_seed(0)
+    rank, size, device = nbddp.rank(), nbddp.world_size(), nbddp.device()
+    model = nbddp.wrap(net())
+    run = torch.compile(model) if compiled else model
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    done, losses = 0, []
+    if snapshot and (state := nbddp.load_snapshot(snapshot)):
+        for part, name in (getattr(model, "module", model), "model"), (optimizer, "optimizer"), (scaler, "scaler"):
+            part.load_state_dict(state[name])
+        done = state["step"]
+    for step in range(done, steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(24, 16, generator=generator)
+        y = (x[:, :1] * 2 - x[:, 1:2])[rank::size].to(device)
+        with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = torch.nn.functional.mse_loss(run(x[rank::size].to(device)).float(), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        nbddp.log(loss=loss, reduce="mean")
+        losses.append(loss.item())
+        if snapshot:
+            nbddp.barrier()
+            nbddp.save_snapshot(snapshot, model=model, optimizer=optimizer, scaler=scaler, step=step + 1)
+            nbddp.barrier()
+        if step == dies_at and nbddp.restart_count() == 0:
+            os.kill(os.getpid(), 9)
+    return losses[0], losses[-1], torch.cat([p.detach().flatten() for p in model.parameters()])
+
+def too_much(batch):
+    weights = torch.ones(4, device=nbddp.device())
+    too_large = torch.ones(batch, 1 << 30, device=weights.device)
+    print(too_large.sum())
+
+def out_of_range():
+    weights = torch.ones(4, device=nbddp.device())
+    index = torch.tensor([0, 9], device=nbddp.device())
+    return weights[index].sum().item()
+"""
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Figure:
+    """Print a number, and add it to the file NBDDP_FIGURES, a line of JSON each."""
+
+    def keep(name: str, value: Any) -> None:
+        value = float(f"{value:.4g}") if isinstance(value, float) else value
+        print(f"    {name}: {value}", flush=True)
+        if path := os.environ.get("NBDDP_FIGURES"):
+            with open(path, "a") as file:
+                file.write(json.dumps([request.node.name, name, value]) + "\n")
+
+    return keep
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _opened_once() -> None:
+    """What this process opens to look at a GPU, and keeps."""
+    if ON_GPU:
+        gauges._gpu_memory("0")
+        torch.cuda.device_count()
+
+
+@pytest.fixture
+def book(notebook: Notebook) -> Notebook:
+    """The shared notebook, in which CUDA isn't used, with what ranks do."""
+    notebook.ok(f"%load_ext nbddp\n{WORK}")
+    return notebook
+
+
+def gpu_used() -> int:
+    found = gauges._gpu_memory("0")
+    assert found is not None, "the driver does not answer"
+    return found[0]
+
+
+def used(pids: list[int]) -> int:
+    """Bytes of the GPU in use; on the CPU, those of the ranks."""
+    if ON_GPU:
+        return gpu_used()
+    found = 0
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += psutil.Process(pid).memory_info().rss
+    return found
+
+
+def nvidia_smi(fields: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip().split(", ")
+
+
+def expected(ranks: int) -> list[Any]:
+    """What ``collectives`` gives."""
+    numbers = [rank + 1.0 for rank in range(ranks)]
+    mean = (ranks - 1) / 2
+    return [[sum(numbers)] * 3, [*range(ranks)], mean, float(ranks), [2 * n for n in numbers], [0, 1, 2]]
+
+
+def values(notebook: Notebook, function: str, ranks: int, args: tuple[Any, ...] = (), **options: Any) -> list[Any]:
+    """What each rank returns, as JSON."""
+    more = "".join(f", {name}={value!r}" for name, value in options.items())
+    return list(
+        notebook.ok(
+            f"print(json.dumps(nbddp.run({function}, {args!r}, {RANKS[ranks]}{more}, show=False).values))"
+        ).json()
+    )
+
+
+# ---------------------------------------------------------------------------- it works at all
+
+
+def test_the_machine(figure: Figure) -> None:
+    figure("versions", f"Python {platform.python_version()}, torch {torch.__version__}, nbddp {nbddp.__file__ and ''}")
+    figure("cores", os.cpu_count())
+    figure("C compiler", shutil.which("cc") or shutil.which("gcc") or "none")
+    if ON_GPU:
+        figure("GPU", nvidia_smi("name,driver_version,memory.total,memory.used,compute_mode"))
+        figure("CUDA, NCCL", f"{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_collectives(book: Notebook, ranks: int) -> None:
+    assert values(book, "collectives", ranks) == [expected(ranks)] * ranks
+
+
+def test_one_rank_has_the_devices_own_backend_and_leaves_its_group_soon(book: Notebook, figure: Figure) -> None:
+    book.ok("""
+        def leaves():
+            dist.all_reduce(torch.ones(1 << 20, device=nbddp.device()).sum())
+            began = time.perf_counter()
+            dist.destroy_process_group()
+            return time.perf_counter() - began
+        def names():
+            return dist.get_backend(), str(nbddp.device())
+    """)
+    assert values(book, "names", 1) == [["nccl" if ON_GPU else "gloo", FIRST]]
+    for backend in ["nccl", "gloo"] if ON_GPU else ["gloo"]:
+        seconds = [values(book, "leaves", 1, backend=backend)[0] for _ in range(3)]
+        figure(f"destroy_process_group of {backend}, ms", statistics.median(seconds) * 1e3)
+    if ON_GPU:
+        assert values(book, "collectives", 1, backend="cpu:gloo,cuda:nccl") == [expected(1)]
+
+
+@only_gpu
+def test_neither_notebook_nor_fork_server_initializes_cuda(own_notebook: Notebook, tmp_path: Path) -> None:
+    book = own_notebook
+    book.ok(WORK)
+
+    def look() -> None:
+        (server,) = [child for child in psutil.Process(book.pid).children() if is_fork_server(child)]
+        for pid in book.pid, server.pid:  # NVML opens nvidiactl and nvidia0 alone
+            assert not any("uvm" in path for path in _devices(pid)), _devices(pid)
+
+    look()
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        going = book.begin(f"nbddp.run(hold, ({str(folder)!r}, {64 * MIB}, 'stay'), {RANKS[1]}, show=False)")
+        wait_until((folder / "0").exists)
+        (rank,) = ranks_of(book.pid)
+        assert any("uvm" in path for path in _devices(rank))
+        look()
+        (folder / "go").touch()
+        book.end_of(going)
+        look()
+    assert out(book.ok("torch.cuda.is_initialized()")) == "False"
+
+
+def _devices(pid: int) -> set[str]:
+    """The driver's devices that a process has open; CUDA opens nvidia-uvm when it's initialized."""
+    found = set()
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
+    return {path for path in found if path.startswith("/dev/nvidia")}
+
+
+def test_the_notebook_may_use_the_device_before_and_after(own_notebook: Notebook) -> None:
+    book = own_notebook
+    book.ok(f"""
+        {WORK.replace(chr(10), chr(10) + "        ")}
+        mine = net().to({FIRST!r})
+        mine(torch.ones(8, 16, device={FIRST!r})).sum().backward()
+    """)
+    assert out(book.ok("torch.cuda.is_initialized()")) == str(ON_GPU)
+    for ranks in (1, 2):
+        assert values(book, "collectives", ranks) == [expected(ranks)] * ranks
+    shown = (
+        book.ok(f"""
+        back = nbddp.run(lambda model: model(torch.ones(8, 16, device=nbddp.device())), (mine,), {RANKS[1]}).value
+        print(back.device, torch.allclose(back, mine(torch.ones(8, 16, device={FIRST!r})).to(back.device), rtol=1e-4))
+    """)
+        .shown.strip()
+        .splitlines()[-1]
+    )
+    assert shown == "cpu True"
+
+
+# ---------------------------------------------------------------------------- memory
+
+
+@one_or_two
+@pytest.mark.parametrize("end", ["return", "raise", "Stop", "a killed rank"])
+def test_memory_is_back(book: Notebook, tmp_path: Path, figure: Figure, ranks: int, end: str) -> None:
+    _ends(book, tmp_path, figure, ranks, end)
+
+
+@one_or_two
+def test_memory_is_back_when_the_kernel_is_killed(
+    own_notebook: Notebook, tmp_path: Path, figure: Figure, ranks: int
+) -> None:
+    _ends(own_notebook, tmp_path, figure, ranks, "a killed kernel")
+
+
+def _ends(book: Notebook, tmp_path: Path, figure: Figure, ranks: int, end: str) -> None:
+    book.ok(WORK)
+    mode = end if end in ("return", "raise") else "stay"
+    before = used([])
+    going = book.begin(f"nbddp.run(hold, ({str(tmp_path)!r}, {HELD}, {mode!r}), {RANKS[ranks]}, show=False)")
+    wait_until(lambda: len(os.listdir(tmp_path)) == ranks)
+    pids = ranks_of(book.pid) if mode == "stay" else []
+    if mode == "stay":
+        assert used(pids) - before > 0.9 * ranks * HELD
+    began = time.monotonic()
+    if end == "Stop":
+        book.interrupt()
+    elif end == "a killed rank":
+        os.kill(pids[-1], signal.SIGKILL)
+    if end == "a killed kernel":
+        book.kill()
+    else:
+        names = {"return": "", "raise": "RankError", "Stop": "KeyboardInterrupt", "a killed rank": "RankDied"}
+        assert book.end_of(going).ename == names[end]
+        figure("until the cell is over, ms", (time.monotonic() - began) * 1e3)
+    wait_until(lambda: used(pids) - before < CLOSE and all(map(gone, pids)), BACK_WITHIN_S)
+    figure("until the memory is back, ms", (time.monotonic() - began) * 1e3)
+
+
+@only_gpu
+@one_or_two
+def test_status_has_the_gpus_memory_as_nvidia_smi_has_it(
+    book: Notebook, tmp_path: Path, figure: Figure, ranks: int
+) -> None:
+    book.ok(f"going = nbddp.run(hold, ({str(tmp_path)!r}, {HELD}, 'stay'), {RANKS[ranks]}, wait=False, show=False)")
+    try:
+        wait_until(lambda: len(os.listdir(tmp_path)) == ranks)
+        lines = [line for line in book.ok("%ddp status").shown.splitlines() if "GPU" in line]
+        smi_used, smi_total = map(int, nvidia_smi("memory.used,memory.total"))
+        figure("a line of %ddp status", lines[-1].strip())
+        assert len(lines) == ranks
+        for line in lines:
+            words = line.replace(",", "").split()
+            is_used, total = int(words[-4]), int(words[-2])
+            assert abs(is_used - smi_used) < 64, (is_used, smi_used)
+            assert abs(total - smi_total) < 64, (total, smi_total)
+    finally:
+        (tmp_path / "go").touch()
+        book.ok("going.wait()")
+
+
+# ---------------------------------------------------------------------------- failures
+
+
+@one_or_two
+def test_out_of_memory_names_the_line_and_its_tensors(book: Notebook, ranks: int) -> None:
+    failed = book.cell(f"nbddp.run(too_much, ({1 << 17},), {RANKS[ranks]}, show=False)")
+    assert ("out of memory" if ON_GPU else "can't allocate memory") in failed.traceback
+    assert "too_large = torch.ones(batch, 1 << 30" in failed.traceback
+    words = " ".join(failed.traceback.split())
+    assert f"batch {1 << 17}" in words
+    assert f"Tensor (4,) float32 {FIRST}" in words
+    assert failed.ename == "RankError"
+    assert values(book, "collectives", ranks) == [expected(ranks)] * ranks
+
+
+@one_or_two
+def test_a_device_side_assert_names_the_line(book: Notebook, figure: Figure, ranks: int) -> None:
+    failed = book.cell(f"nbddp.run(out_of_range, (), {RANKS[ranks]}, show=False)")
+    figure("the error", f"{failed.ename}: {failed.evalue}"[-600:])
+    assert ("device-side assert" if ON_GPU else "out of bounds") in failed.traceback
+    assert "return weights[index].sum().item()" in failed.traceback
+    words = " ".join(failed.traceback.split())
+    assert f"Tensor (4,) float32 {FIRST}" in words
+    assert f"Tensor (2,) int64 {FIRST}" in words
+    assert values(book, "collectives", ranks) == [expected(ranks)] * ranks
+
+
+@only_gpu
+def test_stop_ends_a_rank_that_waits_for_a_long_kernel(book: Notebook, tmp_path: Path, figure: Figure) -> None:
+    book.ok("""
+        def waits(path):
+            Path(path).touch()
+            for _ in range(60):
+                torch.cuda._sleep(2_000_000_000)  # a second or more, each
+            torch.cuda.synchronize()
+    """)
+    before, path = gpu_used(), tmp_path / "there"
+    going = book.begin(f"nbddp.run(waits, ({str(path)!r},), {RANKS[1]}, show=False)")
+    wait_until(path.exists)
+    time.sleep(0.5)
+    began = time.monotonic()
+    book.interrupt()
+    assert book.end_of(going).ename == "KeyboardInterrupt"
+    figure("until the cell is over, s", time.monotonic() - began)
+    wait_until(lambda: gpu_used() - before < CLOSE, BACK_WITHIN_S)
+
+
+@only_gpu
+def test_a_gpu_that_is_not_there_and_nccl_on_a_shared_one_are_refused(book: Notebook) -> None:
+    assert "there is no GPU 1 here, only [0]" in book.cell("nbddp.run(net, gpus=[0, 1])").evalue
+    assert "NCCL needs a GPU for each rank" in book.cell("nbddp.run(net, gpus=[0, 0])").evalue
+    assert "this machine has 1 cuda devices" in book.cell("nbddp.run(net, nprocs=2)").evalue
+    assert out(book.ok("nbddp.run(lambda: str(nbddp.device()), show=False).value")) == "'cuda:0'"
+
+
+# ---------------------------------------------------------------------------- training
+
+
+def test_ranks_on_one_device_train_as_one_process(book: Notebook) -> None:
+    for ranks in (1, 2, 4):
+        book.ok(f"run{ranks} = nbddp.run(fit, (20,), {RANKS[ranks]}, show=False)")
+    found = book.ok("""
+        alone = run1.value[2]
+        print(json.dumps([[len(r.history["loss"].steps), max(float((v[2] - alone).abs().max()) for v in r.values)]
+                          for r in (run1, run2, run4)]))
+    """).json()
+    assert [steps for steps, _ in found] == [20] * 3
+    assert max(far for _, far in found) < 1e-4
+
+
+@one_or_two
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_mixed_precision(book: Notebook, ranks: int, dtype: str) -> None:
+    if dtype == "float16" and not ON_GPU:
+        pytest.skip("a GPU is needed")
+    found = book.ok(f"""
+        run = nbddp.run(fit, (200, torch.{dtype}), {RANKS[ranks]}, show=False)
+        same = all(torch.equal(each[2], run.value[2]) for each in run.values)
+        print(json.dumps([run.value[0], run.value[1], same]))
+    """).json()
+    first, last, same = found
+    assert last < 0.3 * first
+    assert same
+
+
+@one_or_two
+def test_a_restart_goes_on_from_the_snapshot_as_if_nothing_had_been(book: Notebook, tmp_path: Path, ranks: int) -> None:
+    found = book.ok(f"""
+        never = nbddp.run(fit, (12, torch.bfloat16, False, {str(tmp_path / "a")!r}), {RANKS[ranks]}, show=False)
+        once = nbddp.run(fit, (12, torch.bfloat16, False, {str(tmp_path / "b")!r}, 6), {RANKS[ranks]}, show=False,
+                         max_restarts=1)
+        print(json.dumps([once.restarts, torch.equal(never.value[2], once.value[2])]))
+    """).json()
+    assert found == [1, True]
+
+
+@only_gpu
+def test_torch_compile_in_ranks(book: Notebook, figure: Figure) -> None:
+    if not (shutil.which("cc") or shutil.which("gcc")):
+        pytest.skip("Triton needs a C compiler")
+    for ranks in (1, 2):
+        reply = book.ok(
+            f"""
+            plain = nbddp.run(fit, (10,), {RANKS[ranks]}, show=False).value[2]
+            run = nbddp.run(fit, (10, None, True), {RANKS[ranks]}, show=False)
+            print(json.dumps(float((run.value[2] - plain).abs().max())))
+        """,
+            timeout_s=100,
+        )
+        figure(f"seconds on {ranks}", reply.seconds)
+        assert reply.json() < 1e-3
+
+
+@only_gpu
+def test_log_of_a_tensor_waits_for_nothing(book: Notebook, figure: Figure) -> None:
+    book.ok("""
+        def logs(calls):
+            loss = torch.zeros((), device=nbddp.device())
+            nbddp.log(loss=loss)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            torch.cuda._sleep(2_000_000_000)
+            began = time.perf_counter()
+            for step in range(calls):
+                nbddp.log(loss=loss + step)
+            seconds = time.perf_counter() - began
+            before = torch.cuda.current_stream().query()
+            torch.cuda.set_sync_debug_mode(0)
+            return seconds / calls * 1e6, before
+        def loops(calls, way):
+            x = torch.rand(64, device=nbddp.device())
+            for step in range(calls + 100):
+                if step == 100:
+                    torch.cuda.synchronize()
+                    began = time.perf_counter()
+                loss = ((x * 1.01 + 0.1).sin() * x).sum()
+                if way == "log":
+                    nbddp.log(loss=loss)
+                elif way == "item":
+                    loss.item()
+            torch.cuda.synchronize()
+            return (time.perf_counter() - began) / calls * 1e6
+    """)
+    each, is_through = values(book, "logs", 1, (200,))[0]
+    figure("log() while the GPU is busy, µs", each)
+    assert not is_through  # the GPU was still busy: nothing has waited for it
+    run = f"nbddp.run(logs, (50,), {RANKS[1]}, show=False).history['loss'].values[-3:]"
+    assert json.loads(out(book.ok(f"[float(x) for x in {run}]"))) == [47.0, 48.0, 49.0]
+    for way in ("nothing", "log", "item"):
+        found = [values(book, "loops", 1, (3000, way))[0] for _ in range(3)]
+        figure(f"a step of a loop that is bound by launches, with {way}, µs", statistics.median(found))
+
+
+@one_or_two
+def test_a_loader_pins_its_batches_and_its_workers_end(book: Notebook, ranks: int) -> None:
+    book.ok("""
+        def loads():
+            data = torch.utils.data.TensorDataset(torch.arange(64.0), torch.arange(64))
+            seen, pinned = 0.0, True
+            for x, y in nbddp.loader(data, 8, shuffle=True, num_workers=2):
+                pinned &= x.is_pinned()
+                seen += x.to(nbddp.device(), non_blocking=True).sum()
+            return float(nbddp.all_reduce(seen, "sum")), pinned
+    """)
+    assert values(book, "loads", ranks) == [[sum(range(64)), ON_GPU]] * ranks
+
+
+@one_or_two
+def test_a_seed_gives_the_same_numbers_again(book: Notebook, ranks: int) -> None:
+    book.ok("def draws(): return torch.rand(4, device=nbddp.device()).tolist()")
+    first = values(book, "draws", ranks, seed=1)
+    assert values(book, "draws", ranks, seed=1) == first
+    assert values(book, "draws", ranks, seed=2) != first
+
+
+# ---------------------------------------------------------------------------- sessions and the debugger
+
+OPENED = """
+model = nbddp.wrap(torch.nn.Linear(8, 8))
+optimizer = torch.optim.Adam(model.parameters())
+pid = os.getpid()
+def step():
+    loss = model(torch.ones(4, 8, device=nbddp.device())).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+step()
+"""
+FAIL = """
+if rank == world_size - 1:
+    time.sleep(0.5)
+    raise ValueError("on purpose")
+dist.all_reduce(torch.ones(1, device=nbddp.device()))
+torch.cuda.synchronize() if torch.cuda.is_available() else None
+"""
+
+
+@one_or_two
+def test_a_session_keeps_its_ranks_and_its_model(own_notebook: Notebook, figure: Figure, ranks: int) -> None:
+    book = own_notebook
+    book.ok("%load_ext nbddp")
+    book.ok(f"%ddp open {MAGIC[ranks]}")
+    book.ok(WORK + "rank, world_size = nbddp.rank(), nbddp.world_size()")
+    losses, pids = [float(out(book.ok(OPENED)))], out(book.ok("nbddp.all_gather(pid)"))
+    for name in ("a failure", "an interrupt"):
+        if name == "a failure":
+            began = time.monotonic() + 0.5
+            assert book.cell(FAIL).ename == "ValueError"
+        else:
+            going = book.begin("print('here', flush=True)\nwhile True: time.sleep(0.1)")
+            book.shown_so_far(going, "here")
+            began = time.monotonic()
+            book.interrupt()
+            assert book.end_of(going).ename == "KeyboardInterrupt"
+        figure(f"from {name} to a new group, ms", (time.monotonic() - began) * 1e3)
+        assert out(book.ok("nbddp.all_gather(pid)")) == pids
+        losses.append(float(out(book.ok("step()"))))
+        same = "len(set(nbddp.all_gather(sum(p.double().sum().item() for p in model.parameters()))))"
+        assert out(book.ok(same)) == "1"
+    assert losses == sorted(losses, reverse=True)
+    figure(
+        "an all-reduce in a cell, ms", book.ok("dist.all_reduce(torch.ones(1, device=nbddp.device()))").seconds * 1e3
+    )
+    book.ok("%ddp close")
+
+
+@one_or_two
+def test_a_session_whose_device_is_lost_says_so(own_notebook: Notebook, figure: Figure, ranks: int) -> None:
+    book = own_notebook
+    book.ok("%load_ext nbddp")
+    book.ok(f"%ddp open {MAGIC[ranks]}")
+    book.ok(WORK)
+    failed = book.cell("out_of_range()")
+    figure("the first error", f"{failed.ename}: {failed.evalue}"[-500:])
+    assert ("device-side assert" if ON_GPU else "out of bounds") in failed.evalue
+    again = book.cell("x = torch.ones(3, device=nbddp.device()).sum().item()")
+    figure("the next cell", f"{again.ename}: {again.evalue}"[-500:])
+    assert again.status == ("error" if ON_GPU else "ok")
+    book.cell("%ddp close")
+    book.ok(f"%ddp open {MAGIC[ranks]}")
+    book.ok(WORK)
+    assert out(book.ok("collectives()[0]")) == str([sum(range(1, ranks + 1)) * 1.0] * 3)
+    book.ok("%ddp close")
+
+
+@one_or_two
+def test_the_debugger_shows_a_tensor_of_the_device(book: Notebook, figure: Figure, ranks: int) -> None:
+    talk = book.talk(
+        f"""
+        def train():
+            x = torch.full((3,), nbddp.rank() + 1.0, device=nbddp.device())
+            breakpoint()
+            dist.all_reduce(x)
+            return x.tolist()
+        nbddp.run(train, {RANKS[ranks]}, show=False).value
+        """,
+        ["p x.device", "p x.sum().item()", "c"],
+    )
+    assert ("device(type='cuda', index=0)" if ON_GPU else "device(type='cpu')") in talk.shown
+    assert "3.0" in talk.shown
+    assert talk.result == str([sum(range(1, ranks + 1)) * 1.0] * 3)
+
+
+# ---------------------------------------------------------------------------- beside others
+
+SCRIPT = """
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+def work(rank, backend, device, port):
+    dist.init_process_group(backend, f"tcp://127.0.0.1:{port}", rank=rank, world_size=1)
+    x = torch.ones(1, device=device)
+    dist.all_reduce(x)
+    x.item()
+    dist.destroy_process_group()
+def main():
+    backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
+    mp.spawn(work, (backend, device, 29591), nprocs=1)
+"""
+TORCHRUN = """
+import torch, torch.distributed as dist
+backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
+dist.init_process_group(backend)
+x = torch.ones(1, device=device)
+dist.all_reduce(x)
+x.item()
+dist.destroy_process_group()
+"""
+
+
+def test_a_warm_run_beside_other_launchers(own_notebook: Notebook, tmp_path: Path, figure: Figure) -> None:
+    book, env = own_notebook, {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    (tmp_path / "spawned.py").write_text(f"{SCRIPT}\nif __name__ == '__main__':\n    main()")
+    (tmp_path / "script.py").write_text(TORCHRUN)
+    book.ok("""
+        import torch, torch.distributed as dist, nbddp
+        def one():
+            x = torch.ones(1, device=nbddp.device())
+            dist.all_reduce(x)
+            return x.item()
+    """)
+    commands = {
+        "mp.spawn in a script": [sys.executable, str(tmp_path / "spawned.py")],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", str(tmp_path / "script.py")],
+        "accelerate launch": [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", "--num_machines=1"),
+            *("--mixed_precision=no", "--dynamo_backend=no", str(tmp_path / "script.py")),
+        ],
+    }
+    run = f"nbddp.run(one, {RANKS[1]}, show=False).value"
+    book.ok(run)
+    found: dict[str, list[float]] = {}
+    for _ in range(2):
+        for _ in range(3):
+            found.setdefault("nbddp, warm", []).append(book.ok(run).seconds)
+        for name, command in commands.items():
+            began = time.monotonic()
+            ended = subprocess.run(
+                command, env={**_alone(env), "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=60
+            )
+            if ended.returncode:
+                figure(f"{name} failed", ended.stderr[-300:])
+            else:
+                found.setdefault(name, []).append(time.monotonic() - began)
+    for name, seconds in found.items():
+        figure(f"{name}, s", statistics.median(seconds))
+    assert out(book.ok(run)) == "1.0"
+
+
+def _alone(env: dict[str, str]) -> dict[str, str]:
+    """torchrun's variables for one process, for a launcher that sets none (accelerate with one process)."""
+    return {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29592",
+        **env,
+    }
+
+
+def test_the_first_cell_of_a_new_notebook(figure: Figure) -> None:
+    with Notebook() as book:
+        reply = book.ok(f"""
+            import nbddp
+            def first():
+                import torch
+                return torch.ones(1, device=nbddp.device()).item()
+            nbddp.run(first, {RANKS[1]}, show=False).value
+        """)
+        figure("with all imports, s", reply.seconds)
+        assert out(reply) == "1.0"
+
+
+@only_gpu
+def test_a_tensor_of_the_notebook_reaches_the_device(book: Notebook, figure: Figure) -> None:
+    book.ok("""
+        big = torch.ones(1 << 28)
+        def speeds(big):
+            found = []
+            torch.ones(1, device="cuda")
+            for each in big, big, big.clone(), torch.empty_like(big, pin_memory=True):
+                began = time.perf_counter()
+                there = each.to("cuda")
+                torch.cuda.synchronize()
+                found.append(4 * big.numel() / 1e9 / (time.perf_counter() - began))
+                total = float(there[0])
+                del there
+            return found
+    """)
+    found = book.ok(f"print(json.dumps(nbddp.run(speeds, (big,), {RANKS[1]}, show=False).value))").json()
+    for name, speed in zip(["of the notebook", "again", "the rank's own", "pinned"], found):
+        figure(f"1 GiB to the device, {name}, GB/s", speed)
+
+
+@only_gpu
+def test_two_nccl_ranks_on_one_gpu_recover(own_notebook: Notebook, figure: Figure) -> None:
+    """Recovery with NCCL needs several ranks; newer NCCL can be told to let them share a GPU."""
+    book = own_notebook
+    book.ok("%load_ext nbddp")
+    tried = book.cell(f"""
+        {WORK.replace(chr(10), chr(10) + "        ")}
+        from nbddp.kernel import settings
+        settings.Options.__post_init__ = lambda self: None
+        settings._nprocs = lambda options, device, count: len(options.gpus)
+        nbddp.run(collectives, gpus=[0, 0], backend="nccl", env=dict(NCCL_MULTI_RANK_GPU_ENABLE="1"), show=False,
+                  pg_timeout=20, timeout=40).values[0][0]
+    """)
+    if tried.status != "ok":
+        figure("refused", f"{tried.ename}: {tried.evalue}"[-300:])
+        pytest.skip("this NCCL does not let two ranks share a GPU")
+    assert out(tried) == "[3.0, 3.0, 3.0]"
+    book.ok("""
+        session = nbddp.Session(gpus=[0, 0], backend="nccl", env=dict(NCCL_MULTI_RANK_GPU_ENABLE="1"))
+        def fails():
+            if nbddp.rank() == 1:
+                time.sleep(1.0)
+                raise ValueError("on purpose")
+            dist.all_reduce(torch.ones(4, device=nbddp.device()))
+            torch.cuda.synchronize()
+    """)
+    failed = book.cell("session.run(fails)")
+    figure("from the failure to a new group, s", failed.seconds - 1.0)
+    assert failed.ename == "ValueError"
+    assert out(book.ok("session.run(collectives).values[1][0]")) == "[3.0, 3.0, 3.0]"
+    book.ok("session.close()")
