@@ -21,6 +21,10 @@ _ANYWHERE = {
     r"NCCL error|ncclSystemError|ncclRemoteError|ncclInternalError|ncclUnhandledCudaError": (
         "With env={'NCCL_DEBUG': 'INFO'} NCCL writes its reason into the output of the ranks"
     ),
+    r"CUDA error: (device-side assert|an illegal memory access|unspecified launch failure|misaligned address)": (
+        "An earlier call may have caused it: with env={'CUDA_LAUNCH_BLOCKING': '1'} the traceback ends at the right "
+        "one. This process cannot use its GPU any more; a session is right again after %ddp close and %ddp open"
+    ),
 }
 
 

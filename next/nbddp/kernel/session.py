@@ -15,6 +15,7 @@ import torch
 from nbddp import payload
 from nbddp.errors import LaunchError, NbddpError
 from nbddp.kernel import failure
+from nbddp.kernel.advice import advice
 from nbddp.kernel.attempt import OF_A_SESSION, Attempt
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.failure import RankState
@@ -300,6 +301,7 @@ class Session:
         if report is not None and all(rank.alive for rank in self._crew.ranks):
             shown = self._ask(Render(), [first])[first.number]
         notes += self._put_right(ranks, released=attempt.released)
+        notes += filter(None, [advice(text, self._crew.device)])
         shell = notebook()
         if (missing := _UNDEFINED.match(text)) and shell is not None and missing[1] in shell.user_ns:
             notes.append(f"The notebook has {missing[1]}: %ddp push {missing[1]}, or run its cell again")
