@@ -19,6 +19,8 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 
 # Kernels, scripts, and the fork server import this copy, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_HERE, os.environ.get("PYTHONPATH")]))
+if os.environ.get("NBDDP_DEVICE") != "cuda":  # gpu.py's; all other tests are about the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Before multiprocessing asks where temporary files go; short, because a socket's path has 108 bytes.
 _TEMP = tempfile.mkdtemp(prefix="nbt-", dir="/tmp")
 os.environ["TMPDIR"] = tempfile.tempdir = _TEMP
