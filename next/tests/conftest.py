@@ -75,6 +75,7 @@ def _warm() -> None:
         os.environ[variable] = home
     os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
     ensure_event_loop()  # of the blocking client
+    nbddp.device()  # asks the driver, in a torch with CUDA
     get_temp_dir()  # multiprocessing's own folder
     huge_pages._folder()
     with fresh_main() as cells:
