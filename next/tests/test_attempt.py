@@ -72,9 +72,7 @@ def order(
     opened.open()
     try:
         page = Page(opened.ranks, quiet=True)
-        attempt = Attempt(opened, opened.ranks, page, patience, look=look_at)
-        opened.call(Function("train"))
-        yield attempt, opened
+        yield Attempt(opened, Function("train"), opened.ranks, page, patience, look=look_at), opened
     finally:
         opened.end()
 

@@ -12,6 +12,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nbddp.kernel import failure, hang
 from nbddp.kernel.crew import POLL_S, Crew
@@ -21,6 +22,7 @@ from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page
 from nbddp.kernel.prompt import Prompt
 from nbddp.messages import CountSteps, Release, Steps, StopAfter
+from nbddp.payload import Block
 from nbddp.process.machine import Event
 
 _CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
@@ -51,9 +53,10 @@ OF_A_SESSION = Patience(10.0, (10.0, 10.0))  # whose state would be lost
 
 
 class Attempt:
-    """One order on some ranks of a crew.
+    """One order to some ranks of a crew.
 
     Attributes:
+        begins: how much each rank of the crew had printed before.
         stopping: it's being stopped: by an interrupt, ``stop()``, or its timeout.
         interrupts: how often the cell was interrupted.
         released: ranks have been asked to leave what they were doing.
@@ -63,15 +66,19 @@ class Attempt:
     def __init__(
         self,
         crew: Crew,
+        order: Any,
         ranks: Sequence[RankState],
         page: Page,
         patience: Patience,
         *,
+        payload: Block | None = None,
         deadline: float = float("inf"),
         look: Callable[[Attempt], None] = lambda attempt: None,
         steps: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self._crew, self._ranks, self._page, self._patience = crew, ranks, page, patience
+        self._order, self._payload = order, payload
+        self.begins = [rank.output.size for rank in crew.ranks]
         self._deadline = deadline
         self._look = look
         self._prompt = Prompt(crew, ranks, page)
@@ -86,9 +93,10 @@ class Attempt:
         self.where = ""
 
     def follow(self) -> None:
-        """Return when every rank has reported or ended."""
+        """Give the order. Return when every rank has reported or ended."""
         with interrupts_to(self._interrupted), contextlib.ExitStack() as stack:
             stack.callback(self._end)
+            self._crew.call(self._order, self._payload, self._ranks)
             while self._waiting():
                 due = self._plan[0][0] - time.monotonic() if self._plan else POLL_S
                 self._note(self._crew.take(min(POLL_S, max(0.0, due))))

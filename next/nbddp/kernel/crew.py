@@ -92,14 +92,13 @@ class Crew:
         """The type of the ranks' devices."""
         return self._settings.device
 
-    def call(self, order: Any, payload: Block | None = None, ranks: Sequence[RankState] | None = None) -> None:
-        """Give an order to these ranks, or to all."""
+    def call(self, order: Any, payload: Block | None, ranks: Sequence[RankState]) -> None:
+        """Give an order, to which each of these ranks will answer with a report."""
         self.moved_at = time.monotonic()
-        asked = self.ranks if ranks is None else ranks
-        for rank in asked:
+        for rank in ranks:
             rank.begin_order()
         for machine in self._machines:
-            machine.call(order, payload, _numbers(asked))
+            machine.call(order, payload, _numbers(ranks))
 
     def take(self, wait_s: float) -> Event | None:
         """Wait for one thing, and note it: what a rank has done, or what another thread asks for."""

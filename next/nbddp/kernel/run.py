@@ -173,10 +173,10 @@ class Run(Generic[R]):
     def _take_part(self, crew: Crew, attempt: Attempt) -> None:
         """The next call on a crew is a part of this run: its only one, if it isn't restarted."""
         self._crew, self._attempt = crew, attempt
-        self._parts += [(rank, rank.begin, sys.maxsize) for rank in crew.ranks]
+        self._parts += [(rank, begin, sys.maxsize) for rank, begin in zip(crew.ranks, attempt.begins)]
         crew.metrics_to = self.history.add
         if self._stop_grace_s is not None:
-            attempt.stop(self._stop_grace_s)
+            self._ask_to_stop(self._stop_grace_s)
 
     def _leave(self) -> None:
         """The ranks have ended."""

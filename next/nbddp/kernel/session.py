@@ -19,6 +19,7 @@ from nbddp.kernel.advice import advice
 from nbddp.kernel.attempt import OF_A_SESSION, Attempt
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.failure import RankState
+from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page, notebook
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
@@ -210,12 +211,13 @@ class Session:
 
     def _call(self, order: Any, ranks: Sequence[RankState], page: Page, block: Block | None = None) -> None:
         """Give an order, and wait. Raises the first rank's failure, when the ranks can take the next order."""
-        attempt = Attempt(self._crew, ranks, page, OF_A_SESSION, look=self._look, steps=self._steps)
+        attempt = Attempt(
+            self._crew, order, ranks, page, OF_A_SESSION, payload=block, look=self._look, steps=self._steps
+        )
         self._run, self._view, error = None, TextView(), None
         with self._calling():
             self._attempt = attempt
             try:
-                self._crew.call(order, block, ranks)
                 self._crew.metrics_to = self._logged
                 while self._early:
                     self._logged(*self._early.pop(0))
@@ -238,10 +240,9 @@ class Session:
 
     def _ask(self, order: Any, ranks: Sequence[RankState]) -> dict[int, Any]:
         """Give an order that doesn't run the user's code. Returns the answers."""
-        attempt = Attempt(self._crew, ranks, Page(self._crew.ranks, quiet=True), OF_A_SESSION)
+        attempt = Attempt(self._crew, order, ranks, Page(self._crew.ranks, quiet=True), OF_A_SESSION)
         was_busy, self._busy = self._busy, True
         try:
-            self._crew.call(order, None, ranks)
             attempt.follow()
         finally:
             self._busy = was_busy
@@ -280,6 +281,7 @@ class Session:
 
     # ------------------------------------------------------------------ failures
 
+    @interrupts_to(lambda: None)  # the cell has an error already
     def _error(self, attempt: Attempt, ranks: Sequence[RankState], order: Any) -> BaseException:
         """Return the error of the first rank, and leave the ranks able to take orders."""
         first = failure.first(ranks)
@@ -319,6 +321,7 @@ class Session:
         mine, other = (each.report.failure if each.report is not None else None for each in (rank, first))
         return mine is not None and other is not None and (mine.kind, mine.text) == (other.kind, other.text)
 
+    @interrupts_to(lambda: None)
     def _put_right(self, ranks: Sequence[RankState], *, released: bool) -> list[str]:
         """Leave the ranks in one group, with nobody in the middle of anything. Returns what the user should know."""
         every = self._crew.ranks

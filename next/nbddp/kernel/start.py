@@ -169,8 +169,10 @@ def follow(
             attempt.stop(patience.after_interrupts_s[0])
         view.update(run._status(), run.history)
 
-    attempt = Attempt(crew, crew.ranks, page, patience, deadline=deadline, look=look, steps=run._steps)
-    crew.call(Function(run.name), packed.block)
+    order = Function(run.name)
+    attempt = Attempt(
+        crew, order, crew.ranks, page, patience, payload=packed.block, deadline=deadline, look=look, steps=run._steps
+    )
     run._take_part(crew, attempt)
     attempt.follow()
     if stop_on_nan and (nan := run.history.first_nan):
