@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbddp.kernel.failure import RankState
 from nbddp.kernel.page import Page
+from nbddp.kernel.rank_state import RankState
 from nbddp.process.machine import Event
 from nbddp.process.output import Output
 from nbddp.text import fold

@@ -65,7 +65,7 @@ def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go(often: None
         listing.result()
     assert set(listed) == {len(kept)}
     for each in (*kept, nbddp.last_run()):
-        each._end("finished")
+        each._conclude("finished")
 
 
 def test_a_run_ends_although_an_event_loop_that_waited_for_it_is_closed() -> None:
@@ -76,7 +76,7 @@ def test_a_run_ends_although_an_event_loop_that_waited_for_it_is_closed() -> Non
             await asyncio.wait_for(run, 0.01)  # type: ignore[arg-type]
 
     async def wait() -> None:
-        threading.Timer(0.01, run._end, ["finished"]).start()
+        threading.Timer(0.01, run._conclude, ["finished"]).start()
         answers.append(await run)
 
     asyncio.run(give_up())

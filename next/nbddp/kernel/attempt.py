@@ -16,11 +16,11 @@ from typing import Any
 
 from nbddp.kernel import failure, hang
 from nbddp.kernel.crew import POLL_S, Crew
-from nbddp.kernel.failure import RankState
 from nbddp.kernel.hang import Locator
 from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page
 from nbddp.kernel.prompt import Prompt
+from nbddp.kernel.rank_state import RankState
 from nbddp.messages import CountSteps, Release, Steps, StopAfter
 from nbddp.payload import Block
 from nbddp.process.machine import Event
@@ -95,7 +95,7 @@ class Attempt:
     def follow(self) -> None:
         """Give the order. Return when every rank has reported or ended."""
         with interrupts_to(self._interrupted), contextlib.ExitStack() as stack:
-            stack.callback(self._end)
+            stack.callback(self._forget_the_plan)
             self._crew.call(self._order, self._payload, self._ranks)
             while self._waiting():
                 due = self._plan[0][0] - time.monotonic() if self._plan else POLL_S
@@ -133,7 +133,7 @@ class Attempt:
                 return answers.get(timeout=POLL_S)
         return "" if self._over else "no answer: the cell waits for a line, or for ranks that give none"
 
-    def _end(self) -> None:
+    def _forget_the_plan(self) -> None:
         self._over = True
         self._plan.clear()  # it refers to this attempt, which would live until the garbage collector comes
 

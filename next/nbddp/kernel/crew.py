@@ -14,8 +14,8 @@ from typing import Any
 
 from nbddp.errors import LaunchError
 from nbddp.history.records import RecordReader
-from nbddp.kernel.failure import RankState
 from nbddp.kernel.interrupts import interrupts_held
+from nbddp.kernel.rank_state import RankState
 from nbddp.messages import Asks, Called, Leave, Ready, Report, Settings
 from nbddp.payload import Block
 from nbddp.process.gauges import Memory
@@ -63,8 +63,10 @@ class Crew:
         settings, machines = self._settings, self._machines
         share = -(-len(self.ranks) // len(machines))
         try:
-            store = machines[0].store(len(self.ranks)) if settings.contract or len(machines) > 1 else None
-            settings = dataclasses.replace(settings, store=store, nnodes=len(machines))
+            settings = dataclasses.replace(settings, nnodes=len(machines))
+            if settings.contract or len(machines) > 1:
+                host, port, free_port = machines[0].store(len(self.ranks))
+                settings = dataclasses.replace(settings, store=(host, port), master_port=free_port)
             for index, machine in enumerate(machines):
                 mine = range(len(self.ranks))[index * share : (index + 1) * share]
                 machine.start(dataclasses.replace(settings, group_rank=index), mine)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nbddp.kernel.crew import Crew
-from nbddp.kernel.failure import RankState
+from nbddp.kernel.rank_state import RankState
 from nbddp.process import dumps
 from nbddp.process.dumps import Frame
 from nbddp.text import first_line, ranks_text
@@ -124,7 +124,7 @@ class Locator:
     def _location(self, rank: RankState, dump: str, step: int) -> Location:
         if rank.number not in self._asked:
             return Location(rank.number, "outside", step=step)
-        if rank.report is not None and (failure := rank.report.failure) is not None:
+        if failure := rank.failure:
             state = "left" if failure.code is not None else "failed"
             text = failure.text if failure.text.startswith(failure.kind) else f"{failure.kind}: {failure.text}"
             return Location(rank.number, state, tuple(map(Frame._make, failure.frames)), step, first_line(text))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbddp import messages
-from nbddp.kernel.failure import RankState
+from nbddp.kernel.rank_state import RankState
 from nbddp.messages import Ran
 from nbddp.process.machine import Event
 from nbddp.text import write

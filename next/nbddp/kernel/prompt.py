@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from nbddp.kernel.crew import Crew
-from nbddp.kernel.failure import RankState
+from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page
+from nbddp.kernel.rank_state import RankState
 from nbddp.messages import Answer
 from nbddp.text import numbers_text
 
@@ -68,21 +69,25 @@ class Prompt:
             ended.set()
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._crew.at_exit = leave_prompt
         try:
-            return builtins.input(named)
+            with interrupts_to(_raise_interrupt):
+                self._crew.at_exit = leave_prompt
+                try:
+                    return builtins.input(named)
+                finally:
+                    self._crew.at_exit = lambda: None
+                    self._crew.moved_at = time.monotonic()  # what stood still waited for the user
         except KeyboardInterrupt:
             if ended.is_set():
                 raise _RankEnded from None
             raise
-        finally:
-            self._crew.at_exit = lambda: None
-            self._crew.moved_at = time.monotonic()  # what stood still waited for the user
-            signal.signal(signal.SIGINT, before)
 
     def _choose(self, word: str) -> None:
         self._only = None if word == "all" else int(word)
         if self._only is not None and self._only not in {rank.number for rank in self._ranks}:
             self._page.write(f"There is no rank {word} (0 to {len(self._ranks) - 1}).\n")
             self._only = None
+
+
+def _raise_interrupt() -> None:
+    raise KeyboardInterrupt

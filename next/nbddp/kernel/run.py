@@ -17,8 +17,8 @@ from nbddp.errors import NbddpError
 from nbddp.history.history import History
 from nbddp.kernel.attempt import Attempt
 from nbddp.kernel.crew import Crew
-from nbddp.kernel.failure import RankState
 from nbddp.kernel.interrupts import Latch
+from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.view import Status
 from nbddp.process import server
 from nbddp.text import duration
@@ -182,7 +182,7 @@ class Run(Generic[R]):
         """The ranks have ended."""
         self._crew = self._attempt = None
 
-    def _end(self, state: str, error: BaseException | None = None) -> None:
+    def _conclude(self, state: str, error: BaseException | None = None) -> None:
         if self._crew is not None:
             self._crew.metrics_to = lambda rank, records: None
         self._parts = [(rank, begin, min(end, rank.output.size)) for rank, begin, end in self._parts]

@@ -18,9 +18,9 @@ from nbddp.kernel import failure
 from nbddp.kernel.advice import advice
 from nbddp.kernel.attempt import OF_A_SESSION, Attempt
 from nbddp.kernel.crew import Crew
-from nbddp.kernel.failure import RankState
 from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page, notebook
+from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
 from nbddp.kernel.start import follow, pack_call
@@ -62,7 +62,8 @@ class Session:
                 raise LaunchError(f"{name}= is an option of run(), not of a session")
         settings = decide(options.name or "session", options, attended=True)
         self._options, self.nprocs, self.lost = options, settings.world_size, ""
-        self._busy, self._group = False, 0
+        self._busy = self._closed = False
+        self._group = 0  # the number of the default one
         self._attempt: Attempt | None = None  # at the present order
         self._early: list[tuple[int, list[Any]]] = []  # what threads of the ranks have logged between cells
         self._sent: dict[int, tuple[weakref.ref[Any], set[str]]] = {}  # parameters, with the names they went under
@@ -108,13 +109,13 @@ class Session:
         with self._calling(), packed.block:
             try:
                 follow(run, self._crew, packed, self._page(0), TextView(), patience=OF_A_SESSION)
-                run._end("finished")
+                run._conclude("finished")
             except (NbddpError, KeyboardInterrupt) as error:
                 self._put_right(asked, released=True)
                 if isinstance(error, KeyboardInterrupt):
-                    run._end("stopped")
+                    run._conclude("stopped")
                     raise
-                run._end("failed", error)
+                run._conclude("failed", error)
         return run.wait()
 
     def push(self, **values: Any) -> None:
@@ -164,7 +165,7 @@ class Session:
 
     def close(self) -> None:
         """End the ranks."""
-        if self.lost == "the session is closed":
+        if self._closed:
             return
         atexit.unregister(self.close)
         try:
@@ -172,7 +173,7 @@ class Session:
                 self._crew.dismiss()
         finally:
             self._crew.end()
-            self.lost = "the session is closed"
+            self._closed, self.lost = True, "the session is closed"
 
     def __enter__(self) -> Session:
         return self
@@ -227,15 +228,15 @@ class Session:
                 elif attempt.interrupts:  # as the ranks were done: what follows in the cell must not run
                     raise KeyboardInterrupt
             except BaseException as broken:
-                self._end_run("stopped" if isinstance(broken, KeyboardInterrupt) else "failed", broken)
+                self._conclude_run("stopped" if isinstance(broken, KeyboardInterrupt) else "failed", broken)
                 raise
-            self._end_run("finished" if error is None else "stopped" if attempt.stopping else "failed", error)
+            self._conclude_run("finished" if error is None else "stopped" if attempt.stopping else "failed", error)
         if error is not None:
             raise error
 
-    def _end_run(self, state: str, error: BaseException | None) -> None:
+    def _conclude_run(self, state: str, error: BaseException | None) -> None:
         if self._run is not None:
-            self._run._end(state, error if state == "failed" else None)
+            self._run._conclude(state, error if state == "failed" else None)
             self._view.update(self._run._status(), self._run.history)
 
     def _ask(self, order: Any, ranks: Sequence[RankState]) -> dict[int, Any]:
@@ -285,13 +286,12 @@ class Session:
     def _error(self, attempt: Attempt, ranks: Sequence[RankState], order: Any) -> BaseException:
         """Return the error of the first rank, and leave the ranks able to take orders."""
         first = failure.first(ranks)
-        report = first.report
         name, text, shown, notes = "KeyboardInterrupt", "", None, []
-        if report is None or report.failure is None:
+        if first.failure is None:
             error = self._error_of(first)
             name, text = type(error).__name__, str(error)
         elif not attempt.stopping:
-            name, text = report.failure.kind, report.failure.text
+            name, text = first.failure.kind, first.failure.text
             if not isinstance(order, Cell):
                 return self._error_of(first, ranks)
         alike = [rank.number for rank in ranks if rank is first or self._failed_alike(rank, first)]
@@ -300,7 +300,7 @@ class Session:
         steps = {rank.report.answer.steps for rank in ranks if rank.report and isinstance(rank.report.answer, Ran)}
         if len(steps) > 1:
             notes.append(f"The ranks have taken {min(steps)} to {max(steps)} optimizer steps, so their models differ")
-        if report is not None and all(rank.alive for rank in self._crew.ranks):
+        if first.report is not None and all(rank.alive for rank in self._crew.ranks):
             shown = self._ask(Render(), [first])[first.number]
         notes += self._put_right(ranks, released=attempt.released)
         notes += filter(None, [advice(text, self._crew.device)])
@@ -318,7 +318,7 @@ class Session:
 
     @staticmethod
     def _failed_alike(rank: RankState, first: RankState) -> bool:
-        mine, other = (each.report.failure if each.report is not None else None for each in (rank, first))
+        mine, other = rank.failure, first.failure
         return mine is not None and other is not None and (mine.kind, mine.text) == (other.kind, other.text)
 
     @interrupts_to(lambda: None)

@@ -104,7 +104,7 @@ def _as_torchs(error: BaseException, pids: Sequence[int]) -> BaseException:
     return made  # type: ignore[no-any-return]
 
 
-class _Rank:
+class _RankArgument:
     """Is unpickled as the number of the rank."""
 
     def __reduce__(self) -> Any:
@@ -137,7 +137,7 @@ def spawn(
     _, count = device_and_count(Options())
     device = None if isinstance(nprocs, int) and nprocs <= count else "cpu"
     options = Options(nprocs=nprocs, device=device, init_process_group=False, wait=join)
-    with_rank = functools.partial(fn, _Rank()) if callable(fn) else fn
+    with_rank = functools.partial(fn, _RankArgument()) if callable(fn) else fn
     name = check_call(with_rank, args, {}, None)
     settings = decide(name, options, contract=False)
     going = SpawnContext(launch(settings, pack_call(name, with_rank, tuple(args), {}), options))

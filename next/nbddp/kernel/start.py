@@ -96,7 +96,7 @@ def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Optio
     deadline = time.monotonic() + (options.timeout or float("inf"))
     while True:
         try:
-            attempt_on(
+            open_and_call(
                 run,
                 dataclasses.replace(settings, restart_count=run.restarts),
                 packed,
@@ -105,7 +105,7 @@ def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Optio
                 view,
                 deadline,
             )
-            run._end("finished")
+            run._conclude("finished")
         except NbddpError as error:
             # Not what a helper has raised: the same would happen again.
             may_heal = isinstance(error, _RESTARTED) and not isinstance(error.__cause__, NbddpError)
@@ -118,18 +118,18 @@ def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Optio
                 continue
             if first is not None:
                 error.after_restarts(run.restarts, first)
-            run._end("failed", error)
+            run._conclude("failed", error)
         except KeyboardInterrupt:
-            run._end("stopped")
+            run._conclude("stopped")
         except BaseException as error:
             ours = NbddpError(f"nbddp itself failed: {in_a_line(error)}")
             ours.__cause__ = error
-            run._end("failed", ours)
+            run._conclude("failed", ours)
         break
     view.update(run._status(), run.history)
 
 
-def attempt_on(
+def open_and_call(
     run: Run[Any],
     settings: Settings,
     packed: Packed,

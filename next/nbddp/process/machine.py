@@ -63,7 +63,7 @@ class _Descriptor:
         return operator.methodcaller("detach"), (reduction.DupFd(self._fd),)
 
 
-class _Rank:
+class _RankProcess:
     """One rank's process, its channel, and the files it writes for its whole life."""
 
     def __init__(self, number: int, settings: Settings, gpu: str, oom_kills: int) -> None:
@@ -187,10 +187,10 @@ class _Rank:
 
 
 class LocalMachine:
-    """This machine's share of the ranks. ``events`` is called by one thread, all else by another."""
+    """This machine's share of the ranks. One thread calls ``events``, another all else; ``memory`` any thread."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _RankProcess] = {}
         self._selector = selectors.DefaultSelector()
         self._folder = ""
         self._looked_at = 0.0
@@ -214,7 +214,9 @@ class LocalMachine:
         oom_kills = oom.kills()
         with server.lock:
             for local_rank, rank in enumerate(ranks):
-                started = self._ranks[rank] = _Rank(rank, settings, gauges.gpu_of(settings, local_rank), oom_kills)
+                started = self._ranks[rank] = _RankProcess(
+                    rank, settings, gauges.gpu_of(settings, local_rank), oom_kills
+                )
                 started.channel.send((settings, Place(rank, local_rank, len(ranks), self._folder)))
         if self._store is not None:
             self._store.open()
@@ -291,7 +293,7 @@ class LocalMachine:
             tracked.remove_rest(self._folder)
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _mine(self, ranks: Sequence[int]) -> list[_Rank]:
+    def _mine(self, ranks: Sequence[int]) -> list[_RankProcess]:
         return [self._ranks[rank] for rank in ranks if rank in self._ranks and self._ranks[rank].exitcode is None]
 
 

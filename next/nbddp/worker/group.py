@@ -48,7 +48,7 @@ class Groups:
         if self._settings.nnodes == 1:  # needs no name and no port
             return FileStore(os.path.join(self._place.folder, "store"), self._settings.world_size)
         assert self._settings.store is not None
-        return TCPStore(*self._settings.store[:2], is_master=False, wait_for_workers=False)
+        return TCPStore(*self._settings.store, is_master=False, wait_for_workers=False)
 
     def _leave(self) -> None:
         self._kept_alive.append(dist.group.WORLD)  # to free it here would fail a slower rank that still connects to it
@@ -57,7 +57,7 @@ class Groups:
     def let_users_open_their_own(self) -> None:
         """Give a call of ``init_process_group`` the group that it asks for: most public programs make one."""
         init, destroy = c10d.init_process_group, c10d.destroy_process_group
-        host, port, free_port = self._settings.store or ("", 0, 0)
+        (host, port), free_port = self._settings.store or ("", 0), self._settings.master_port
 
         @functools.wraps(init)
         def init_process_group(backend: Any = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ def set_up(settings: Settings, place: Place, metrics: int) -> Groups:
     """Turn this process into the rank. Returns its groups, of which the default one is open."""
     _detach_from_fork_server()
     _set_environment(settings, place)
-    index = settings.indices[place.local_rank] if settings.indices else place.local_rank
+    index = settings.indices[place.local_rank]
     context.enter(
         context.Context(
             rank=place.rank,
@@ -77,7 +77,7 @@ def _set_environment(settings: Settings, place: Place) -> None:
             "TORCHELASTIC_RUN_ID": f"nbddp-{os.path.basename(place.folder)}",
         }
         if settings.store is not None:
-            environ |= {"MASTER_ADDR": settings.store[0], "MASTER_PORT": str(settings.store[2])}
+            environ |= {"MASTER_ADDR": settings.store[0], "MASTER_PORT": str(settings.master_port)}
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update((name, value) for name, value in environ.items() if os.environ.get(name) != value)
