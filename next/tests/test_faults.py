@@ -47,8 +47,9 @@ def in_words(value, run):
 def stop_soon(delay_s, grace_s):
     last = nbddp.last_run()
     def stop():
-        time.sleep(delay_s)
+        at = time.monotonic() + delay_s
         while (run := nbddp.last_run()) is last: time.sleep(0.001)
+        time.sleep(max(0.0, at - time.monotonic()))
         run.stop(grace_s)
     threading.Thread(target=stop, name="stops", daemon=True).start()
 def again():
