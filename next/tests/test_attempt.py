@@ -39,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Windows of milliseconds. A case in which one must not end, or that waits for another, sets it to NEVER_S."""
     for module in (attempt, crew):
         monkeypatch.setattr(module, "POLL_S", 0.002)
-    for name in ("_CONSEQUENCE_WINDOW_S", "_PLACES_S", "_SAME_STEP_S", "_OWN_INTERRUPT_S"):
+    for name in ("_CONSEQUENCE_WINDOW_S", "_COUNT_S", "_SAME_STEP_S", "_OWN_INTERRUPT_S"):
         monkeypatch.setattr(attempt, name, 0.003)
     monkeypatch.setattr(attempt, "_RELEASE_S", 0.001)
     monkeypatch.setattr(attempt, "_AGAIN_S", NEVER_S)
@@ -451,7 +451,7 @@ def test_ranks_that_fail_while_they_are_stopped_are_no_failure() -> None:
 
 @pytest.mark.parametrize(("first_s", "second_s"), [(NEVER_S, 0.0), (NEVER_S, 0.002), (0.002, NEVER_S)])
 def test_a_second_stop_can_only_shorten_the_grace(quick: pytest.MonkeyPatch, first_s: float, second_s: float) -> None:
-    quick.setattr(attempt, "_PLACES_S", NEVER_S)  # nor does it ask for the same step again
+    quick.setattr(attempt, "_COUNT_S", NEVER_S)  # nor does it ask for the same step again
 
     def stop_twice(attempt: Attempt) -> None:
         attempt.stop(first_s)
@@ -487,7 +487,7 @@ def test_a_flood_of_metrics_does_not_hold_up_a_stop() -> None:
 
 
 def test_ranks_that_train_stop_after_the_same_step_without_an_interrupt(quick: pytest.MonkeyPatch) -> None:
-    quick.setattr(attempt, "_PLACES_S", NEVER_S)
+    quick.setattr(attempt, "_COUNT_S", NEVER_S)
     quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
     when = {CountSteps: [steps(0, 10), steps(1, 12)], StopAfter: interrupted(1, 0)}
     machine = FakeMachine(when=when)
@@ -497,7 +497,7 @@ def test_ranks_that_train_stop_after_the_same_step_without_an_interrupt(quick: p
 
 @pytest.mark.parametrize("place", [steps(1, 1), steps(1, 12, 5.0)], ids=["the first step", "no step for long"])
 def test_a_rank_that_does_not_train_has_all_interrupted_at_once(quick: pytest.MonkeyPatch, place: Event) -> None:
-    quick.setattr(attempt, "_PLACES_S", NEVER_S)
+    quick.setattr(attempt, "_COUNT_S", NEVER_S)
     machine = FakeMachine(when={CountSteps: [steps(0, 10), place]})
     assert followed(machine, called=stop)[2] == [([0, 1], INT)]
     assert StopAfter(13) not in machine.sent
@@ -510,14 +510,14 @@ def test_a_rank_that_does_not_say_where_it_is_has_all_interrupted_soon() -> None
 
 
 def test_ranks_that_do_not_come_to_the_step_are_interrupted(quick: pytest.MonkeyPatch) -> None:
-    quick.setattr(attempt, "_PLACES_S", NEVER_S)
+    quick.setattr(attempt, "_COUNT_S", NEVER_S)
     machine = FakeMachine(when={CountSteps: [steps(0, 10), steps(1, 12)]})
     assert followed(machine, called=stop)[2] == [([0, 1], INT)]
     assert machine.sent[:2] == [CountSteps(), StopAfter(13)]
 
 
 def test_a_rank_that_is_done_is_not_waited_for_and_does_not_count(quick: pytest.MonkeyPatch) -> None:
-    quick.setattr(attempt, "_PLACES_S", NEVER_S)
+    quick.setattr(attempt, "_COUNT_S", NEVER_S)
     quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
     machine = FakeMachine(when={CountSteps: [steps(0, 90), finished(0), steps(1, 10)], StopAfter: interrupted(1, 2)})
     looks = []
@@ -539,7 +539,7 @@ def test_a_late_answer_of_an_earlier_order_ends_no_later_one() -> None:
 
 
 def test_a_late_answer_of_an_earlier_order_is_no_answer_to_the_next_stop(quick: pytest.MonkeyPatch) -> None:
-    quick.setattr(attempt, "_PLACES_S", NEVER_S)
+    quick.setattr(attempt, "_COUNT_S", NEVER_S)
     quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
     machine = FakeMachine(
         steps(0, 50),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from nbddp.process.machine import Event
 _CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
 _ANSWER_S = 5.0  # for the thread that follows to ask the ranks where they are
 _WHERE_S = 0.1  # for the ranks to say where they are, when somebody waits for their end
-_PLACES_S = 0.2  # for the ranks to say how many optimizer steps they have taken
+_COUNT_S = 0.2  # for the ranks to say how many optimizer steps they have taken
 _OWN_INTERRUPT_S = 0.5  # for the cell's, after the ranks'
 _SAME_STEP_S = 0.5  # and twice what a step takes: for the ranks to come to the step after which they stop
 _RELEASE_S = 0.03  # between failure, release, and interrupt: a rank that waits for others may fail with a better text
@@ -41,7 +42,8 @@ class Patience:
 
     Attributes:
         after_failure_s: of another rank, for their ``finally`` blocks.
-        after_interrupts_s: the first, the second; one more raises KeyboardInterrupt here, whatever the ranks do.
+        after_interrupts_s: the first, the second; inf: the ranks aren't even asked to end. One more interrupt raises
+            KeyboardInterrupt here, whatever the ranks do.
     """
 
     after_failure_s: float
@@ -50,16 +52,22 @@ class Patience:
 
 OF_A_RUN = Patience(0.3, (5.0, 0.0))
 OF_A_SESSION = Patience(10.0, (10.0, 10.0))  # whose state would be lost
+OF_AN_ANSWER = Patience(10.0, (math.inf, math.inf))  # to an order that runs nothing of the user's
 
 
 class Attempt:
     """One order to some ranks of a crew.
 
+    Args:
+        payload: goes with the order.
+        look: is called again and again.
+        steps: returns the step that each rank has logged last.
+
     Attributes:
         begins: how much each rank of the crew had printed before.
         stopping: it's being stopped: by an interrupt, ``stop()``, or its timeout.
         interrupts: how often the cell was interrupted.
-        released: ranks have been asked to leave what they were doing.
+        released: ranks have been asked to leave what they were doing, so the default group has to be replaced.
         where: where the ranks were when they were stopped, or a collective timed out; "" if nobody asked.
     """
 
@@ -83,7 +91,7 @@ class Attempt:
         self._look = look
         self._prompt = Prompt(crew, ranks, page)
         self._plan: list[tuple[float, Callable[[Sequence[RankState]], None]]] = []  # what to do when
-        self._places: dict[int, Steps] = {}
+        self._taken: dict[int, Steps] = {}
         self._failed_at: float | None = None
         self._grace_s = 0.0
         self.stopping = self.timed_out = self.released = False
@@ -116,12 +124,12 @@ class Attempt:
         again, self.stopping = self.stopping, True
         self._grace_s = min(grace_s, self._grace_s) if again else grace_s
         if again or grace_s <= 0:
-            return self._begin(self._to_stop(0.0))
+            return self._replace_plan(self._to_stop(0.0))
         if self._waiting():
             self.where = self.where or hang.summary(self.locator.locate(_WHERE_S))
-        self._places = {}
+        self._taken = {}
         self._crew.send(CountSteps(), [rank for rank in self._waiting() if rank.called])
-        self._begin(self._to_stop(_PLACES_S))
+        self._replace_plan(self._to_stop(_COUNT_S))
 
     def stacks(self) -> str:
         """Return where the ranks are, to another thread than the one that follows them; "" if they are done."""
@@ -146,7 +154,8 @@ class Attempt:
         if self.interrupts > len(self._patience.after_interrupts_s):
             raise KeyboardInterrupt
         grace_s = self._patience.after_interrupts_s[self.interrupts - 1]
-        self._crew.inbox.put(functools.partial(self.stop, grace_s))
+        if grace_s < math.inf:
+            self._crew.inbox.put(functools.partial(self.stop, grace_s))
 
     def _wait_for_own_interrupt(self) -> None:
         """VS Code interrupts all processes below the kernel first, then the kernel itself."""
@@ -158,20 +167,20 @@ class Attempt:
         if event is None:
             return
         if isinstance(event.data, Steps):
-            self._note_place(event.rank, event.data)
+            self._note_taken(event.rank, event.data)
         else:
             self._page.take(event)
 
-    def _note_place(self, rank: int, place: Steps) -> None:
-        self._places[rank] = place
+    def _note_taken(self, rank: int, place: Steps) -> None:
+        self._taken[rank] = place
         waiting = self._waiting()
-        if not self.stopping or self.released or not {rank.number for rank in waiting} <= self._places.keys():
+        if not self.stopping or self.released or not {rank.number for rank in waiting} <= self._taken.keys():
             return
-        places, patience_s = [self._places[rank.number] for rank in waiting], 0.0
+        places, patience_s = [self._taken[rank.number] for rank in waiting], 0.0
         if all(place.taken > 1 and place.ago_s < 2 * place.pace_s + 0.2 for place in places):  # all of them train
             patience_s = 2 * max(place.pace_s for place in places) + _SAME_STEP_S
             self._crew.send(StopAfter(max(place.taken for place in places) + 1), waiting)
-        self._begin(self._to_stop(patience_s))
+        self._replace_plan(self._to_stop(patience_s))
 
     def _end_what_has_failed(self) -> None:
         if self._plan or self.released or self.stopping:
@@ -186,7 +195,7 @@ class Attempt:
             self._locate_after_a_timeout(failure.first(failed))
             kill_s, interrupt_s = self._patience.after_failure_s, 2 * _RELEASE_S
             interrupts = [(interrupt_s, self._interrupt), (interrupt_s + _AGAIN_S, self._interrupt)]
-            self._begin([(_RELEASE_S, self._release), *interrupts, (kill_s, self._crew.kill)])
+            self._replace_plan([(_RELEASE_S, self._release), *interrupts, (kill_s, self._crew.kill)])
 
     def _locate_after_a_timeout(self, first: RankState) -> None:
         if failure.is_timeout(first):
@@ -201,12 +210,12 @@ class Attempt:
 
     def _to_stop(self, after_s: float) -> list[tuple[float, Callable[[Sequence[RankState]], None]]]:
         kill_s = self._grace_s and after_s + self._grace_s
-        steps = [(0.0, self._interrupt), (_RELEASE_S, self._release), (_RELEASE_S + _AGAIN_S, self._interrupt)]
-        return [*((after_s + later_s, step) for later_s, step in steps), (kill_s, self._crew.kill)]
+        actions = [(0.0, self._interrupt), (_RELEASE_S, self._release), (_RELEASE_S + _AGAIN_S, self._interrupt)]
+        return [*((after_s + later_s, action) for later_s, action in actions), (kill_s, self._crew.kill)]
 
-    def _begin(self, plan: list[tuple[float, Callable[[Sequence[RankState]], None]]]) -> None:
+    def _replace_plan(self, plan: list[tuple[float, Callable[[Sequence[RankState]], None]]]) -> None:
         now = time.monotonic()
-        self._plan = sorted(((now + later_s, step) for later_s, step in plan), key=lambda each: each[0])
+        self._plan = sorted(((now + later_s, action) for later_s, action in plan), key=lambda each: each[0])
 
     def _release(self, ranks: Sequence[RankState]) -> None:
         self.released = True

@@ -39,9 +39,10 @@ class Crew:
     """The ranks. One thread uses it; others put requests into ``inbox``, which that thread carries out.
 
     Attributes:
-        machines: objects with the methods of ``LocalMachine``.
+        ranks: what is known about each.
+        inbox: what the machines tell, and requests.
         metrics_to: gets decoded records, with the rank.
-        at_exit: called when a rank has ended, on another thread.
+        at_exit: called when a rank has ended, on another thread, while this one waits for the user; otherwise None.
         moved_at: when a rank has last said, printed, or logged something, or was told something.
     """
 
@@ -49,7 +50,7 @@ class Crew:
         self.ranks = [RankState(number) for number in range(settings.world_size)]
         self.inbox: queue.SimpleQueue[Event | Request] = queue.SimpleQueue()
         self.metrics_to: Callable[[int, list[Any]], None] = lambda rank, records: None
-        self.at_exit: Callable[[], None] = lambda: None
+        self.at_exit: Callable[[], None] | None = None
         self.moved_at = time.monotonic()
         self._settings = settings
         self._machines = machines
@@ -81,13 +82,13 @@ class Crew:
 
     def _hear(self, machine: Any, left: int) -> None:
         while left and not self._over:
-            while self.inbox.qsize() > _MOST_WAITING and not self._over:
+            while self.inbox.qsize() > _MOST_WAITING and self.at_exit is None and not self._over:
                 time.sleep(POLL_S / 10)  # requests, such as Stop, come after what waits; the rest waits in the files
             for event in machine.events(POLL_S):
                 left -= event.kind == "exit"
                 self.inbox.put(event)
-                if event.kind == "exit":
-                    self.at_exit()
+                if event.kind == "exit" and (at_exit := self.at_exit) is not None:
+                    at_exit()
 
     @property
     def device(self) -> str:
@@ -167,11 +168,11 @@ class Crew:
         """Return the block of the rank's last report."""
         return next((block for m in self._machines if (block := m.result(rank)) is not None), None)
 
-    def dismiss(self) -> None:
-        """Let the ranks end by themselves: threads, exit handlers."""
+    def dismiss(self, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Let the ranks end by themselves, with their threads and exit handlers, for a while, or until this is true."""
         self.send(Leave(), self.ranks)
         deadline = time.monotonic() + _LEAVE_S
-        while any(rank.alive for rank in self.ranks) and (left := deadline - time.monotonic()) > 0:
+        while any(rank.alive for rank in self.ranks) and (left := deadline - time.monotonic()) > 0 and not hurry():
             self.take(left)
 
     @interrupts_held()

@@ -14,7 +14,7 @@ _POLL_S = 0.1
 
 @contextlib.contextmanager
 def interrupts_to(callback: Callable[[], None]) -> Iterator[None]:
-    """Call this when the cell is interrupted."""
+    """Call this when the cell is interrupted. It replaces one around it; off the main thread it does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -22,7 +22,12 @@ def interrupts_to(callback: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
+        before = before if before is not None else signal.SIG_DFL
+        try:
+            signal.signal(signal.SIGINT, before)
+        except BaseException:  # the callback's: signal() handles what has just come first
+            signal.signal(signal.SIGINT, before)
+            raise
 
 
 @contextlib.contextmanager

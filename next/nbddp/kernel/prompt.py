@@ -63,24 +63,31 @@ class Prompt:
             raise EOFError
         numbers = [rank.number for rank in ranks]
         named = prompt if len(numbers) == len(self._ranks) else f"[rank {numbers_text(numbers)}] {prompt}"
-        ended = threading.Event()
+        ended, closed, lock = threading.Event(), threading.Event(), threading.Lock()
 
         def leave_prompt() -> None:
-            ended.set()
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+            with lock:  # an interrupt after the prompt would be the user's
+                if not (ended.is_set() or closed.is_set()):
+                    ended.set()
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
         try:
             with interrupts_to(_raise_interrupt):
                 self._crew.at_exit = leave_prompt
                 try:
+                    if not self._crew.inbox.empty():  # that a rank has ended, perhaps
+                        raise _RankEnded
                     return builtins.input(named)
                 finally:
-                    self._crew.at_exit = lambda: None
-                    self._crew.moved_at = time.monotonic()  # what stood still waited for the user
+                    with lock:
+                        closed.set()
         except KeyboardInterrupt:
             if ended.is_set():
                 raise _RankEnded from None
             raise
+        finally:
+            self._crew.at_exit = None
+            self._crew.moved_at = time.monotonic()  # what stood still waited for the user
 
     def _choose(self, word: str) -> None:
         self._only = None if word == "all" else int(word)

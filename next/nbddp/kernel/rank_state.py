@@ -23,7 +23,7 @@ class RankState:
 
     Attributes:
         begin: size of its output when the present order was given.
-        called: its user's code has begun.
+        called: an interrupt may be sent to it instead of a kill: its code has begun, or it's a session's rank.
         asks: its question, and when it came.
         out_of_memory: it was most likely the OOM killer that ended it.
     """

@@ -86,7 +86,8 @@ class Run(Generic[R]):
     @property
     def pids(self) -> list[int]:
         """The ranks' process ids, on their machines."""
-        return [rank.pid for rank in self._crew.ranks] if self._crew is not None else []
+        crew = self._crew  # another thread may end the run
+        return [rank.pid for rank in crew.ranks] if crew is not None else []
 
     def logs(self, rank: int | None = None) -> str:
         """Return what that rank has printed; of all ranks, each line with its rank."""
@@ -171,14 +172,14 @@ class Run(Generic[R]):
         return [rank.step for rank in self.history.ranks]
 
     def _take_part(self, crew: Crew, attempt: Attempt) -> None:
-        """The next call on a crew is a part of this run: its only one, if it isn't restarted."""
+        """The next order to a crew is a part of this run, with its metrics. A stop() may have come before."""
         self._crew, self._attempt = crew, attempt
         self._parts += [(rank, begin, sys.maxsize) for rank, begin in zip(crew.ranks, attempt.begins)]
         crew.metrics_to = self.history.add
         if self._stop_grace_s is not None:
             self._ask_to_stop(self._stop_grace_s)
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
         """The ranks have ended."""
         self._crew = self._attempt = None
 
@@ -188,7 +189,7 @@ class Run(Generic[R]):
         self._parts = [(rank, begin, min(end, rank.output.size)) for rank, begin, end in self._parts]
         if self._attempt is not None and state == "stopped":
             self._where = self._attempt.where
-        self._leave()
+        self._detach()
         self.state, self.error, self._ended = state, error, time.monotonic()
         self.history.settle(broken_off=state != "finished")
         self._done.set()

@@ -16,7 +16,7 @@ from nbddp import payload
 from nbddp.errors import LaunchError, NbddpError
 from nbddp.kernel import failure
 from nbddp.kernel.advice import advice
-from nbddp.kernel.attempt import OF_A_SESSION, Attempt
+from nbddp.kernel.attempt import OF_A_SESSION, OF_AN_ANSWER, Attempt
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page, notebook
@@ -63,18 +63,18 @@ class Session:
         settings = decide(options.name or "session", options, attended=True)
         self._options, self.nprocs, self.lost = options, settings.world_size, ""
         self._busy = self._closed = False
-        self._group = 0  # the number of the default one
-        self._attempt: Attempt | None = None  # at the present order
+        self._group, self._released = 0, False  # the default one's number; does it have to be replaced?
+        self._attempt: Attempt | None = None  # at the present order; while run() goes on, its run has it
         self._early: list[tuple[int, list[Any]]] = []  # what threads of the ranks have logged between cells
         self._sent: dict[int, tuple[weakref.ref[Any], set[str]]] = {}  # parameters, with the names they went under
         self._known: list[Any] = []  # classes and functions that the ranks have got
         self._run: Run[Any] | None = None  # of the present call, as soon as it has logged something
-        self._crew = Crew(dataclasses.replace(settings, shell=_look()), self._machines())
+        self._crew = Crew(dataclasses.replace(settings, shell=_shell_settings()), self._machines())
         try:
             self._crew.open()
             self._ask(CountCollectives(), self._crew.ranks)
         except BaseException:
-            self._crew.end()
+            self.close()
             raise
         atexit.register(self.close)
 
@@ -111,11 +111,12 @@ class Session:
                 follow(run, self._crew, packed, self._page(0), TextView(), patience=OF_A_SESSION)
                 run._conclude("finished")
             except (NbddpError, KeyboardInterrupt) as error:
-                self._put_right(asked, released=True)
-                if isinstance(error, KeyboardInterrupt):
-                    run._conclude("stopped")
+                was_stopped, self._released = isinstance(error, KeyboardInterrupt), True
+                run._conclude("stopped" if was_stopped else "failed", None if was_stopped else error)
+                if all(rank.over for rank in asked):  # else it was the third interrupt
+                    self._put_right(asked)
+                if was_stopped:
                     raise
-                run._conclude("failed", error)
         return run.wait()
 
     def push(self, **values: Any) -> None:
@@ -127,6 +128,7 @@ class Session:
             raise explain.explained(values, error, what="this cannot be sent to the ranks") from error
         with packed.block:
             self._call(Push(), self._asked(None), self._page(0), packed.block)
+        self._note_sent(values)
         self._known += packed.by_value
 
     def pull(self, *names: str, rank: int | None = None) -> Any:
@@ -167,13 +169,13 @@ class Session:
         """End the ranks."""
         if self._closed:
             return
+        self._closed, self.lost = True, "the session is closed"
         atexit.unregister(self.close)
         try:
             if all(rank.alive for rank in self._crew.ranks):
                 self._crew.dismiss()
         finally:
             self._crew.end()
-            self._closed, self.lost = True, "the session is closed"
 
     def __enter__(self) -> Session:
         return self
@@ -202,7 +204,7 @@ class Session:
         self._busy = True
         try:
             yield
-        except KeyboardInterrupt:  # the third one: nobody knows what the ranks do
+        except KeyboardInterrupt:  # the third one, if ranks aren't over: nobody knows what they do
             if not self.lost and not all(rank.over for rank in self._crew.ranks):
                 self._crew.kill(self._crew.ranks)
                 self.close()
@@ -215,17 +217,22 @@ class Session:
         attempt = Attempt(
             self._crew, order, ranks, page, OF_A_SESSION, payload=block, look=self._look, steps=self._steps
         )
-        self._run, self._view, error = None, TextView(), None
+        error = None
+        self._run, self._view = None, TextView()
         with self._calling():
             self._attempt = attempt
             try:
                 self._crew.metrics_to = self._logged
                 while self._early:
                     self._logged(*self._early.pop(0))
+                if self._released:  # and interrupted before it was put right
+                    self._put_right(ranks)
                 attempt.follow()
+                self._released |= attempt.released
                 if any(rank.failed for rank in ranks):
                     error = self._error(attempt, ranks, order)
-                elif attempt.interrupts:  # as the ranks were done: what follows in the cell must not run
+                elif attempt.stopping or attempt.interrupts:  # what follows in the cell must not run
+                    page.write("".join(f"{note}\n" for note in self._put_right(ranks)))
                     raise KeyboardInterrupt
             except BaseException as broken:
                 self._conclude_run("stopped" if isinstance(broken, KeyboardInterrupt) else "failed", broken)
@@ -238,17 +245,16 @@ class Session:
         if self._run is not None:
             self._run._conclude(state, error if state == "failed" else None)
             self._view.update(self._run._status(), self._run.history)
+        self._crew.metrics_to = self._logged
 
     def _ask(self, order: Any, ranks: Sequence[RankState]) -> dict[int, Any]:
         """Give an order that doesn't run the user's code. Returns the answers."""
-        attempt = Attempt(self._crew, order, ranks, Page(self._crew.ranks, quiet=True), OF_A_SESSION)
-        was_busy, self._busy = self._busy, True
-        try:
+        attempt = Attempt(self._crew, order, ranks, Page(self._crew.ranks, quiet=True), OF_AN_ANSWER)
+        within = self._busy  # a call, whose error comes first
+        with contextlib.nullcontext() if within else self._calling():
             attempt.follow()
-        finally:
-            self._busy = was_busy
-        if attempt.interrupts and not was_busy:  # else the cell has an error already
-            raise KeyboardInterrupt
+            if attempt.interrupts and not within:
+                raise KeyboardInterrupt
         if any(rank.failed for rank in ranks):
             raise self._error_of(failure.first(ranks))
         return {rank.number: rank.report.answer for rank in ranks if rank.report is not None}
@@ -302,7 +308,7 @@ class Session:
             notes.append(f"The ranks have taken {min(steps)} to {max(steps)} optimizer steps, so their models differ")
         if first.report is not None and all(rank.alive for rank in self._crew.ranks):
             shown = self._ask(Render(), [first])[first.number]
-        notes += self._put_right(ranks, released=attempt.released)
+        notes += self._put_right(ranks)
         notes += filter(None, [advice(text, self._crew.device)])
         shell = notebook()
         if (missing := _UNDEFINED.match(text)) and shell is not None and missing[1] in shell.user_ns:
@@ -322,7 +328,7 @@ class Session:
         return mine is not None and other is not None and (mine.kind, mine.text) == (other.kind, other.text)
 
     @interrupts_to(lambda: None)
-    def _put_right(self, ranks: Sequence[RankState], *, released: bool) -> list[str]:
+    def _put_right(self, ranks: Sequence[RankState]) -> list[str]:
         """Leave the ranks in one group, with nobody in the middle of anything. Returns what the user should know."""
         every = self._crew.ranks
         if dead := [rank for rank in every if not rank.alive]:
@@ -332,10 +338,12 @@ class Session:
         counts = list(self._ask(CountCollectives(), every).values())
         groups = {group for count in counts for group in count}
         apart = any(len({count[group] for count in counts if group in count}) > 1 for group in groups)
-        self._group += released or apart
-        stuck = self._ask(Mend(self._group if released or apart else None), every)
+        replaced = self._released or apart
+        self._group += replaced
+        stuck = self._ask(Mend(self._group if replaced else None), every)
+        self._released = False
         names = sorted({name for each in stuck.values() for name in each})
-        if names and (released or apart):
+        if names and replaced:
             return [f"Make again: {', '.join(names)}; the failure has ended process groups"]
         return []
 
@@ -349,6 +357,8 @@ class Session:
                     raise NbddpError(
                         f"{name} shares parameters with {', '.join(sorted(missing))}: push {together} together"
                     )
+
+    def _note_sent(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             for parameter in _parameters(value):
                 kept = self._sent.get(id(parameter))
@@ -364,7 +374,7 @@ def _parameters(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def _look() -> dict[str, Any]:
+def _shell_settings() -> dict[str, Any]:
     """Return how the notebook's IPython shows things."""
     shell = notebook()
     if shell is None:

@@ -87,7 +87,11 @@ def carry_out(
 ) -> None:
     """Carry out a run, with its restarts, on this thread. All that may be raised is in ``run.error`` afterwards."""
     with packed.block:
-        _carry_out(run, settings, packed, options, machines)
+        try:
+            _carry_out(run, settings, packed, options, machines)
+        finally:
+            if not run.done():  # interrupted between two lines of ours
+                run._conclude("stopped")
 
 
 def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Options, machines: Machines) -> None:
@@ -113,7 +117,7 @@ def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Optio
                 first = first or error
                 run.restarts += 1
                 run.state = "starting"
-                run._leave()
+                run._detach()
                 run.history.restart(in_a_line(error))
                 continue
             if first is not None:
@@ -145,7 +149,7 @@ def open_and_call(
         crew.open()
         page = Page(crew.ranks, quiet=options.show is False or not options.wait)
         follow(run, crew, packed, page, view, deadline, timeout=options.timeout, stop_on_nan=options.stop_on_nan)
-        crew.dismiss()
+        crew.dismiss(hurry=lambda: run._stop_grace_s is not None)
 
 
 def follow(
@@ -171,7 +175,15 @@ def follow(
 
     order = Function(run.name)
     attempt = Attempt(
-        crew, order, crew.ranks, page, patience, payload=packed.block, deadline=deadline, look=look, steps=run._steps
+        crew,
+        order,
+        crew.ranks,
+        page,
+        patience,
+        payload=packed.block,
+        deadline=deadline,
+        look=look,
+        steps=run._steps,
     )
     run._take_part(crew, attempt)
     attempt.follow()

@@ -30,6 +30,7 @@ from nbddp.process import dumps, gauges, oom, server
 from nbddp.process.gauges import Memory
 from nbddp.process.server import ForkedProcess, temporary_folder
 from nbddp.process.store import Store
+from nbddp.text import in_a_line
 from nbddp.worker import rank as ranks_life
 from nbddp.worker import tracked
 from nbddp.worker.redirect import STACKS_SIGNAL
@@ -100,7 +101,14 @@ class _RankProcess:
         exitcode = self.process.exitcode if self.exitcode is None else None
         with contextlib.suppress(EOFError, OSError):
             while self.channel.poll():
-                envelope = self.channel.recv()
+                try:
+                    envelope = self.channel.recv()
+                except Exception as error:  # it needs a module that only the ranks have
+                    if isinstance(error, (EOFError, OSError)):
+                        raise
+                    lost = f"[what rank {self.number} shows cannot be unpickled here: {in_a_line(error)}]\n"
+                    yield Event("output", self.number, lost.encode())
+                    continue
                 if envelope.nbytes is not None:
                     if self.result is not None:
                         self.result.close()

@@ -10,26 +10,27 @@ _KEPT_BYTES = 4 << 20
 
 
 class Output:
-    """The output of a rank. A call is a pair of offsets."""
+    """The output of a rank; that of an order lies between two offsets. Any thread may read it."""
 
     def __init__(self) -> None:
-        self._kept = bytearray()
-        self._dropped = 0
+        self._parts = 0, bytearray()  # how much is no longer kept, and what is
 
     @property
     def size(self) -> int:
         """How much the rank has printed so far."""
-        return self._dropped + len(self._kept)
+        dropped, kept = self._parts
+        return dropped + len(kept)
 
     def add(self, data: bytes) -> None:
-        self._kept += data
-        if len(self._kept) > 2 * _KEPT_BYTES:
-            self._dropped += len(self._kept) - _KEPT_BYTES
-            del self._kept[:-_KEPT_BYTES]
+        dropped, kept = self._parts
+        kept += data
+        if len(kept) > 2 * _KEPT_BYTES:
+            self._parts = dropped + len(kept) - _KEPT_BYTES, kept[-_KEPT_BYTES:]
 
     def text(self, begin: int = 0, end: int = sys.maxsize) -> str:
         """Return what was printed between two offsets, as a terminal shows it."""
-        raw = bytes(self._kept[max(0, begin - self._dropped) : max(0, end - self._dropped)])
+        dropped, kept = self._parts
+        raw = bytes(kept[max(0, begin - dropped) : max(0, end - dropped)])
         text = fold(raw.decode("utf-8", "replace"))
-        missing = min(end, self._dropped) - begin
+        missing = min(end, dropped) - begin
         return f"[{missing:,} older bytes are no longer kept]\n{text}" if missing > 0 else text

@@ -30,7 +30,7 @@ class Line:
         self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self.at_once: dict[type, Callable[[Any], None]] = {Answer: self._answer}
         self._channel = channel
-        self._outbox: queue.SimpleQueue[tuple[Envelope, Block | None, threading.Event]] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[bytes, Block | None, threading.Event]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         for work in (self._listen, self._send):
@@ -41,7 +41,7 @@ class Line:
         redirect.flush()
         sent = threading.Event()
         envelope = Envelope(message, block.nbytes if block is not None else None, os.fstat(1).st_size)
-        self._outbox.put((envelope, block, sent))
+        self._outbox.put((bytes(reduction.ForkingPickler.dumps(envelope)), block, sent))  # raises here, if at all
         if threading.current_thread() is threading.main_thread():
             sent.wait()
 
@@ -61,9 +61,9 @@ class Line:
     def _send(self) -> None:
         """Send, on a thread: an interrupt of the main thread could leave half a message on the channel."""
         while True:
-            envelope, block, sent = self._outbox.get()
+            pickled, block, sent = self._outbox.get()
             try:
-                self._channel.send(envelope)
+                self._channel.send_bytes(pickled)
                 if block is not None:
                     reduction.send_handle(self._channel, block.fd, None)
             except OSError:  # the notebook has closed it, and kills this rank

@@ -51,7 +51,7 @@ def main(channel: Connection, printed: int, metrics: int, stacks: int) -> None:
     line.tell(Ready(os.getpid(), preloaded))
     orders = Orders(line, mine, groups, metrics=metrics, post_mortem=settings.post_mortem)
     orders.serve()
-    groups.close()
     threading._shutdown()  # type: ignore[attr-defined]  # before the exit handlers: executors end their processes here
     atexit._run_exitfuncs()
     redirect.flush()
+    groups.close()
