@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,18 @@ def test_stacks_show_where_each_rank_is(cell: Cells, in_folder: Path) -> None:
     assert going.state == "running"  # looking changes nothing
     going.stop(0)
     assert "no rank is running" in going.stacks()
+
+
+def test_stop_does_not_wait_for_threads_that_a_finished_function_has_left(cell: Cells) -> None:
+    names = cell("""
+        import threading, time
+        def leaves():
+            threading.Thread(target=time.sleep, args=(60,)).start()
+            return 7
+    """)
+    started = start(names.leaves)
+    wait_until(lambda: all(rank.report for rank, _, _ in started._parts))
+    began = time.monotonic()
+    started.stop()
+    assert time.monotonic() < began + 5
+    assert started.values == [7, 7]

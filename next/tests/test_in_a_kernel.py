@@ -66,3 +66,43 @@ def test_another_thread_stops_the_run_of_a_cell(notebook: Notebook) -> None:
     reply = notebook.cell("nbddp.run(train, nprocs=2, device='cpu', name='waits', show=False)")
     assert reply.ename == "KeyboardInterrupt"
     assert reply.evalue == "waits was stopped. It was here: both ranks are in train, line 3"
+
+
+def test_a_prompt_ends_with_its_rank_although_another_rank_prints_a_lot(notebook: Notebook) -> None:
+    notebook.ok("""
+        import nbddp, os, threading, time
+        def floods():
+            if nbddp.rank() == 0:
+                threading.Timer(2.0, os._exit, [3]).start()
+                return input("name? ")
+            while True:
+                print("x" * 100, flush=True)
+                time.sleep(0.001)
+    """)
+    talk = notebook.talk("nbddp.run(floods, nprocs=2, device='cpu')", [lambda: None])
+    assert (talk.ename, "exit code 3" in talk.evalue) == ("RankDied", True)
+
+
+def test_what_cannot_be_displayed_is_an_error_where_it_is_displayed(notebook: Notebook) -> None:
+    shown = notebook.ok("""
+        from IPython.display import display
+        import sys, threading, types
+        def shows():
+            lock = threading.Lock()
+            try:
+                display({"text/plain": lock}, raw=True)
+            except TypeError as error:
+                return str(error)
+        nbddp.run(shows, nprocs=1, device="cpu").value
+    """).shown
+    assert "cannot pickle '_thread.lock' object" in shown
+    shown = notebook.ok("""
+        def shows_of_its_own():
+            module = sys.modules["only_here"] = types.ModuleType("only_here")
+            exec("class Own: pass", module.__dict__)
+            display({"text/plain": module.Own()}, raw=True)
+            return 5
+        nbddp.run(shows_of_its_own, nprocs=1, device="cpu").value
+    """).shown
+    assert "what rank 0 shows cannot be unpickled here: ModuleNotFoundError: No module named 'only_here'" in shown
+    assert shown.endswith("5\n")

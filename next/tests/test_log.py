@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+import nbddp
 from tests.support import Cells, run
 
 
@@ -61,3 +64,21 @@ def test_invalid_steps_and_weights_are_refused_alike_in_a_rank_and_in_the_notebo
     assert [text.split(":")[0] for text in here] == ["TypeError"] * 3 + ["ValueError"] * 5 + ["TypeError"] * 2
     assert here[0] == "TypeError: log(step=0.5): a step must be an integer"
     assert here[5] == "ValueError: log(weight=-1): a weight must be finite and at least 0, e.g. the number of samples"
+
+
+def test_a_device_that_fails_does_not_hide_the_functions_error(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        from nbddp.helpers import log
+        class Pending:
+            def __init__(self, value): pass
+            def arrived(self): return False
+            def read(self): raise RuntimeError("CUDA error: device-side assert triggered")
+        def train():
+            log._Copy = Pending
+            nbddp.log(loss=1.0)
+            log._log.waiting.append((0.0, 1, True, None, 1, {"loss": Pending(0)}))
+            raise ValueError("on purpose")
+    """)
+    with pytest.raises(nbddp.RankError, match="ValueError: on purpose"):
+        run(names.train, nprocs=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -151,6 +152,31 @@ def test_an_interrupt_in_training_leaves_equal_models(ranks: Notebook) -> None:
     assert ranks.ok(f"len({{str(w.tolist()) for w in nbddp.all_gather({weights})}})").shown == "1\n"
 
 
+def test_a_cell_that_catches_the_interrupt_and_ends_by_itself_leaves_a_group_that_works(ranks: Notebook) -> None:
+    source = """
+        print("begun", flush=True)
+        try:
+            dist.all_reduce(t) if rank else time.sleep(60)
+        except BaseException as error:
+            time.sleep(0.2)  # it saves the model
+            kept = type(error).__name__
+    """
+    assert interrupted(ranks, source, "begun").ename == "KeyboardInterrupt"
+    assert ranks.ok("kept").shown.splitlines()[0] == "'KeyboardInterrupt'"
+
+
+def test_an_interrupt_of_a_slow_answer_leaves_the_answers_in_order(ranks: Notebook) -> None:
+    ranks.ok("class Slow:\n    def __dir__(self): time.sleep(1.5); return ['speed']\nslow = Slow()")
+    running = ranks.begin(
+        "%%local\nprint('begun', flush=True)\n_ddp = get_ipython().magics_manager.registry['DdpMagics']\n"
+        "_ddp.session.complete('slow.', 5)"
+    )
+    ranks.shown_so_far(running, "begun")
+    ranks.interrupt()
+    assert ranks.end_of(running).ename == "KeyboardInterrupt"
+    assert ranks.ok("rank").shown.splitlines()[0] == "0"
+
+
 def test_metrics_of_a_cell_are_a_run(ranks: Notebook) -> None:
     ranks.ok("for i in range(5): nbddp.log(loss=i)")
     shown = ranks.ok("%%local\nimport nbddp\nr = nbddp.last_run()\nr.state, r.history['loss'].values.tolist()").shown
@@ -163,6 +189,13 @@ def test_a_push_that_tears_an_optimizer_from_its_model_is_refused(ranks: Noteboo
     reply = ranks.cell("%ddp push o")
     assert reply.evalue == "o shares parameters with m: push m and o together"
     ranks.ok("%ddp push m o")
+
+
+def test_a_push_that_fails_has_sent_nothing(ranks: Notebook) -> None:
+    ranks.ok("%%local\nimport threading, torch\nnet, lock = torch.nn.Linear(2, 2), threading.Lock()")
+    ranks.ok("%%local\nadam = torch.optim.Adam(net.parameters())")
+    assert "lock" in ranks.cell("%ddp push net adam lock").evalue
+    ranks.ok("%ddp push net")
 
 
 def test_opening_again_keeps_the_names_and_other_options_are_refused(ranks: Notebook) -> None:
@@ -198,6 +231,43 @@ def test_close_ends_the_ranks_and_a_fresh_cell_has_its_own(notebook: Notebook) -
     reply = notebook.cell("%%ddp -n 2 --device cpu\nq = 1\nlr / 0")
     assert reply.ename == "ZeroDivisionError"
     assert "lr / 0" in reply.traceback
+    wait_until_alone(notebook.pid)
+
+
+def test_a_third_interrupt_gives_the_session_up(notebook: Notebook) -> None:
+    notebook.ok("""
+        import nbddp, time
+        session = nbddp.Session(nprocs=2, device="cpu")
+        def deaf():
+            print("begun", flush=True)
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                try: time.sleep(60)
+                except KeyboardInterrupt: pass
+    """)
+    running = notebook.begin("session.run(deaf)")
+    notebook.shown_so_far(running, "begun")
+    for _ in range(3):
+        notebook.interrupt()
+        time.sleep(0.2)
+    reply = notebook.end_of(running)
+    assert (reply.ename, reply.seconds < 5) == ("KeyboardInterrupt", True)
+    assert notebook.ok("session.lost, nbddp.last_run().state").shown == "('the session is closed', 'stopped')\n"
+    wait_until_alone(notebook.pid)
+
+
+def test_a_close_that_is_interrupted_has_closed_the_session(notebook: Notebook) -> None:
+    notebook.ok("""
+        import nbddp
+        session = nbddp.Session(nprocs=2, device="cpu")
+        session.cell("import threading, time\\nthreading.Thread(target=time.sleep, args=(60,)).start()")
+    """)
+    running = notebook.begin("print('begun', flush=True)\nsession.close()")
+    notebook.shown_so_far(running, "begun")
+    time.sleep(0.3)
+    notebook.interrupt()
+    assert notebook.end_of(running).ename == "KeyboardInterrupt"
+    assert notebook.ok("session.close()\nsession").shown == "<Session: the session is closed, 2 ranks>\n"
     wait_until_alone(notebook.pid)
 
 
