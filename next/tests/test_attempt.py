@@ -44,7 +44,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(attempt, "_RELEASE_S", 0.001)
     monkeypatch.setattr(attempt, "_AGAIN_S", NEVER_S)
     monkeypatch.setattr(prompt, "_OTHERS_S", 0.001)
-    monkeypatch.setitem(start.follow.__kwdefaults__, "patience", PATIENT)
+    monkeypatch.setitem(start.call_and_collect.__kwdefaults__, "patience", PATIENT)
     return monkeypatch
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from nbddp.errors import NbddpError
 from nbddp.files import new_file
 from nbddp.history.notices import notices
-from nbddp.history.points import RECORD, Attempt, Metric, Points, Series, Spread
+from nbddp.history.points import RECORD, Generation, Metric, Points, Series, Spread
 from nbddp.history.progress import RankProgress
 from nbddp.history.records import Start, checked, read
 from nbddp.text import in_a_line
@@ -64,7 +64,7 @@ class History(Mapping[str, Series]):
         self._metrics: dict[str, Metric] = {}
         self._left_out: set[str] = set()
         self._named: dict[int, dict[str, None]] = collections.defaultdict(dict)  # by rank, in its order
-        self._attempts = [Attempt("", world_size)]
+        self._generations = [Generation("", world_size)]
         self.ranks = [RankProgress() for _ in range(world_size)]
         self.snapshots: dict[str, int | None] = {}
         self.first_nan: tuple[str, int, int] | None = None
@@ -81,15 +81,15 @@ class History(Mapping[str, Series]):
             NbddpError: there is no such file, it is damaged, or nbddp has not written it.
         """
         try:
-            attempts = read(path)
-            history = cls(attempts[0][0][0].world_size)
-            for number, attempt in enumerate(attempts):
-                first = attempt[0][0]
+            generations = read(path)
+            history = cls(generations[0][0][0].world_size)
+            for number, generation in enumerate(generations):
+                first = generation[0][0]
                 if number:
                     history.restart(first.reason, first.world_size)
-                for rank, (start, data) in sorted(attempt.items()):
+                for rank, (start, data) in sorted(generation.items()):
                     if start.first_step is not None:
-                        history._attempts[-1].first_steps[rank] = start.first_step
+                        history._generations[-1].first_steps[rank] = start.first_step
                     records = checked(data)
                     while chunk := list(itertools.islice(records, _CHUNK)):
                         history.add(rank, chunk)
@@ -101,14 +101,14 @@ class History(Mapping[str, Series]):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all metrics to a file, for :meth:`load`. Raises NbddpError if it cannot be written."""
         with new_file(path) as file, self._lock:
-            broken_off = self._attempts[-1].broken_off is not False
-            for began, attempt in enumerate(self._attempts):
-                for rank in range(attempt.world_size):
-                    first = attempt.first_steps.get(rank)
-                    file.write(Start(rank, attempt.world_size, began, attempt.reason, broken_off, first).head())
+            broken_off = self._generations[-1].broken_off is not False
+            for began, generation in enumerate(self._generations):
+                for rank in range(generation.world_size):
+                    first = generation.first_steps.get(rank)
+                    file.write(Start(rank, generation.world_size, began, generation.reason, broken_off, first).head())
                     for name in self._names():
                         for block in self._metrics[name].blocks:
-                            if block.attempt is attempt and rank in block.ranks:
+                            if block.generation is generation and rank in block.ranks:
                                 rows = block.by_rank(rank, slice(None))  # repeated ones, too: load() repeats them again
                                 ops = self._metrics[name].ops[rank]
                                 file.write(msgpack.packb({"name": name, "ops": ops, "rows": rows.tobytes()}))
@@ -116,7 +116,7 @@ class History(Mapping[str, Series]):
     @property
     def over(self) -> bool:
         """Nothing more will be logged."""
-        return self._attempts[-1].broken_off is not None
+        return self._generations[-1].broken_off is not None
 
     @property
     def restarts(self) -> list[Restart]:
@@ -124,9 +124,9 @@ class History(Mapping[str, Series]):
         found: list[Restart] = []
         step = None
         with self._lock:
-            for attempt in reversed(self._attempts[1:]):
-                step = attempt.first_steps[min(attempt.first_steps)] if attempt.first_steps else step
-                found.insert(0, Restart(step, attempt.reason))
+            for generation in reversed(self._generations[1:]):
+                step = generation.first_steps[min(generation.first_steps)] if generation.first_steps else step
+                found.insert(0, Restart(step, generation.reason))
         return found
 
     @property
@@ -237,20 +237,20 @@ class History(Mapping[str, Series]):
     def restart(self, reason: str = "", world_size: int | None = None) -> None:
         """The ranks start again, in new processes: the steps that they repeat replace the old ones."""
         with self._lock:
-            self._attempts[-1].broken_off = True
-            world_size = world_size or self._attempts[-1].world_size
-            self._attempts.append(Attempt(reason, world_size))
+            self._generations[-1].broken_off = True
+            world_size = world_size or self._generations[-1].world_size
+            self._generations.append(Generation(reason, world_size))
             self.ranks = [rank.after_restart() for rank in self.ranks]
             self.ranks += [RankProgress() for _ in range(world_size - len(self.ranks))]
 
     def settle(self, *, broken_off: bool = False) -> None:
         """The run is over; ``broken_off``: leave out the last points, which not every rank had reached."""
         with self._lock:
-            self._attempts[-1].broken_off = broken_off
+            self._generations[-1].broken_off = broken_off
 
     def _add(self, rank: int, name: str, ops: Iterable[str | None], rows: np.ndarray) -> None:
-        attempt = self._attempts[-1]
-        attempt.first_steps.setdefault(rank, int(rows["step"][0]))
+        generation = self._generations[-1]
+        generation.first_steps.setdefault(rank, int(rows["step"][0]))
         newest = int(rows["step"].argmax())
         self.ranks[rank].add_step(int(rows["step"][newest]), float(rows["time"][newest]))
         if self.first_nan is None and np.isnan(rows["value"]).any():
@@ -259,7 +259,7 @@ class History(Mapping[str, Series]):
             self._left_out.add(name)
             return
         self._named[rank][name] = None
-        self._metrics.setdefault(name, Metric()).add(rank, ops, rows, attempt)
+        self._metrics.setdefault(name, Metric()).add(rank, ops, rows, generation)
 
     def _add_other(self, rank: int, record: dict[str, Any]) -> None:
         if bar := record.get("bar"):

@@ -43,7 +43,7 @@ class Spread(NamedTuple):
 
 
 @dataclass
-class Attempt:
+class Generation:
     """All ranks, from one start to the next.
 
     Attributes:
@@ -97,11 +97,11 @@ class Block:
     Weights are stored with a minus: 0.0 is a value that was not logged, -0.0 one with weight 0.
 
     Attributes:
-        kept: how many rows a later attempt has not repeated; None before a later one.
+        kept: how many rows a later generation has not repeated; None before a later one.
     """
 
-    def __init__(self, attempt: Attempt) -> None:
-        self.attempt = attempt
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
         self.kept: int | None = None
         self.ranks: list[int] = []
         by_rank, time = np.empty((0, 0)), np.empty(0)
@@ -130,7 +130,7 @@ class Block:
         return int(np.searchsorted(self.rows["key"], complex(lap, place), "right"))
 
     def repeat_from(self, step: int) -> None:
-        """A later attempt logs this step again: only the last lap is searched for it."""
+        """A later generation logs this step again: only the last lap is searched for it."""
         keys = self.rows["key"]
         start = int(np.searchsorted(keys, complex(keys[-1].real, -np.inf)))
         again = np.flatnonzero(self.rows["step"][start:] >= step)
@@ -141,9 +141,9 @@ class Block:
         size = self.rows.size if self.kept is None else self.kept
         if op is None:
             return size
-        if self.attempt.broken_off is None:
-            return self.complete() if len(self.ranks) >= self.attempt.world_size else 0
-        return min(size, self.complete()) if self.attempt.broken_off else size
+        if self.generation.broken_off is None:
+            return self.complete() if len(self.ranks) >= self.generation.world_size else 0
+        return min(size, self.complete()) if self.generation.broken_off else size
 
     def points(self, op: str | None) -> Points:
         """The rows combined over the ranks. Only what has changed since the last call is computed."""
@@ -165,7 +165,7 @@ class Block:
 
     def spread(self) -> Spread:
         """Of the rows that all of its ranks have logged; at the end, that two have logged."""
-        broken_off = self.attempt.broken_off
+        broken_off = self.generation.broken_off
         rows = slice(min(self.size(None), self.complete()) if broken_off else self.size(None))
         there = self.there(rows).sum(1)
         kept = there >= max(2, len(self.ranks) if broken_off is None else 2)
@@ -233,11 +233,11 @@ class Block:
 
 
 class Metric:
-    """One metric over all attempts.
+    """One metric over all generations.
 
     Attributes:
         ops: by rank, with which ``reduce=`` it was logged.
-        blocks: one for each attempt that has logged it, without those that a later one has repeated wholly.
+        blocks: one for each generation that has logged it, without those that a later one has repeated wholly.
     """
 
     def __init__(self) -> None:
@@ -248,11 +248,11 @@ class Metric:
     def op(self) -> str | None:
         return self.ops[min(self.ops)][0]
 
-    def add(self, rank: int, ops: Iterable[str | None], records: np.ndarray, attempt: Attempt) -> None:
+    def add(self, rank: int, ops: Iterable[str | None], records: np.ndarray, generation: Generation) -> None:
         known = self.ops.setdefault(rank, [])
         known += [op for op in ops if op not in known]
-        if not self.blocks or self.blocks[-1].attempt is not attempt:
-            self.blocks.append(Block(attempt))
+        if not self.blocks or self.blocks[-1].generation is not generation:
+            self.blocks.append(Block(generation))
         if rank not in self.blocks[-1].ranks:
             self._repeat_from(int(records["step"][0]))
         self.blocks[-1].add(rank, records)
@@ -274,7 +274,7 @@ class Metric:
         for block in self.blocks:
             rows = slice(block.size(self.op))
             ranks = block.there(rows).sum(1)
-            parts.append((block.rows["step"][rows], ranks, np.full(len(ranks), block.attempt.world_size)))
+            parts.append((block.rows["step"][rows], ranks, np.full(len(ranks), block.generation.world_size)))
         return _joined(parts)
 
     def by_rank(self) -> dict[int, Series]:
@@ -286,7 +286,7 @@ class Metric:
         return found
 
     def _repeat_from(self, step: int) -> None:
-        """Leave out what the attempts before had from this step on."""
+        """Leave out what the generations before had from this step on."""
         while len(self.blocks) > 1:
             self.blocks[-2].repeat_from(step)
             if self.blocks[-2].kept:

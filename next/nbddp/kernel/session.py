@@ -23,7 +23,7 @@ from nbddp.kernel.page import Page, notebook
 from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
-from nbddp.kernel.start import follow, pack_call
+from nbddp.kernel.start import call_and_collect, pack_call
 from nbddp.kernel.view import TextView
 from nbddp.messages import Cell, Complete, CountCollectives, Hear, Inspect, Mend, Pull, Push, Ran, Render
 from nbddp.payload import Block, explain
@@ -108,7 +108,7 @@ class Session:
         self._run = run
         with self._calling(), packed.block:
             try:
-                follow(run, self._crew, packed, self._page(0), TextView(), patience=OF_A_SESSION)
+                call_and_collect(run, self._crew, packed, self._page(0), TextView(), patience=OF_A_SESSION)
                 run._conclude("finished")
             except (NbddpError, KeyboardInterrupt) as error:
                 was_stopped, self._released = isinstance(error, KeyboardInterrupt), True

@@ -148,11 +148,13 @@ def open_and_call(
         stack.callback(crew.end)
         crew.open()
         page = Page(crew.ranks, quiet=options.show is False or not options.wait)
-        follow(run, crew, packed, page, view, deadline, timeout=options.timeout, stop_on_nan=options.stop_on_nan)
+        call_and_collect(
+            run, crew, packed, page, view, deadline, timeout=options.timeout, stop_on_nan=options.stop_on_nan
+        )
         crew.dismiss(hurry=lambda: run._stop_grace_s is not None)
 
 
-def follow(
+def call_and_collect(
     run: Run[Any],
     crew: Crew,
     packed: Packed,

@@ -1,4 +1,4 @@
-"""Reads how often the kernel's OOM killer has killed a process of this machine, or of the container it's in."""
+"""Reads how often Linux's OOM killer has killed a process of this machine, or of the container it's in."""
 
 from __future__ import annotations
 
