@@ -156,6 +156,25 @@ def test_five_interrupts_end_ranks_that_ignore_them(patient: Notebook, in_folder
     assert notebook.ok("nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).values").shown.strip() == "[5, 5]"
 
 
+def test_an_interrupt_of_the_wait_for_a_functions_threads_keeps_its_value(notebook: Notebook, in_folder: Path) -> None:
+    notebook.ok(f"""
+        import nbddp, threading, time
+        from pathlib import Path
+        def goes_on():
+            time.sleep(0.5)
+            Path({str(in_folder)!r}, str(nbddp.rank())).touch()
+            time.sleep(60)
+        def leaves():
+            threading.Thread(target=goes_on).start()
+            return 7
+    """)
+    running = notebook.begin("run = nbddp.run(leaves, nprocs=2, device='cpu', show=False)")
+    wait_until(lambda: len(os.listdir(in_folder)) == 2)
+    notebook.interrupt()
+    assert notebook.end_of(running).ename == "KeyboardInterrupt"
+    assert notebook.ok("nbddp.last_run().values").shown == "[7, 7]\n"
+
+
 def test_an_interrupt_while_the_ranks_start_leaves_none(notebook: Notebook) -> None:
     """The most delicate moment: a process half made must not stay."""
     notebook.ok("import nbddp, time\ndef train(): time.sleep(1000)")

@@ -124,7 +124,9 @@ def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Optio
                 error.after_restarts(run.restarts, first)
             run._conclude("failed", error)
         except KeyboardInterrupt:
-            run._conclude("stopped")
+            run._conclude("finished" if run._values else "stopped")
+            if run._values:  # it has ended only the wait for what the function has left
+                raise
         except BaseException as error:
             ours = NbddpError(f"nbddp itself failed: {in_a_line(error)}")
             ours.__cause__ = error
