@@ -58,6 +58,10 @@ OF_AN_ANSWER = Patience(10.0, (math.inf, math.inf))  # to an order that runs not
 class Attempt:
     """One order to some ranks of a crew.
 
+    A failure, an interrupt of the cell, ``stop()``, or the timeout makes a plan, which replaces the one before: let all
+    ranks come to the same optimizer step, if they train; interrupt them; release those that wait for others; and kill,
+    after its ``Patience``, those that still haven't reported.
+
     Args:
         payload: goes with the order.
         look: is called again and again.
