@@ -15,18 +15,27 @@ from nbddp.errors import NbddpError
 def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a new file in the same folder, and replace the old one with it at the end.
 
-    What is at the path isn't opened: it could be a pipe without a reader, or another user's link to a file of yours.
+    It gets a name only then, where the disk allows that, so that nothing is left of a writer that was killed. What is
+    at the path isn't opened: it could be a pipe without a reader, or another user's link to a file of yours.
 
     Raises:
         NbddpError: the file cannot be written.
     """
     path = os.path.abspath(path)
-    partial = os.path.join(os.path.dirname(path), f".nbddp-{secrets.token_hex(8)}")
+    folder = os.path.dirname(path)
+    partial = os.path.join(folder, f".nbddp-{secrets.token_hex(8)}")
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # root may replace even /dev/null
             raise ValueError("there is something other than a file")
-        with open(partial, "xb") as file:
+        try:
+            fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666)
+        except OSError:  # such as NFS
+            fd = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        with open(fd, "wb") as file:
             yield file
+            file.flush()
+            if not os.path.exists(partial):  # with src_dir_fd, Python asks for the file that the link leads to
+                os.link(f"/proc/self/fd/{fd}", partial, src_dir_fd=fd)
         os.replace(partial, path)
     except (OSError, ValueError) as error:
         raise NbddpError(f"cannot write {path!r}: {getattr(error, 'strerror', None) or error}") from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import pickle
 import secrets
 import signal
 import socket
@@ -14,11 +16,13 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import nbddp
 from nbddp.kernel.settings import Options, decide
@@ -253,3 +257,47 @@ def _of_a_process_before(pid: int) -> psutil.Process:
     earlier.create_time()
     earlier._ident = (pid, earlier._ident[1] - 1000)
     return earlier
+
+
+class _Bomb:
+    """Runs code in whoever unpickles it."""
+
+    path = ""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (type(self).path,)
+
+
+def _torchs(content: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file, **options)
+    return file.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize(
+    "write",
+    [
+        pickle.dumps,
+        _torchs,
+        lambda bomb: _torchs({"state": bomb, "steps": {}}),
+        lambda bomb: _torchs({"state": {"model": {"weight": bomb}}, "steps": {}}),
+        lambda bomb: _torchs({"state": {}, "steps": bomb}),
+        lambda bomb: _torchs({"state": bomb, "steps": {}}, _use_new_zipfile_serialization=False),
+        lambda bomb: pickle.dumps({"state": {"model": bomb}, "steps": {}}),
+    ],
+    ids=["pickle", "torch", "forged", "deep inside", "steps", "old format", "forged pickle"],
+)
+def test_a_snapshot_from_elsewhere_is_refused_and_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Any], bytes]
+) -> None:
+    monkeypatch.setattr(_Bomb, "path", str(tmp_path / "exploded"))
+    (tmp_path / "snapshot.pt").write_bytes(write(_Bomb()))
+    with pytest.raises(nbddp.NbddpError, match="cannot be read as a snapshot"):
+        nbddp.load_snapshot(tmp_path / "snapshot.pt")
+    assert not (tmp_path / "exploded").exists()
+    with contextlib.suppress(RuntimeError):  # the bomb is a real one
+        torch.load(tmp_path / "snapshot.pt", weights_only=False)
+    assert (tmp_path / "exploded").exists()

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import contextlib
+import datetime
 import os
+import random
 import signal
+import tempfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import nbddp
 from tests.support import Cells, run, start, wait_until
@@ -52,13 +62,60 @@ def test_a_rank_killed_while_it_writes_leaves_a_whole_snapshot(in_folder: Path, 
     )
     for _ in range(3):
         going = start(names.save_for_ever)
-        wait_until(lambda: os.path.exists("s.pt") and [n for n in os.listdir(".") if n.endswith(".partial")])
+        wait_until(lambda pid=going.pids[0]: os.path.exists("s.pt") and _writes_in(in_folder, pid))
         os.kill(going.pids[0], signal.SIGKILL)
         with pytest.raises(nbddp.RankDied):
             going.wait()
         found = nbddp.load_snapshot("s.pt")
         assert found is not None
         assert found["big"].unique().tolist() == [found["i"]]
+        assert os.listdir() == ["s.pt"]
+
+
+def _writes_in(folder: Path, pid: int) -> bool:
+    """Whether the process has a file without a name open there."""
+    files = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            files.append(os.readlink(link))
+    return any(file.startswith(str(folder)) and file.endswith("(deleted)") for file in files)
+
+
+def test_two_runs_that_save_at_one_path_at_once_leave_the_whole_snapshot_of_one(in_folder: Path, cell: Cells) -> None:
+    names = cell(
+        """
+        import os, nbddp, torch
+        def save(number, unnamed):
+            if not unnamed:
+                os.O_TMPFILE = 0  # as on a disk without unnamed files
+            for _ in range(10):
+                nbddp.save_snapshot("s.pt", numbers=torch.full((100_000,), number), number=number)
+        """
+    )
+    for unnamed in (True, False):
+        for going in [run(names.save, number, unnamed, nprocs=1, wait=False) for number in range(2)]:
+            going.wait()
+        found = nbddp.load_snapshot("s.pt")
+        assert found is not None
+        assert found["numbers"].unique().tolist() == [found["number"]]
+        assert os.listdir() == ["s.pt"]
+
+
+def test_a_full_disk_is_said_and_keeps_the_old_snapshot(in_folder: Path, cell: Cells) -> None:
+    names = cell(
+        """
+        import nbddp, resource, signal, torch
+        def save():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            nbddp.save_snapshot("s.pt", epoch=1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+            nbddp.save_snapshot("s.pt", weights=torch.zeros(1_000_000))
+        """
+    )
+    with pytest.raises(nbddp.RankError, match=f"cannot write '{in_folder}/s.pt': File too large"):
+        run(names.save, nprocs=1)
+    assert nbddp.load_snapshot("s.pt") == {"epoch": 1}
+    assert os.listdir() == ["s.pt"]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, -1])
@@ -67,6 +124,103 @@ def test_a_truncated_file_is_refused(in_folder: Path, cut: int) -> None:
     Path("s.pt").write_bytes(Path("s.pt").read_bytes()[:cut])
     with pytest.raises(nbddp.NbddpError, match=r"s\.pt cannot be read as a snapshot"):
         nbddp.load_snapshot("s.pt")
+
+
+class Runs:
+    """Unpickling it runs code."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("it_ran",)
+
+
+def test_reading_a_snapshot_runs_no_code_unless_asked_to(in_folder: Path) -> None:
+    with pytest.raises(nbddp.NbddpError, match=r"^s\.pt was not written: .*GLOBAL posix\.mkdir"):
+        nbddp.save_snapshot("s.pt", harmless=1, evil=Runs())
+    assert os.listdir() == []
+    torch.save({"state": {"evil": Runs()}, "steps": {}}, "s.pt")
+    with pytest.raises(nbddp.NbddpError, match=r"GLOBAL posix\.mkdir .*\. If you trust .*, use weights_only=False$"):
+        nbddp.load_snapshot("s.pt")
+    assert os.listdir() == ["s.pt"]
+    nbddp.load_snapshot("s.pt", weights_only=False)  # the reader asked for it
+    assert os.path.exists("it_ran")
+
+
+def test_a_file_of_torchs_is_refused_with_a_remedy(in_folder: Path) -> None:
+    torch.save({"model": torch.ones(2)}, "c.pt")
+    with pytest.raises(nbddp.NbddpError, match=r"^c\.pt cannot be read .*: save_snapshot\(\) .*; use torch\.load\(\)$"):
+        nbddp.load_snapshot("c.pt")
+
+
+_NAMES = st.sampled_from(["a", "b", "lr"])
+_DTYPES = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool, torch.float16, torch.complex64])
+_LEAVES = (
+    st.none()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+    | st.datetimes(timezones=st.sampled_from([None, datetime.UTC]))
+    | st.timedeltas()
+    | st.frozensets(st.integers(), max_size=2)
+    | st.sampled_from([Path("a/b"), torch.bfloat16, torch.device("cpu"), torch.Size([2, 3]), np.dtype("f8"), range(9)])
+    | st.sampled_from([random.getstate(), np.random.default_rng(3).bit_generator.state, np.str_("x"), np.bool_(True)])
+    | st.builds(lambda n, dtype: torch.arange(n).to(dtype), st.integers(0, 4), _DTYPES)
+    | st.builds(lambda n, kind: np.arange(n).astype(kind), st.integers(0, 4), st.sampled_from(["f4", "i8", "u1", "O"]))
+    | st.floats(width=32).map(np.float32)
+)
+
+
+def _containers(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    named = st.dictionaries(_NAMES, items, max_size=3)
+    many = st.lists(items, max_size=3)
+    twice = many.map(lambda shared: {"one": shared, "again": shared})
+    return many | many.map(tuple) | named | twice | named.map(collections.OrderedDict) | named.map(_namespace)
+
+
+def _namespace(items: dict[str, Any]) -> argparse.Namespace:
+    return argparse.Namespace(**items)
+
+
+@settings(max_examples=settings().max_examples // 4)
+@given(st.dictionaries(_NAMES, st.recursive(_LEAVES, _containers, max_leaves=8), min_size=1, max_size=3))
+def test_state_comes_back_as_plain_torch_gives_it(state: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ours, torchs = os.path.join(folder, "s.pt"), os.path.join(folder, "torchs.pt")
+        nbddp.save_snapshot(ours, **state)
+        torch.save(state, torchs)
+        found = nbddp.load_snapshot(ours)
+        assert _same(found, state, {})
+        assert _same(found, torch.load(torchs, weights_only=False), {})
+
+
+def _same(one: Any, other: Any, pairs: dict[int, int]) -> bool:
+    """Equal and of one type, all the way down; what is one list or dict in one is one in the other, too."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, dict)) and pairs.setdefault(id(one), id(other)) != id(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and _same(one.tolist(), other.tolist(), {})
+    if isinstance(one, argparse.Namespace):
+        return _same(vars(one), vars(other), pairs)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key], pairs) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_same(a, b, pairs) for a, b in zip(one, other, strict=True))
+    return bool(one == other) or (one != one and other != other)
+
+
+def test_a_state_that_holds_itself_comes_back_holding_itself(in_folder: Path) -> None:
+    state: dict[str, Any] = {"model": torch.nn.Linear(1, 1)}
+    state["itself"] = [state]
+    nbddp.save_snapshot("s.pt", it=state)
+    found = nbddp.load_snapshot("s.pt")
+    assert found is not None
+    assert found["it"]["itself"][0] is found["it"]
+    assert list(found["it"]["model"]) == ["weight", "bias"]
 
 
 def test_restarted_ranks_continue_from_the_snapshot(in_folder: Path, cell: Cells) -> None:

@@ -7,6 +7,8 @@ import contextlib
 import datetime
 import os
 import pathlib
+import pickle
+import re
 import socket
 import time
 import types
@@ -22,6 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from nbddp.errors import NbddpError
+from nbddp.files import new_file
 from nbddp.helpers import context, log
 
 _multiarray = np._core.multiarray if hasattr(np, "_core") else np.core.multiarray  # type: ignore[attr-defined]  # numpy 1
@@ -41,21 +44,21 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
             any other object with a ``state_dict`` is saved as its ``state_dict`` (a DDP model as its ``.module``'s).
 
     Raises:
-        NbddpError: :func:`load_snapshot` could not read it again, and nothing is written. OSError: as ``open``.
+        NbddpError: the file cannot be written, or :func:`load_snapshot` could not read it again; the old one stays.
     """
     if not context.is_primary():
         return
-    partial = f"{os.fspath(path)}.partial"
-    try:
-        with open(partial, "wb") as file:
+    with new_file(path) as file:
+        try:
             with _checksums():
-                torch.save({"state": _plain(state), "steps": log.last_steps()}, file)
+                torch.save({"state": _plain(state, {}), "steps": log.last_steps()}, file)
+            file.flush()
             os.fsync(file.fileno())
-        _read(partial, "cpu", mmap=True)
-        os.replace(partial, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
+            _read(f"/proc/self/fd/{file.fileno()}", "cpu", mmap=True)
+        except Exception as error:  # of anything that is pickled
+            if isinstance(error.__context__, OSError):  # torch's own error for a full disk says nothing of the disk
+                raise error.__context__ from None
+            raise NbddpError(f"{os.fspath(path)} was not written: {_reason(error)}") from error
     log.saved(os.path.abspath(path))
 
 
@@ -89,19 +92,27 @@ def load_snapshot(
                 raise zipfile.BadZipFile(f"{damaged} is damaged")
             digest = zlib.crc32(repr([(each.filename, each.CRC) for each in archive.infolist()]).encode())
         content = _read(path, map_location or context.device(), weights_only=weights_only)
-        state, steps = content["state"], content["steps"]
-    except (zipfile.BadZipFile, KeyError, TypeError) as error:
-        raise NbddpError(f"{path} cannot be read as a snapshot: {error}") from error
-    log.resume_after(steps)
-    return _agreed(path, f"a snapshot ({digest:08x})", state)
+        if not isinstance(content, dict) or content.keys() != {"state", "steps"}:
+            raise ValueError("save_snapshot() has not written it; use torch.load()")
+    except Exception as error:  # a file from elsewhere may raise anything
+        refused = isinstance(error, pickle.UnpicklingError) and weights_only
+        hint = ". If you trust it as you trust a program, use weights_only=False" if refused else ""
+        raise NbddpError(f"{path} cannot be read as a snapshot: {_reason(error)}{hint}") from error
+    log.resume_after(content["steps"])
+    return _agreed(path, f"a snapshot ({digest:08x})", content["state"])
 
 
 def _read(path: str, map_location: Any, **options: Any) -> Any:
-    try:
-        with torch.serialization.safe_globals([*_NUMPY, *_PLAIN]):
-            return torch.load(path, map_location=map_location, **{"weights_only": True, **options})
-    except Exception as error:  # of an unpickler
-        raise NbddpError(f"{path}: load_snapshot() cannot read it: {error}") from error
+    with torch.serialization.safe_globals([*_NUMPY, *_PLAIN]):
+        return torch.load(path, map_location=map_location, **{"weights_only": True, **options})
+
+
+def _reason(error: Exception) -> str:
+    """What the error says; of torch's page about ``weights_only``, the one line that is about this file."""
+    about = re.search(
+        r"^(?:\s*WeightsUnpickler error: )?(.+)\s+Check the documentation of torch\.load", str(error), re.M
+    )
+    return about[1].strip().rstrip(".") if about else str(error)
 
 
 def _agreed(path: str, found: str, state: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -127,12 +138,22 @@ def _looked_up(store: Any, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _plain(value: Any) -> Any:
-    """Replace objects in dicts, lists and tuples by their ``state_dict``."""
+def _plain(value: Any, found: dict[int, Any]) -> Any:
+    """Replace objects in dicts, lists and tuples by their ``state_dict``; ``found``, by id, keeps what is shared."""
     if isinstance(value, DistributedDataParallel):
         value = value.module
+    if id(value) in found:
+        return found[id(value)]
+    plain = value
     if type(value) is dict:
-        return {key: _plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    return value.state_dict() if hasattr(value, "state_dict") and not isinstance(value, type) else value
+        plain = found[id(value)] = {}  # before its items, which may hold it
+        plain.update((key, _plain(item, found)) for key, item in value.items())
+    elif type(value) is list:
+        plain = found[id(value)] = []
+        plain.extend(_plain(item, found) for item in value)
+    elif type(value) is tuple:
+        plain = tuple(_plain(item, found) for item in value)
+    elif hasattr(value, "state_dict") and not isinstance(value, type):
+        plain = value.state_dict()
+    found[id(value)] = plain
+    return plain
