@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 import nbddp
+from nbddp.worker import failing_line
 from tests.support import Cells, run
 
 
@@ -22,3 +28,52 @@ def test_the_error_of_a_rank_has_them_and_a_cell_shows_them(cell: Cells) -> None
         run(here.train, 5)
     assert raised.value.locals == {"weight": "Tensor (3, 5) float32 cpu"}
     assert "weight  Tensor (3, 5) float32 cpu" in "\n".join(raised.value._render_traceback_())
+
+
+def found(function: Any, *args: Any) -> dict[str, str]:
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - whichever
+        function(*args)
+    return dict(failing_line.names(raised.value))
+
+
+def test_secrets_and_long_values_are_not_shown() -> None:
+    def fail(api_token: str, text: str, huge: int, data: bytes, key: str, user: str) -> None:
+        raise ValueError(len(api_token), len(text), huge > 1, len(data), key + user, f"{user}:{key}")
+
+    names = found(fail, "hf_123", "x" * 10**6, 10**5000, b"y" * 99, "sk-123", "me")
+    assert names["api_token"] == names["key"] == names["key + user"] == "str (not shown)"
+    assert names["text"] == f"'{'x' * 60}'... of 1,000,000"
+    assert names["huge"] == "int"
+    assert names["data"] == f"b'{'y' * 60}'... of 99"
+    assert not [text for text in names.values() if "hf_123" in text or "sk-123" in text]
+    secret = ["self.key", "passphrase", "db_pwd", "privateKey", "config.api_key", "HF_TOKEN", "key[:3]"]
+    assert {failing_line.describe(name, "sk-123") for name in secret} == {"str (not shown)"}
+    assert {failing_line.describe(name, "abc") for name in ("monkey", "text", "keys", "model.name")} == {"'abc'"}
+
+
+class Angry:
+    """Raises whatever is asked of it."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("repr was called")
+
+    def __len__(self) -> int:
+        raise AssertionError("len was called")
+
+    @property
+    def x(self) -> int:
+        raise AssertionError("a property was read")
+
+
+def test_each_value_is_described_without_its_class_and_one_that_cannot_be_hides_no_other() -> None:
+    def step(rate: float, scale: Any, ragged: torch.Tensor, angry: Angry, many: list[Angry]) -> None:
+        raise ValueError(rate, scale, ragged, angry.__class__, many, angry.x if many is None else 0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its nested tensors once in a process
+        ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    names = found(step, 0.1, np.float32(2), ragged, Angry(), [Angry()])
+    assert names.pop("many is None") == "False"
+    assert names == {
+        "rate": "0.1", "scale": "float32 = 2.0", "ragged": "Tensor", "angry": "Angry", "many": "list of 1"
+    }  # fmt: skip

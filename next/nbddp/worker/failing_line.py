@@ -19,9 +19,9 @@ from nbddp.tracebacks import users_innermost
 
 _MAX_CHARS = 4000  # of all descriptions
 _MAX_VARIABLES = 12
-_SECRET = re.compile(r"(?i:token|pass(w|phrase)|(\b|_)pwd|secret|credential|api_?key|(\b|_)key$|auth)|[a-z]Key$")
+_SECRET = re.compile(r"(?i:token|pass(w|phrase)|(\b|_)pwd|secret|credential|api_?key|(\b|_)key\b|auth)|[a-z]Key\b")
 _LEFT_OUT = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (bool, int, float, complex, type(None), torch.dtype, torch.device)
 
 
 def names(error: BaseException) -> tuple[tuple[str, str], ...]:
@@ -43,9 +43,12 @@ def names(error: BaseException) -> tuple[tuple[str, str], ...]:
         return ()
     described = []
     for name, value in named.items():
-        with contextlib.suppress(Exception):  # one bad __repr__ does not hide the others
-            if not isinstance(value, _LEFT_OUT):
-                described.append((name, describe(name, value)))
+        if not isinstance(value, _LEFT_OUT):
+            try:
+                text = describe(name, value)
+            except Exception:  # of this one, such as a nested tensor, which has no shape
+                text = type(value).__name__
+            described.append((name, text))
     while sum(map(len, (text for pair in described for text in pair))) > _MAX_CHARS:
         described.pop()
     return tuple(described)
@@ -72,6 +75,10 @@ def describe(name: str, value: Any) -> str:
         return f"{text} = {value.detach().item()}" if on_cpu else text
     if isinstance(value, np.ndarray):
         return f"{kind} {value.shape} {value.dtype}"
+    if isinstance(value, (np.number, np.bool_)):
+        return f"{kind} = {value}"
+    if type(value) in (str, bytes):
+        return repr(value[:60]) + (f"... of {len(value):,}" if len(value) > 60 else "")
     if type(value) in _PLAIN:
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:60]}... of {len(text):,}"
