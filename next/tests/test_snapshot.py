@@ -190,12 +190,12 @@ def test_state_comes_back_as_plain_torch_gives_it(state: dict[str, Any]) -> None
         nbddp.save_snapshot(ours, **state)
         torch.save(state, torchs)
         found = nbddp.load_snapshot(ours)
-        assert _same(found, state, {})
+        assert _same(state, found, {})
         assert _same(found, torch.load(torchs, weights_only=False), {})
 
 
 def _same(one: Any, other: Any, pairs: dict[int, int]) -> bool:
-    """Equal and of one type, all the way down; what is one list or dict in one is one in the other, too."""
+    """Equal and of one type, all the way down; what is one list or dict in ``one`` is in ``other``, too."""
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, dict)) and pairs.setdefault(id(one), id(other)) != id(other):
