@@ -177,6 +177,28 @@ def test_an_interrupt_of_a_slow_answer_leaves_the_answers_in_order(ranks: Notebo
     assert ranks.ok("rank").shown.splitlines()[0] == "0"
 
 
+def test_functions_return_the_notebooks_classes_one_after_the_other_and_nothing_after_a_failure(
+    ranks: Notebook,
+) -> None:
+    ranks.ok("""%%local
+        import nbddp
+        session = get_ipython().magics_manager.registry["DdpMagics"].session
+        class First: pass
+        class Second: pass
+        def fails():
+            raise ValueError("boom")
+    """)
+    source = "[type(session.run(lambda: {0}()).value) is {0} for _ in range(2)]"
+    assert ranks.ok("%%local\n" + source.format("First")).shown == "[True, True]\n"
+    assert ranks.ok("%%local\n" + source.format("Second")).shown == "[True, True]\n"
+    ranks.ok("%ddp push First Second")
+    ranks.ok("both = [Second(), First()]")
+    ranks.ok("%ddp pull both")
+    assert ranks.ok("%%local\n[type(both[0]) is Second, type(both[1]) is First]").shown == "[True, True]\n"
+    assert ranks.cell("%%local\nsession.run(fails)").ename == "RankError"
+    assert ranks.ok("%%local\nsession.run(lambda: None).values").shown == "[None, None, None]\n"
+
+
 def test_metrics_of_a_cell_are_a_run(ranks: Notebook) -> None:
     ranks.ok("for i in range(5): nbddp.log(loss=i)")
     shown = ranks.ok("%%local\nimport nbddp\nr = nbddp.last_run()\nr.state, r.history['loss'].values.tolist()").shown
@@ -218,6 +240,16 @@ def test_a_rank_that_dies_ends_the_session_and_names_can_be_pulled_from_the_othe
     notebook.ok("%ddp close")
     wait_until_alone(notebook.pid)
     assert notebook.ok("x").shown == "8\n"
+
+
+def test_opening_after_a_rank_has_died_ends_the_others(notebook: Notebook) -> None:
+    notebook.ok("%load_ext nbddp\n%ddp open -n 2 --device cpu")
+    before = ranks_of(notebook.pid)
+    assert "killed" in notebook.cell("import os, nbddp\nif nbddp.rank() == 0: os.kill(os.getpid(), 9)").traceback
+    notebook.ok("%ddp open -n 2 --device cpu")
+    assert not set(before) & set(ranks_of(notebook.pid))
+    notebook.ok("%ddp close")
+    wait_until_alone(notebook.pid)
 
 
 def test_close_ends_the_ranks_and_a_fresh_cell_has_its_own(notebook: Notebook) -> None:

@@ -71,6 +71,7 @@ class Attempt:
         begins: how much each rank of the crew had printed before.
         stopping: it's being stopped: by an interrupt, ``stop()``, or its timeout.
         interrupts: how often the cell was interrupted.
+        failed: a rank has failed, before it was stopped.
         released: ranks have been asked to leave what they were doing, so the default group has to be replaced.
         where: where the ranks were when they were stopped, or a collective timed out; "" if nobody asked.
     """
@@ -98,7 +99,7 @@ class Attempt:
         self._taken: dict[int, Steps] = {}
         self._failed_at: float | None = None
         self._grace_s = 0.0
-        self.stopping = self.timed_out = self.released = False
+        self.stopping = self.timed_out = self.released = self.failed = False
         self._over = False
         self.interrupts = 0
         self.locator = Locator(crew, ranks, steps)
@@ -122,6 +123,11 @@ class Attempt:
                     self._plan.pop(0)[1](self._waiting())
             if all(rank.was_interrupted for rank in self._ranks):
                 self._wait_for_own_interrupt()
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether somebody has stopped it, and no rank had failed before."""
+        return (self.stopping or self.interrupts > 0) and not self.failed
 
     def stop(self, grace_s: float) -> None:
         """End the order: after the same optimizer step if all ranks train, otherwise where they are."""
@@ -196,6 +202,7 @@ class Attempt:
         if time.monotonic() > self._failed_at + _CONSEQUENCE_WINDOW_S or not all(
             rank.is_consequence for rank in failed
         ):
+            self.failed = True
             self._locate_after_a_timeout(failure.first(failed))
             kill_s, interrupt_s = self._patience.after_failure_s, 2 * _RELEASE_S
             interrupts = [(interrupt_s, self._interrupt), (interrupt_s + _AGAIN_S, self._interrupt)]
@@ -208,7 +215,7 @@ class Attempt:
                 self.where = hang.summary(locations, stalled=True)
 
     def _end_what_is_late(self) -> None:
-        if time.monotonic() > self._deadline and not self.stopping:
+        if time.monotonic() > self._deadline and not self.stopping and not self.failed:
             self.timed_out, self.where = True, self.locator.report()
             self.stop(self._patience.after_interrupts_s[0])
 

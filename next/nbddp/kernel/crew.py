@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import signal
 import threading
@@ -84,7 +85,11 @@ class Crew:
         while left and not self._over:
             while self.inbox.qsize() > _MOST_WAITING and self.at_exit is None and not self._over:
                 time.sleep(POLL_S / 10)  # requests, such as Stop, come after what waits; the rest waits in the files
-            for event in machine.events(POLL_S):
+            try:
+                events = machine.events(POLL_S)
+            except Exception as error:  # too many files are open: what a rank has told is lost
+                return self.inbox.put(functools.partial(_raise, error))
+            for event in events:
                 left -= event.kind == "exit"
                 self.inbox.put(event)
                 if event.kind == "exit" and (at_exit := self.at_exit) is not None:
@@ -189,6 +194,10 @@ class Crew:
             thread.join()
         for machine in self._machines:
             machine.close()
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _line(rank: RankState, memory: Memory | None) -> str:

@@ -26,9 +26,9 @@ from nbddp.kernel.settings import Options, check_call, decide, takes_options
 from nbddp.kernel.start import call_and_collect, pack_call
 from nbddp.kernel.view import TextView
 from nbddp.messages import Cell, Complete, CountCollectives, Hear, Inspect, Mend, Pull, Push, Ran, Render
-from nbddp.payload import Block, explain
+from nbddp.payload import Block, Packed, explain
 from nbddp.process.machine import LocalMachine
-from nbddp.text import ranks_text
+from nbddp.text import in_a_line, ranks_text
 
 _ONLY_OF_RUNS = ("timeout", "max_restarts", "stop_on_nan", "wait", "pdb")
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
@@ -67,7 +67,7 @@ class Session:
         self._attempt: Attempt | None = None  # at the present order; while run() goes on, its run has it
         self._early: list[tuple[int, list[Any]]] = []  # what threads of the ranks have logged between cells
         self._sent: dict[int, tuple[weakref.ref[Any], set[str]]] = {}  # parameters, with the names they went under
-        self._known: list[Any] = []  # classes and functions that the ranks have got
+        self._received: list[Any] = []  # classes and functions that the ranks have been sent
         self._run: Run[Any] | None = None  # of the present call, as soon as it has logged something
         self._crew = Crew(dataclasses.replace(settings, shell=_shell_settings()), self._machines())
         try:
@@ -105,17 +105,18 @@ class Session:
         name = check_call(fn, args, kwargs or {}, None)
         packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
         run: Run[Any] = Run(name, self.nprocs)
-        self._run = run
+        self._run, received, page = run, self._note_received(packed.by_value), self._page(0)
+        call: dict[str, Any] = {"patience": OF_A_SESSION, "received": received}
         with self._calling(), packed.block:
             try:
-                call_and_collect(run, self._crew, packed, self._page(0), TextView(), patience=OF_A_SESSION)
+                call_and_collect(run, self._crew, Packed(packed.block, self._received), page, TextView(), **call)
                 run._conclude("finished")
-            except (NbddpError, KeyboardInterrupt) as error:
+            except BaseException as error:
                 was_stopped, self._released = isinstance(error, KeyboardInterrupt), True
                 run._conclude("stopped" if was_stopped else "failed", None if was_stopped else error)
                 if all(rank.over for rank in asked):  # else it was the third interrupt
-                    self._put_right(asked)
-                if was_stopped:
+                    self._write_notes(page, self._put_right(asked))
+                if not isinstance(error, NbddpError):
                     raise
         return run.wait()
 
@@ -126,10 +127,10 @@ class Session:
             packed = payload.pack(values)
         except Exception as error:  # whatever a user's __reduce__ raises
             raise explain.explained(values, error, what="this cannot be sent to the ranks") from error
+        asked, received = self._asked(None), self._note_received(packed.by_value)
         with packed.block:
-            self._call(Push(), self._asked(None), self._page(0), packed.block)
+            self._call(Push(received), asked, self._page(0), packed.block)
         self._note_sent(values)
-        self._known += packed.by_value
 
     def pull(self, *names: str, rank: int | None = None) -> Any:
         """Return the value of a name on the lowest rank that lives, or on this one; a tuple for several names."""
@@ -140,7 +141,7 @@ class Session:
         block = self._crew.result(alive[0].number)
         assert block is not None
         with block:
-            found = payload.unpack(block, known=self._known).value
+            found = payload.unpack(block, known=self._received).value
         return found[names[0]] if len(names) == 1 else tuple(found[name] for name in names)
 
     def complete(self, code: str, cursor: int) -> dict[str, Any]:
@@ -172,7 +173,7 @@ class Session:
         self._closed, self.lost = True, "the session is closed"
         atexit.unregister(self.close)
         try:
-            if all(rank.alive for rank in self._crew.ranks):
+            if all(rank.alive and rank.ready for rank in self._crew.ranks):
                 self._crew.dismiss()
         finally:
             self._crew.end()
@@ -204,7 +205,7 @@ class Session:
         self._busy = True
         try:
             yield
-        except KeyboardInterrupt:  # the third one, if ranks aren't over: nobody knows what they do
+        except BaseException:  # if ranks aren't over, the third interrupt, or our own failure: who knows what they do
             if not self.lost and not all(rank.over for rank in self._crew.ranks):
                 self._crew.kill(self._crew.ranks)
                 self.close()
@@ -231,13 +232,13 @@ class Session:
                 self._released |= attempt.released
                 if any(rank.failed for rank in ranks):
                     error = self._error(attempt, ranks, order)
-                elif attempt.stopping or attempt.interrupts:  # what follows in the cell must not run
-                    page.write("".join(f"{note}\n" for note in self._put_right(ranks)))
+                elif attempt.was_stopped:  # what follows in the cell must not run
+                    self._write_notes(page, self._put_right(ranks))
                     raise KeyboardInterrupt
             except BaseException as broken:
                 self._conclude_run("stopped" if isinstance(broken, KeyboardInterrupt) else "failed", broken)
                 raise
-            self._conclude_run("finished" if error is None else "stopped" if attempt.stopping else "failed", error)
+            self._conclude_run("finished" if error is None else "stopped" if attempt.was_stopped else "failed", error)
         if error is not None:
             raise error
 
@@ -296,7 +297,7 @@ class Session:
         if first.failure is None:
             error = self._error_of(first)
             name, text = type(error).__name__, str(error)
-        elif not attempt.stopping:
+        elif not attempt.was_stopped:
             name, text = first.failure.kind, first.failure.text
             if not isinstance(order, Cell):
                 return self._error_of(first, ranks)
@@ -307,7 +308,8 @@ class Session:
         if len(steps) > 1:
             notes.append(f"The ranks have taken {min(steps)} to {max(steps)} optimizer steps, so their models differ")
         if first.report is not None and all(rank.alive for rank in self._crew.ranks):
-            shown = self._ask(Render(), [first])[first.number]
+            with contextlib.suppress(NbddpError):  # it dies meanwhile
+                shown = self._ask(Render(), [first])[first.number]
         notes += self._put_right(ranks)
         notes += filter(None, [advice(text, self._crew.device)])
         shell = notebook()
@@ -320,7 +322,7 @@ class Session:
 
     def _error_of(self, rank: RankState, ranks: Sequence[RankState] | None = None) -> NbddpError:
         crew = self._crew
-        return failure.error_of(rank, "session", ranks or crew.ranks, crew.result, self._known, crew.device)
+        return failure.error_of(rank, "session", ranks or crew.ranks, crew.result, self._received, crew.device)
 
     @staticmethod
     def _failed_alike(rank: RankState, first: RankState) -> bool:
@@ -335,12 +337,15 @@ class Session:
             ended = self._error_of(dead[0])
             self.lost = str(ended).splitlines()[0]
             return [f"The session is over: {self.lost}. %ddp pull NAME brings what the others have"]
-        counts = list(self._ask(CountCollectives(), every).values())
-        groups = {group for count in counts for group in count}
-        apart = any(len({count[group] for count in counts if group in count}) > 1 for group in groups)
-        replaced = self._released or apart
-        self._group += replaced
-        stuck = self._ask(Mend(self._group if replaced else None), every)
+        try:
+            counts = list(self._ask(CountCollectives(), every).values())
+            groups = {group for count in counts for group in count}
+            apart = any(len({count[group] for count in counts if group in count}) > 1 for group in groups)
+            replaced = self._released = self._released or apart
+            self._group += replaced
+            stuck = self._ask(Mend(self._group if replaced else None), every)
+        except NbddpError as error:
+            return [f"The ranks could not be put right, so %ddp close and open again: {in_a_line(error)}"]
         self._released = False
         names = sorted({name for each in stuck.values() for name in each})
         if names and replaced:
@@ -357,6 +362,17 @@ class Session:
                     raise NbddpError(
                         f"{name} shares parameters with {', '.join(sorted(missing))}: push {together} together"
                     )
+
+    def _note_received(self, by_value: Sequence[Any]) -> int:
+        """Note what the ranks are about to be sent. Returns how much they have been sent before."""
+        before = len(self._received)
+        self._received += by_value
+        return before
+
+    @staticmethod
+    def _write_notes(page: Page, notes: Sequence[str]) -> None:
+        if notes:
+            page.write("".join(f"{note}\n" for note in notes))
 
     def _note_sent(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():

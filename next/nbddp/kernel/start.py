@@ -167,8 +167,13 @@ def call_and_collect(
     timeout: float | None = None,
     patience: Patience = OF_A_RUN,
     stop_on_nan: bool = False,
+    received: int = 0,
 ) -> None:
-    """Call the function on an open crew, and take its values. Raises how it failed."""
+    """Call the function on an open crew, and take its values. Raises how it failed.
+
+    Args:
+        received: how many of the notebook's classes and functions, of all in ``packed``, the ranks have got before.
+    """
 
     def look(attempt: Attempt) -> None:
         if run.state == "starting" and all(rank.called for rank in crew.ranks):
@@ -177,7 +182,7 @@ def call_and_collect(
             attempt.stop(patience.after_interrupts_s[0])
         view.update(run._status(), run.history)
 
-    order = Function(run.name)
+    order = Function(run.name, received)
     attempt = Attempt(
         crew,
         order,
@@ -199,7 +204,7 @@ def call_and_collect(
             f"{run.name} was still {run.state} after its timeout of {timeout} s and was stopped. "
             f"It was here: {attempt.where}"
         )
-    if attempt.stopping or attempt.interrupts:
+    if attempt.was_stopped:
         raise KeyboardInterrupt
     if any(rank.failed for rank in crew.ranks):
         failed = failure.first(crew.ranks)

@@ -90,6 +90,8 @@ class DdpMagics(Magics):
                 print(f"the session of {self.session.nprocs} ranks is open; %ddp close ends it")
                 return
             raise UsageError("a session is open: %ddp close ends it")
+        if self.session is not None:
+            self.session.close()  # it's lost, but its other ranks are there
         DdpMagics.session, DdpMagics._opened_with = Session(**given.options), given.options
         print(f"cells run on {self._the_session().nprocs} ranks from here on, until %ddp close; %%local runs one here")
 

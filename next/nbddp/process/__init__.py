@@ -1,4 +1,5 @@
 """The ranks' processes, as the notebook sees them; ``preloaded`` alone runs in the fork server.
 
-Outside of this folder, only ``LocalMachine`` and its ``Event`` are needed, and ``server`` to end the fork server.
+``LocalMachine`` and its ``Event`` are the way in; ``dumps``, ``gauges.Memory``, and ``Output`` are plain data that
+kernel/ reads; ``server`` ends the fork server.
 """

@@ -89,6 +89,11 @@ class _RankProcess:
         finally:
             theirs.close()
 
+    def forget_result(self) -> None:
+        if self.result is not None:
+            self.result.close()
+            self.result = None
+
     def send(self, message: Any, block: Block | None = None) -> None:
         """Send it; it's lost if the rank has ended."""
         with contextlib.suppress(OSError):
@@ -110,8 +115,7 @@ class _RankProcess:
                     yield Event("output", self.number, lost.encode())
                     continue
                 if envelope.nbytes is not None:
-                    if self.result is not None:
-                        self.result.close()
+                    self.forget_result()
                     self.result = Block(reduction.recv_handle(self.channel), envelope.nbytes)
                 yield from self.written("output", envelope.printed)
                 if isinstance(envelope.message, Report):
@@ -173,12 +177,17 @@ class _RankProcess:
         return False
 
     def _end_children(self) -> None:
-        """Kill what is left of the rank's process group, and wait for it; its number is used again only after that."""
+        """Kill what is left of the rank's process group, and wait for it; its number is used again only after that.
+
+        If the fork server has ended, nobody may reap the rank.
+        """
         deadline = time.monotonic() + _END_S
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
             while time.monotonic() < deadline and (self._is_there() or not psutil.pid_exists(self.process.pid)):
                 os.killpg(self.process.pid, signal.SIGKILL)
                 time.sleep(_POLL_S)
+                if self._is_there() and self.itself.status() == psutil.STATUS_ZOMBIE:  # type: ignore[union-attr]
+                    return
 
     def _close_files(self) -> None:
         self.channel.close()
@@ -187,8 +196,7 @@ class _RankProcess:
 
     def close(self) -> None:
         self._close_files()
-        if self.result is not None:
-            self.result.close()
+        self.forget_result()
         self.process.join(_END_S)
         with contextlib.suppress(ValueError):  # it is in an uninterruptible wait
             self.process.close()
@@ -234,8 +242,9 @@ class LocalMachine:
             self._selector.register(started.process.sentinel, selectors.EVENT_READ, started)
 
     def call(self, order: Any, payload: Block | None, ranks: Sequence[int]) -> None:
-        """Give these ranks an order; they all map the one copy of the payload."""
+        """Give these ranks an order; they all map the one copy of the payload. The last order's results are gone."""
         for rank in self._mine(ranks):
+            rank.forget_result()
             rank.send(order, payload)
 
     def events(self, wait_s: float) -> list[Event]:

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from multiprocessing import context, forkserver, popen_forkserver, process, reduction, util
+from multiprocessing import connection, context, forkserver, popen_forkserver, process, reduction, util
 from multiprocessing.context import set_spawning_popen
 from typing import Any
 
@@ -166,6 +166,8 @@ class _Forked(popen_forkserver.Popen):
         if not self._reading.acquire(blocking=flag != os.WNOHANG):
             return None  # its pid is being read
         try:
+            if self._number is None and flag == os.WNOHANG and not connection.wait([self.sentinel], 0):
+                return None
             with contextlib.suppress(ProcessLookupError):
                 _ = self.pid  # comes before the exit code
             return super().poll(flag)

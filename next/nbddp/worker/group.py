@@ -18,11 +18,16 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's env:// is then a client
 
 
 class Groups:
-    """This rank's default groups, one after the other."""
+    """This rank's default groups, one after the other.
+
+    Attributes:
+        failed: the last one could not be opened.
+    """
 
     def __init__(self, settings: Settings, place: Place, device: torch.device) -> None:
         self._settings, self._place, self._device = settings, place, device
         self._ready_made: Any = None
+        self.failed = False
         self._used = False  # in groups that have been destroyed
         # A gloo group that is freed within milliseconds of a backward hangs (torch 2.13): its destructor holds the GIL.
         self._kept_alive: list[Any] = []
@@ -30,6 +35,7 @@ class Groups:
     def open(self, number: int = 0) -> None:
         """Open the default group of this number, with all ranks. One that is open is left for it."""
         settings, backend = self._settings, self._settings.backend or "gloo"
+        self.failed = True
         if dist.is_initialized():
             self._leave()
         timeout_s = settings.pg_timeout_s
@@ -42,7 +48,7 @@ class Groups:
             timeout=datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None,
             **options,
         )
-        self._ready_made = dist.group.WORLD
+        self._ready_made, self.failed = dist.group.WORLD, False
 
     def _store(self) -> Store:
         if self._settings.nnodes == 1:  # needs no name and no port

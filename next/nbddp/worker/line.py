@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -71,18 +72,19 @@ class Line:
             sent.set()
 
     def _listen(self) -> None:
-        try:
-            while True:
+        while True:
+            block = None
+            try:
                 envelope = self._channel.recv()
-                block = None
                 if envelope.nbytes is not None:
                     block = Block(reduction.recv_handle(self._channel), envelope.nbytes)
-                if isinstance(envelope.message, Leave):
-                    break
-                if act := self.at_once.get(type(envelope.message)):
+            except (EOFError, OSError):  # the notebook kernel has ended
+                os.killpg(0, signal.SIGKILL)
+            if isinstance(envelope.message, Leave):
+                break
+            if act := self.at_once.get(type(envelope.message)):
+                with contextlib.suppress(OSError):  # of an answer: the disk is full, or too many files are open
                     act(envelope.message)
-                else:
-                    self.orders.put((envelope.message, block))
-        except (EOFError, OSError):  # the notebook kernel has ended
-            os.killpg(0, signal.SIGKILL)
+            else:
+                self.orders.put((envelope.message, block))
         self.orders.put(None)

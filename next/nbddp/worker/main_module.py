@@ -21,12 +21,16 @@ def install(main: types.ModuleType) -> None:
     ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign]  # they can't import the notebook
 
 
-def unpack(block: payload.Block) -> Any:
-    """Unpack what the notebook sends, and define its functions and classes in ``__main__``, for pickle."""
+def unpack(block: payload.Block, before: int) -> Any:
+    """Unpack what the notebook sends, and define its functions and classes in ``__main__``, for pickle.
+
+    Args:
+        before: how many of them it has sent, though perhaps not all have arrived.
+    """
     with block:
         unpacked = payload.unpack(block)
     vars(sys.modules["__main__"]).update(unpacked.named)
-    received.extend(unpacked.by_value)
+    received[before:] = [None] * (before - len(received)) + unpacked.by_value
     return unpacked.value
 
 

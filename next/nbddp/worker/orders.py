@@ -91,7 +91,7 @@ class Orders:
         assert block is not None
         log.enter(self._metrics)
         with self._interruptible():
-            function, args, kwargs = main_module.unpack(block)
+            function, args, kwargs = main_module.unpack(block, order.received)
             self._phase = "call"
             self._line.tell(messages.Called())
             value = function(*args, **kwargs)
@@ -122,10 +122,10 @@ class Orders:
         failure = Failure("call", type(raised).__name__, str(raised)) if raised is not None else None
         return Report(at, answer, failure), None
 
-    def _push(self, _: messages.Push, block: Block | None) -> _Done:
+    def _push(self, order: messages.Push, block: Block | None) -> _Done:
         assert block is not None
         with self._interruptible():
-            self._shell.user_ns.update(main_module.unpack(block))
+            self._shell.user_ns.update(main_module.unpack(block, order.received))
         return self._answer(None)
 
     def _pull(self, order: messages.Pull, _: Block | None) -> _Done:
@@ -156,8 +156,8 @@ class Orders:
         return self._answer(None)
 
     def _mend(self, order: messages.Mend) -> list[str]:
-        if order.group is not None and dist.is_initialized():
-            self._before = dist.group.WORLD
+        if order.group is not None and (dist.is_initialized() or self._groups.failed):
+            self._before = dist.group.WORLD if dist.is_initialized() else self._before
             self._groups.open(order.group)
         return mending.mend(self._shell.user_ns, self._before)
 
