@@ -17,8 +17,8 @@ from nbddp.errors import LaunchError
 from nbddp.history.records import RecordReader
 from nbddp.kernel.interrupts import interrupts_held
 from nbddp.kernel.rank_state import RankState
-from nbddp.messages import Asks, Called, Leave, Ready, Report, Settings
-from nbddp.payload import Block
+from nbddp.messages import Asks, Called, Defined, Leave, Misses, Ready, Report, Settings
+from nbddp.payload import Block, definition
 from nbddp.process.gauges import Memory
 from nbddp.process.machine import Event
 
@@ -130,6 +130,8 @@ class Crew:
             rank.report, rank.asks = rank.report or thing.data, None
         elif isinstance(thing.data, Asks):
             rank.asks = thing.data, time.monotonic()
+        elif isinstance(thing.data, Misses):
+            self.send(Defined(thing.data.name, definition(thing.data.name)), [rank])
         elif isinstance(thing.data, Ready):
             rank.ready, rank.pid = True, thing.data.pid
             if not thing.data.preloaded:

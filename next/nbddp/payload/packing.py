@@ -10,12 +10,16 @@ import linecache
 import os
 import pickle
 import struct
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from nbddp.payload import mapped
 from nbddp.payload.block import Block
-from nbddp.payload.pickler import Packer, Unpacker
+from nbddp.payload.pickler import Packer, Unpacker, is_definition
 
 _SIZES = struct.Struct("<QQ")  # of the table and of the stream
 _ALIGN = 64
@@ -31,34 +35,47 @@ class Packed:
 
 @dataclass
 class Unpacked:
-    """An object from a block; ``by_value`` and ``named`` as in :class:`Packer`."""
+    """An object from a block; ``named`` and ``by_value`` as in :class:`Packer`."""
 
     value: Any
-    by_value: list[Any]
     named: dict[str, Any]
+    by_value: list[Any]
 
 
-def pack(obj: object, *, back: bool = False, received: Sequence[Any] = ()) -> Packed:
+def pack(obj: object, *, back: bool = False, received: Mapping[int | str, Any] | None = None) -> Packed:
     """Pack an object. Raises whatever pickling raises; :func:`explain.explained` names the variable.
 
     Args:
         back: it goes from a rank to the notebook.
-        received: classes and functions that the other side has sent, which go back as their number.
+        received: classes and functions that the other side has sent, which go back as their number or name.
     """
     stream = io.BytesIO()
     packer = Packer(stream, back=back, received=received)
-    packer.dump((obj, packer.by_value, packer.named))
+    packer.dump((obj, packer.named, packer.by_value))
     buffers = [buffer.raw() for buffer in packer.buffers]
     # Cells exist in the notebook only: for tracebacks, inspect and the debugger their lines are sent too.
     sources = {file: linecache.getlines(file) for file in packer.files if not os.path.exists(file)}
-    table = pickle.dumps(([(buffer.nbytes, buffer.readonly) for buffer in buffers], sources))
+    places = [_place(buffer) if not back else None for buffer in buffers]
+    kinds = [(buffer.nbytes, buffer.readonly, place) for buffer, place in zip(buffers, places, strict=True)]
+    table = pickle.dumps((kinds, sources))
     head = _SIZES.pack(len(table), stream.tell()) + table
     parts, offset = [(0, memoryview(head)), (len(head), stream.getbuffer())], len(head) + stream.tell()
-    for buffer in buffers:
+    for buffer in (buffer for buffer, place in zip(buffers, places, strict=True) if place is None):
         offset = _aligned(offset)
         parts.append((offset, buffer))
         offset += buffer.nbytes
     return Packed(Block.of(parts, offset), packer.by_value)
+
+
+def definition(name: str) -> Block | None:
+    """Pack the class or function that cells have defined under this name; None if there's none that can be sent."""
+    found = getattr(sys.modules["__main__"], name, None)
+    if not is_definition(name, found):
+        return None
+    try:
+        return pack(found).block
+    except Exception:  # whatever a user's __reduce__ raises
+        return None
 
 
 def unpack(block: Block, *, known: Sequence[Any] = ()) -> Unpacked:
@@ -74,12 +91,23 @@ def unpack(block: Block, *, known: Sequence[Any] = ()) -> Unpacked:
     return Unpacked(*Unpacker(stream, _views(memory, end, buffers), known).load())
 
 
-def _views(memory: memoryview, offset: int, buffers: list[tuple[int, bool]]) -> Iterable[memoryview]:
-    for nbytes, readonly in buffers:
-        offset = _aligned(offset)
-        view = memory[offset : offset + nbytes]
+def _views(
+    memory: memoryview, offset: int, buffers: list[tuple[int, bool, mapped.Place | None]]
+) -> Iterable[memoryview]:
+    for nbytes, readonly, place in buffers:
+        if place is not None:
+            view = mapped.view(place, nbytes)
+        else:
+            offset = _aligned(offset)
+            view = memory[offset : offset + nbytes]
+            offset += nbytes
         yield view.toreadonly() if readonly else view
-        offset += nbytes
+
+
+def _place(buffer: memoryview) -> mapped.Place | None:
+    if buffer.nbytes < mapped.FROM_NBYTES:
+        return None
+    return mapped.place_of(np.frombuffer(buffer, np.uint8).ctypes.data, buffer.nbytes)
 
 
 def _aligned(offset: int) -> int:

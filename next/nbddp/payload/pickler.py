@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import io
 import marshal
+import mmap
 import os
 import pickle
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
+from IPython.core.autocall import ExitAutocall
+from torch._utils import _rebuild_tensor_v3
 from torch.nn.parallel import DistributedDataParallel
 
 from nbddp.payload import libraries
@@ -39,15 +44,22 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         files: where the code of the functions comes from.
     """
 
-    def __init__(self, stream: io.BytesIO, *, back: bool = False, received: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        stream: io.BytesIO,
+        *,
+        back: bool = False,
+        received: Mapping[int | str, Any] | None = None,
+        alone: bool = False,
+    ) -> None:
         self.buffers: list[pickle.PickleBuffer] = []
         super().__init__(stream, protocol=5, buffer_callback=self.buffers.append)
         self.by_value: list[Any] = []
         self.named: dict[str, Any] = {}
         self.files: set[str] = set()
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._received = {id(obj): number for number, obj in enumerate(received)}
-        self._back = back
+        self._received = {id(obj): key for key, obj in (received or {}).items()}
+        self._back, self._alone = back, alone
         self._main: Any = vars(sys.modules["__main__"])
         if not back:  # a result brings its own globals: it must not overwrite the notebook's variables
             self.globals_ref[id(self._main)] = _Main(__name__="__main__")
@@ -59,22 +71,44 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return libraries.reduced(obj, back=self._back)
 
     def _reduce_named(self, obj: Any) -> Any:
-        """Reduce a class or function. What the notebook has sent goes back as its number: it's the same object."""
+        """Reduce a class or function. What the notebook has sent goes back as its number or name: it's the same."""
         if id(obj) in self._received and not getattr(obj, "__closure__", None):
             return _received, (self._received[id(obj)],)
-        reduced = super().reducer_override(obj)
+        if (compiler := _compiler_of(obj)) is not None:
+            original = obj._torchdynamo_orig_callable
+            reduced = super().reducer_override(original)
+            reduced = _compiled(compiler, reduced if isinstance(reduced, tuple) else (_itself, (original,), None))
+        else:
+            reduced = super().reducer_override(obj)
         if isinstance(reduced, tuple):
-            if isinstance(obj, type) and vars(obj).get("__slots__") and len(reduced[1]) > 3:
-                make, (metaclass, name, bases, namespace, *rest), *state = reduced  # cloudpickle leaves them out
-                reduced = (
-                    make,
-                    (metaclass, name, bases, {**namespace, "__slots__": vars(obj)["__slots__"]}, *rest),
-                    *state,
-                )
+            if isinstance(obj, type) and len(reduced) > 2:
+                reduced = self._complete(obj, *reduced)
             self.by_value.append(obj)
             if not self._back and self._main.get(obj.__qualname__) is obj:
                 self.named[obj.__qualname__] = obj
+                if isinstance(obj, types.FunctionType) and not self._alone and "globals" in _names(obj.__code__):
+                    self.named |= self._definitions()
         return reduced
+
+    def _definitions(self) -> dict[str, Any]:
+        """Return what cells have defined and can be sent: a function that calls ``globals()`` may use any of it."""
+        found = {}
+        for name, obj in list(self._main.items()):
+            if is_definition(name, obj):
+                with contextlib.suppress(Exception):  # whatever a user's __reduce__ raises
+                    Packer(io.BytesIO(), alone=True).dump(obj)
+                    found[name] = obj
+        return found
+
+    def _complete(self, kind: type, make: Any, args: tuple[Any, ...], *state: Any) -> Any:
+        """Add what cloudpickle forgets of a class: its slots, and that ``__init_subclass__`` has been called."""
+        if vars(kind).get("__slots__"):
+            metaclass, name, bases, namespace, *rest = args
+            args = metaclass, name, bases, {**namespace, "__slots__": vars(kind)["__slots__"]}, *rest
+        hooked = next((base for base in kind.__mro__[1:] if "__init_subclass__" in vars(base)), None)
+        if hooked is not None and isinstance(super().reducer_override(hooked), tuple):
+            return _without_hook, (hooked, make, args), *state
+        return make, args, *state
 
     def _reduce_code(self, code: types.CodeType) -> Any:
         self.files.add(code.co_filename)
@@ -92,11 +126,25 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return self._storages.setdefault(storage._cdata, storage)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) is not torch.Tensor or tensor.dtype not in torch.storage._new_dtypes():
-            return NotImplemented  # torch's own way, by its storage
-        tensor = tensor.resolve_conj().resolve_neg()
-        layout = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.requires_grad
-        return _tensor, (self._the_same(tensor.untyped_storage()), tensor.dtype, *layout)
+        if tensor.dtype not in torch.storage._new_dtypes():
+            return NotImplemented
+        # torch can't read its own stream of these dtypes.
+        make, args = tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
+        layout = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.requires_grad
+        plain = _tensor, (self._the_same(tensor.untyped_storage()), tensor.dtype, *layout)
+        if make is _rebuild_tensor_v3:
+            return plain
+        if args[0] is _rebuild_tensor_v3:  # a subclass, or one with attributes
+            return make, (plain[0], args[1], plain[1], args[3])
+        return make, args
+
+    def _reduce_ddp(self, ddp: DistributedDataParallel) -> Any:
+        if self._back:
+            return _itself, (ddp.module,)
+        raise TypeError(
+            "a DistributedDataParallel model belongs to this process's group; "
+            "send model.module, and wrap it inside the function: nbddp.wrap(model)"
+        )
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
         if type(module) is types.ModuleType:
@@ -112,14 +160,16 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
 _REDUCERS: tuple[tuple[Any, Any], ...] = (
     ((type, types.FunctionType), Packer._reduce_named),
     (types.CodeType, Packer._reduce_code),
+    (np.memmap, lambda _, array: _mapped(array)),
+    (ExitAutocall, lambda _, leave: (getattr, (sys, "exit"))),  # exit(), quit() of a notebook
     (torch.Tensor, Packer._reduce_tensor),
     (torch.UntypedStorage, Packer._reduce_storage),
     (torch.TypedStorage, Packer._reduce_typed_storage),
     (types.ModuleType, Packer._reduce_module),
     (functools._lru_cache_wrapper, Packer._reduce_cached),
-    (DistributedDataParallel, lambda _, ddp: (_itself, (ddp.module,))),
+    (DistributedDataParallel, Packer._reduce_ddp),
     (type(os.environ), lambda _, environ: (getattr, (os, "environ"))),
-    (type(sys.stdout), lambda _, out: _standard_stream(out)),
+    ((io.IOBase, type(sys.stdout)), lambda _, stream: _stream(stream)),
 )
 
 
@@ -132,11 +182,69 @@ class Unpacker(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        return self._known.__getitem__ if found is _received else found
+        return self._known_one if found is _received else found
+
+    def _known_one(self, key: int | str) -> Any:
+        return self._known[key] if isinstance(key, int) else vars(sys.modules["__main__"])[key]
 
 
-def _received(number: int) -> Any:
+def is_definition(name: str, obj: Any) -> bool:
+    """Whether this is a class or function that cells have defined under this name."""
+    return isinstance(obj, (type, types.FunctionType)) and (obj.__module__, obj.__qualname__) == ("__main__", name)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return {*code.co_names}.union(*inner)
+
+
+def _received(key: int | str) -> Any:
     raise AssertionError("an Unpacker finds the object")
+
+
+def _without_hook(hooked: type, make: Any, args: tuple[Any, ...]) -> Any:
+    """Make a class, of which ``hooked.__init_subclass__`` must not be called a second time."""
+    hook = vars(hooked).get("__init_subclass__")
+    type.__setattr__(hooked, "__init_subclass__", classmethod(lambda cls: None))
+    try:
+        return make(*args)
+    finally:
+        if hook is None:  # it's still to be set, with the rest of the class
+            type.__delattr__(hooked, "__init_subclass__")
+        else:
+            type.__setattr__(hooked, "__init_subclass__", hook)
+
+
+def _compiler_of(obj: Any) -> Any:
+    """Return torch.compile's context, which is in the closure of a function that it has made; None for others."""
+    if not isinstance(obj, types.FunctionType) or "_torchdynamo_orig_callable" not in vars(obj):
+        return None
+    held = dict(zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True))
+    context = held["self"].cell_contents if "self" in held else None
+    return context if type(context).__name__ == "OptimizeContext" else None  # its module is slow to import
+
+
+def _compiled(context: Any, reduced: tuple[Any, ...]) -> Any:
+    """Reduce what torch.compile has made to its original, as ``reduced``, and its settings."""
+    backend = context.callback
+    while inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "_torchdynamo_orig_callable", None)):
+        backend = inner  # torch 2.6 has the second name
+    settings = {"backend": backend, "nopython": getattr(context, "fullgraph", False), "dynamic": context._dynamic}
+    make, args, state, *items = reduced
+    setter = items[-1] if items else None
+    return _compile, (settings, make, args), (setter, state), None, None, _complete_original
+
+
+def _compile(settings: dict[str, Any], make: Any, args: tuple[Any, ...]) -> Any:
+    return torch._dynamo.optimize(**settings)(make(*args))
+
+
+def _complete_original(function: Any, state: tuple[Any, Any]) -> None:
+    set_state, values = state
+    original = function._torchdynamo_orig_callable
+    if set_state is not None:
+        set_state(original, values)
+        functools.update_wrapper(function, original)
 
 
 def _main_globals() -> dict[str, Any]:
@@ -151,9 +259,27 @@ def _cached(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
-def _standard_stream(stream: Any) -> Any:
-    name = next((name for name in ("stdout", "stderr") if getattr(sys, name) is stream), "")
-    return (getattr, (sys, name)) if name else NotImplemented
+def _stream(stream: Any) -> Any:
+    if name := next((name for name in ("stdout", "stderr") if getattr(sys, name) is stream), ""):
+        return getattr, (sys, name)
+    if isinstance(stream, (io.BytesIO, io.StringIO)):
+        return NotImplemented
+    raise TypeError(f"an open file ({getattr(stream, 'name', '')!r}) stays where it was opened; send its path")
+
+
+def _mapped(array: np.memmap[Any, Any]) -> Any:
+    """Reduce a view of a file to a plain array over the bytes between its first and its last, one buffer."""
+    root: Any = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if not array.size or not isinstance(root.base, mmap.mmap):  # e.g. array + 1, which numpy calls a memmap, too
+        return _itself, (np.array(array),)
+    reach = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
+    first = array.ctypes.data + sum(min(0, each) for each in reach) - root.ctypes.data
+    last = array.ctypes.data + sum(max(0, each) for each in reach) - root.ctypes.data + array.itemsize
+    within = np.asarray(root).ravel("K").view(np.uint8)[first:last]
+    offset = array.ctypes.data - root.ctypes.data - first
+    return np.ndarray, (array.shape, array.dtype, within, offset, array.strides)
 
 
 def _storage(data: Any, was_on_device: bool) -> torch.UntypedStorage:
@@ -165,6 +291,8 @@ def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.T
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def _tensor(storage: Any, dtype: Any, offset: int, size: Any, stride: Any, requires_grad: bool) -> torch.Tensor:
+def _tensor(
+    storage: Any, dtype: Any, offset: int, size: Any, stride: Any, is_conj: bool, requires_grad: bool
+) -> torch.Tensor:
     tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-    return tensor.requires_grad_(requires_grad)
+    return (tensor.conj() if is_conj else tensor).requires_grad_(requires_grad)

@@ -12,7 +12,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nbddp.messages import Answer, Asks, Envelope, Leave
+from nbddp.messages import Answer, Asks, Defined, Envelope, Leave, Misses
 from nbddp.payload import Block
 from nbddp.worker import redirect
 
@@ -29,10 +29,14 @@ class Line:
 
     def __init__(self, channel: Connection) -> None:
         self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self.at_once: dict[type, Callable[[Any], None]] = {Answer: self._answer}
+        self.at_once: dict[type, Callable[[Any], None]] = {
+            Answer: lambda answer: self._answers.put(answer.line),
+            Defined: lambda defined: self._definitions.put(defined),
+        }
         self._channel = channel
         self._outbox: queue.SimpleQueue[tuple[bytes, Block | None, threading.Event]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._definitions: queue.SimpleQueue[Defined] = queue.SimpleQueue()
         self._pid = os.getpid()
         for work in (self._listen, self._send):
             threading.Thread(target=work, name="nbddp-line", daemon=True).start()
@@ -56,8 +60,15 @@ class Line:
             raise EOFError("nobody can answer here")
         return line
 
-    def _answer(self, answer: Answer) -> None:
-        self._answers.put(answer.line)
+    def definition(self, name: str) -> Block | None:
+        """Ask the notebook for its class or function of this name. Only the rank's main thread gets any."""
+        if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
+            return None
+        self.tell(Misses(name))
+        while (found := self._definitions.get()).name != name:
+            pass  # an interrupt ended the wait for that one
+        block: Block | None = found.block
+        return block
 
     def _send(self) -> None:
         """Send, on a thread: an interrupt of the main thread could leave half a message on the channel."""

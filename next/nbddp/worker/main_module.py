@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -12,13 +13,36 @@ import cloudpickle
 
 from nbddp import payload
 
-received: list[Any] = []  # classes and functions of the notebook, in its order
+# Classes and functions of the notebook: by their number in what it has sent, or by the name that was asked for.
+received: dict[int | str, Any] = {}
 
 
 def install(main: types.ModuleType) -> None:
     """Make this module ``__main__``; its functions and classes go by value to children that are spawned."""
     sys.modules["__main__"] = main
     ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign]  # they can't import the notebook
+
+
+@contextlib.contextmanager
+def completed_by(ask: Callable[[str], payload.Block | None]) -> Iterator[None]:
+    """Let pickles and strings name classes and functions that the notebook hasn't sent, because no code names them."""
+
+    def missing(name: str) -> Any:
+        if name.startswith("__") or (block := ask(name)) is None:
+            raise AttributeError(f"module '__main__' has no attribute {name!r}", name=name)
+        with block:
+            unpacked = payload.unpack(block)
+        new = {each: obj for each, obj in unpacked.named.items() if each not in names}
+        names.update(new)
+        received.update(new)
+        return unpacked.value
+
+    names = vars(sys.modules["__main__"])
+    names["__getattr__"] = missing
+    try:
+        yield
+    finally:
+        names.pop("__getattr__", None)
 
 
 def unpack(block: payload.Block, before: int) -> Any:
@@ -30,7 +54,7 @@ def unpack(block: payload.Block, before: int) -> Any:
     with block:
         unpacked = payload.unpack(block)
     vars(sys.modules["__main__"]).update(unpacked.named)
-    received[before:] = [None] * (before - len(received)) + unpacked.by_value
+    received.update(enumerate(unpacked.by_value, before))
     return unpacked.value
 
 

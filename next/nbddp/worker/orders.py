@@ -94,7 +94,8 @@ class Orders:
             function, args, kwargs = main_module.unpack(block, order.received)
             self._phase = "call"
             self._line.tell(messages.Called())
-            value = function(*args, **kwargs)
+            with main_module.completed_by(self._line.definition):
+                value = function(*args, **kwargs)
         self._phase = "pack"
         report, block = reports.finished(
             value, f"the value that {order.name} returned on rank {context.rank()} cannot be sent to the notebook"

@@ -134,6 +134,9 @@ class Shell(InteractiveShell):
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
         self.error = stb
 
+    def init_prompts(self) -> None:
+        """Set no ``sys.ps1``, by which Lightning takes a rank for a notebook, and refuses ``strategy="ddp"``."""
+
     def init_display_formatter(self) -> None:
         self.display_formatter = _Formatter(parent=self)
         self.configurables.append(self.display_formatter)  # type: ignore[arg-type]
