@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
+import nbddp
+from nbddp.helpers.loader import _seeded
 from tests.support import Cells, run
 
 RESUMES = """
@@ -34,6 +38,191 @@ def test_a_snapshot_resumes_in_the_middle_of_an_epoch_with_any_number_of_ranks(c
     seen = [i for share in begun for i in share]
     seen += [i for share in run(names.train, "snapshot", nprocs=3, seed=3).values for i in share]
     assert sorted(seen) == list(range(1000))
+
+
+def test_every_rank_makes_the_same_draw_and_takes_its_share(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train(weights):
+            sampler = torch.utils.data.WeightedRandomSampler(weights, 50)
+            loader = nbddp.loader(torch.arange(20), 4, sampler=sampler)
+            return [torch.cat(list(loader)).tolist() for _ in range(3)], torch.rand(1).item()
+        def shuffled():
+            loader = nbddp.loader(torch.arange(20), 4, shuffle=True)
+            for _ in range(3): list(loader)
+            return torch.rand(1).item()
+    """)
+    weights = [1.0 + i % 4 for i in range(20)]
+    done = run(names.train, weights, seed=11)
+    for epoch in range(3):
+        with _seeded(11 + epoch):
+            expected = list(WeightedRandomSampler(weights, 50))
+        shares = [value[0][epoch] for value in done.values]
+        assert shares == [expected[0::2], expected[1::2]]
+    # A draw takes none of the rank's own random numbers.
+    assert [value[1] for value in done.values] == run(names.shuffled, seed=11).values
+
+
+def test_samplers_that_draw_differently_or_split_themselves_are_errors_with_a_remedy(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        from torch.utils.data import BatchSampler, DistributedSampler, WeightedRandomSampler
+        class Mine(torch.utils.data.Sampler):
+            def __init__(self, n): self.n = n
+            def __iter__(self): return iter(range(nbddp.rank(), self.n, 2))
+            def __len__(self): return self.n // 2
+        def train(kind):
+            sampler = {
+                "weights of each rank's own seed": lambda: WeightedRandomSampler(torch.rand(20), 20),
+                "its own split": lambda: Mine(20),
+                "torch's split": lambda: DistributedSampler(range(20)),
+            }[kind]()
+            said = set()
+            for options in ({"sampler": sampler}, {"batch_sampler": BatchSampler(sampler, 4, False)}):
+                nbddp.barrier()
+                try: list(nbddp.loader(torch.arange(20), **options))
+                except (RuntimeError, TypeError) as error: said.add(f"{type(error).__name__}: {error}")
+                else: said.add("")
+            return sorted(said)
+    """)
+    for kind in ("weights of each rank's own seed", "its own split"):
+        first, second = sorted(run(names.train, kind, seed=1).values)
+        said = "".join({*first, *second} - {""})  # the rank that draws first can't know
+        assert "RuntimeError: loader(): the sampler of rank" in said
+        assert "drew other samples than that of rank" in said
+        assert "pass the sampler of one GPU, or use torch's DataLoader" in said
+    for said in run(names.train, "torch's split").values:
+        assert len(said) == 1
+        assert said[0].startswith("TypeError: loader() distributes the samples itself: as DistributedSampler splits")
+
+
+STREAMS = """
+    import nbddp, os, torch
+    import torch.distributed as dist
+    from nbddp import rank
+    from torch.distributed import get_world_size
+    class Stream(torch.utils.data.IterableDataset):
+        def __init__(self, how): self.how = how
+        def __iter__(self):
+            first, step = {"plain": lambda: (0, 1), "nbddp": lambda: (rank(), nbddp.world_size()),
+                "torch": lambda: (dist.get_rank(), get_world_size()), "printed": lambda: (nbddp.print() or 0, 1),
+                "environment": lambda: (int(os.environ["RANK"]), 2)}[self.how]()
+            yield from range(first, 11, step)
+"""
+
+
+def test_a_stream_is_shared_unless_it_reads_its_rank_while_it_is_iterated(cell: Cells) -> None:
+    names = cell(
+        STREAMS
+        + """
+    def train(how, exact=True, workers=0):
+        loader = nbddp.loader(Stream(how), 4, exact=exact, num_workers=workers, persistent_workers=workers > 0)
+        return [torch.cat(list(loader)).tolist() for _ in range(2)]
+    def resume(how):
+        loader = nbddp.loader(Stream(how), 2)
+        loader.load_state_dict({"epoch": 1, "taken": 4})
+        loader.set_epoch(1)
+        return [torch.cat(list(loader)).tolist() for _ in range(2)]
+    """
+    )
+    shares = [list(range(0, 11, 2)), list(range(1, 11, 2))]
+    for how in ("plain", "printed", "nbddp", "torch", "environment"):
+        done = run(names.train, how)
+        assert done.values == [[share] * 2 for share in shares]
+        assert ("the stream reads" in done.logs(0)) == (how not in ("plain", "printed"))
+        assert done.logs(1) == ""
+    assert run(names.train, "plain", False, 1).values == [[shares[0]] * 2, [[*shares[1], 0]] * 2]
+    assert run(names.resume, "plain").values == [[share[2:], share] for share in (shares[0], [*shares[1], 0])]
+    with pytest.raises(nbddp.RankError, match=r"can't be resumed here: save its own state_dict\(\)"):
+        run(names.resume, "torch")
+
+
+def test_a_torch_dataloader_is_rebuilt_with_its_options(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train(loader): return [batch.tolist() for batch in nbddp.loader(loader, exact=True)]
+    """)
+    data: Any = torch.arange(10)
+    batches = torch.utils.data.BatchSampler(range(10), 4, drop_last=False)
+    twice = RandomSampler(data, replacement=True, num_samples=30)
+    assert run(names.train, DataLoader(data, 2)).values == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
+    assert run(names.train, DataLoader(data, batch_sampler=batches)).values == [
+        [[0, 1, 2, 3], [8, 9]],
+        [[4, 5, 6, 7]],
+    ]
+    assert run(names.train, DataLoader(data, None)).values == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    assert (
+        sum(len(batch) for share in run(names.train, DataLoader(data, 4, sampler=twice)).values for batch in share)
+        == 30
+    )
+    with pytest.raises(ValueError, match="choose them there"):
+        nbddp.loader(DataLoader(data), 4)
+    with pytest.raises(ValueError, match="choose one of them"):
+        nbddp.loader(data, exact=True, drop_last=True)
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        nbddp.loader(data, sampler=RandomSampler(data), batch_sampler=batches)
+
+
+def test_an_epoch_ends_with_its_last_batch_however_the_passes_are_cut(cell: Cells) -> None:
+    """Also with ``drop_last``, and after one rank's look at a batch."""
+    names = cell("""
+        import nbddp, torch
+        def train(drop_last):
+            loader = nbddp.loader(torch.arange(20), 4, shuffle=True, drop_last=drop_last)
+            states, epochs = [], []
+            for epoch in range(3):
+                if nbddp.is_primary(): next(iter(loader))
+                seen = [batch.tolist() for batch in loader]
+                states.append(loader.state_dict())
+                epochs.append(sorted(sum(seen, [])))
+            again = nbddp.loader(torch.arange(20), 4, shuffle=True, drop_last=drop_last)
+            again.load_state_dict(states[0])
+            return states, epochs, sorted(torch.cat(list(again)).tolist())
+        """)
+    for drop_last in (False, True):
+        first, second = run(names.train, drop_last, seed=3).values
+        for states, epochs, resumed in (first, second):
+            assert states == [{"epoch": i, "taken": 0, "length": 20} for i in (1, 2, 3)]
+            assert [len(epoch) for epoch in epochs] == [8 if drop_last else 10] * 3
+            assert drop_last or resumed == epochs[1]
+        assert drop_last or [sorted(a + b) for a, b in zip(first[1], second[1])] == [list(range(20))] * 3
+
+
+def test_an_evaluation_is_the_same_to_the_bit_with_any_number_of_ranks(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def evaluate(x, y, exact=False, shuffle=False):
+            scores, targets, each = [], [], []
+            for a, b in nbddp.loader(torch.utils.data.TensorDataset(x, y), 64, exact=exact, shuffle=shuffle):
+                scores.append((a * torch.arange(8.0)).sum(1) / 7)
+                targets.append(b)
+                if not exact: each.append(nbddp.gather_for_metrics(b))
+            whole = (nbddp.gather_for_metrics(torch.cat(each)) for each in (scores, targets))
+            return *whole, torch.cat(each or targets)
+        def wrong():
+            for batch in nbddp.loader(torch.arange(12), 2): pass
+            try: nbddp.gather_for_metrics(torch.arange(3 + nbddp.rank()))
+            except ValueError as error: return str(error)
+    """)
+    torch.manual_seed(0)
+    # Whole numbers: torch adds floats of a row in an order that depends on the batch's size.
+    x, y = torch.randint(-99, 99, (2_003, 8)).float(), torch.randint(0, 2, (2_003,))
+    alone = (x * torch.arange(8.0)).sum(1) / 7
+    for nprocs in (1, 2, 3, 4):
+        for scores, targets, _ in run(names.evaluate, x, y, True, nprocs=nprocs).values:
+            assert torch.equal(scores, alone)
+            assert torch.equal(targets, y)
+    for scores, targets, each in run(names.evaluate, x, y, nprocs=3).values:
+        assert torch.equal(scores, alone)
+        assert torch.equal(targets, y)
+        assert torch.equal(each, y)
+    (shuffled, *_), other = run(names.evaluate, x, y, True, True, seed=5).values
+    assert torch.equal(shuffled, other[0])
+    assert torch.equal(shuffled.sort().values, alone.sort().values)
+    assert not torch.equal(shuffled, alone)
+    first, second = run(names.wrong).values
+    assert first == second
+    assert "the ranks have 3, 4 entries; pass one for each sample of the newest batch" in first
 
 
 def test_join_lets_ranks_have_different_numbers_of_batches(cell: Cells) -> None:

@@ -51,6 +51,160 @@ def test_a_function_runs_in_the_notebook_as_rank_0_of_1(cell: Cells, capsys: Any
     assert nbddp.load_snapshot("missing.pt") is None
 
 
+def test_reduce_gather_and_barrier_give_the_right_values(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            r = nbddp.rank() + 1
+            x = torch.tensor([float(r), 10.0 * r])
+            rows = torch.arange(6.0).reshape(2, 3)
+            nbddp.barrier()
+            return dict(
+                mean=nbddp.all_reduce(r, "mean"), sum=nbddp.all_reduce(r), min=nbddp.all_reduce(float(r), "min"),
+                max=nbddp.all_reduce(r, "max"), tensor=nbddp.all_reduce(x, "mean"), total=nbddp.all_reduce(x, "sum"),
+                kept=x.tolist(), gathered=nbddp.all_gather(r), big=nbddp.all_reduce(2**53 + r, "max"),
+                tensors=[t.tolist() for t in nbddp.all_gather(torch.ones(r))],
+                columns=nbddp.all_reduce(rows.t() if r == 1 else rows.t().contiguous()),
+                bools=nbddp.all_reduce(torch.tensor([True, r > 1])), float8=nbddp.all_reduce(x.to(torch.float8_e5m2)),
+                objects=nbddp.all_gather({"r": [r] * r}), scalar=nbddp.all_gather(torch.tensor(r))[2].item(),
+            )
+    """)
+    for rank, value in enumerate(run(names.train, nprocs=3).values):
+        assert (value["mean"], value["sum"], value["min"], value["max"]) == (2.0, 6, 1.0, 3)
+        assert isinstance(value["sum"], int)
+        assert value["tensor"].tolist() == [2.0, 20.0]
+        assert value["total"].tolist() == [6.0, 60.0]
+        assert value["kept"] == [rank + 1.0, 10.0 * (rank + 1)]
+        assert value["gathered"] == [1, 2, 3]
+        assert value["tensors"] == [[1.0], [1.0, 1.0], [1.0, 1.0, 1.0]]
+        assert value["big"] == 2**53 + 3
+        assert value["columns"].tolist() == [[0.0, 9.0], [3.0, 12.0], [6.0, 15.0]]
+        assert value["columns"].stride() == ((1, 3) if rank == 0 else (2, 1))  # as x
+        assert (value["bools"].tolist(), value["bools"].dtype) == ([3, 2], torch.int64)
+        assert (value["float8"].tolist(), value["float8"].dtype) == ([6.0, 64.0], torch.float8_e5m2)
+        assert value["objects"] == [{"r": [1]}, {"r": [2, 2]}, {"r": [3, 3, 3]}]
+        assert value["scalar"] == 3
+
+
+def test_a_mean_of_large_values_is_finite_and_nan_on_any_rank_is_nan_on_all(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def mean(size, value, dtype):
+            return set(nbddp.all_reduce(torch.full((size,), value, dtype=dtype), "mean").tolist())
+        def train():
+            means = [nbddp.all_reduce(x, "mean") for x in (1e308, 2**1023, float("inf"))]
+            for size in (1, 1000):
+                means += [mean(size, 40000.0, torch.float16), mean(size, 2.0**127, torch.bfloat16),
+                          mean(size, 2.0**127, torch.float32), mean(size, 1e308, torch.float64)]
+            nans = []
+            for mine in (float("nan") if nbddp.rank() == who else float(nbddp.rank()) for who in range(3)):
+                for op in ("min", "max", "sum", "mean"):
+                    nans.append(nbddp.all_reduce(mine, op))
+                    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+                        nans.append(nbddp.all_reduce(torch.tensor([mine, 1.0], dtype=dtype), op)[0].item())
+            return means, nans, nbddp.all_reduce(torch.tensor([0.1, 1 / 3]), "mean")
+    """)
+    for means, nans, same in run(names.train, nprocs=3).values:
+        assert means == [1e308, 2.0**1023, math.inf, *[{40000.0}, {2.0**127}, {2.0**127}, {1e308}] * 2]
+        assert len(nans) == 48
+        assert all(map(math.isnan, nans))
+        assert torch.equal(same, torch.tensor([0.1, 1 / 3]))  # not divided before it's added
+
+
+# What rank 0 and rank 1 call, and what's in the error that both get.
+MISMATCHES = {
+    "ops": ("all_reduce(1)", "all_reduce(1, 'max')", "all_reduce(x, 'sum') on rank 0, all_reduce(x, 'max') on rank 1"),
+    "calls": ("all_gather(1)", "all_reduce(1)", "all_gather(x) on rank 0, all_reduce(x, 'sum') on rank 1"),
+    "sources": ("broadcast(1)", "broadcast(1, 1)", "broadcast(x, src=0) on rank 0, broadcast(x, src=1) on rank 1"),
+    "one wrong op": ("all_reduce(1, 'median')", "all_reduce(1)", "all_reduce(x, 'median') on rank 0"),
+    "wrong ops": ("all_reduce(1, 'median')", "all_reduce(1, 'median')", "op must be 'sum', 'mean', 'min' or 'max'"),
+    "number and tensor": ("all_reduce(1)", "all_reduce(torch.ones(1))", "a int on rank 0, a torch.float32 tensor on"),
+    "dtypes": ("all_reduce(torch.ones(2))", "all_reduce(torch.ones(2).int())", "a torch.int32 tensor on rank 1"),
+    "shapes": ("all_reduce(torch.ones(2, 3))", "all_reduce(torch.ones(3, 2))", "of shape (3, 2) on rank 1"),
+    "layouts": ("all_reduce(torch.eye(2).to_sparse())", "all_reduce(torch.eye(2))", "a torch.sparse_coo torch.float32"),
+    "sparse": ("all_reduce(torch.eye(2).to_sparse())", "all_reduce(torch.eye(2).to_sparse())", "pass x.to_dense()"),
+    "text": ("all_reduce('2')", "all_reduce(2)", "takes a number or a tensor, not a str, a int"),
+    "texts": ("all_reduce('2')", "all_reduce('2')", "takes a number or a tensor, not a str"),
+    "integers": ("all_reduce(torch.ones(1).int(), 'mean')", "all_reduce(torch.ones(1).int(), 'mean')", "x.float()"),
+    "too large": ("all_reduce(10**400)", "all_reduce(0.5)", "int too large to convert to float"),
+}
+
+
+def test_different_calls_on_different_ranks_raise_an_error_that_names_them(cell: Cells) -> None:
+    """The same on both ranks, which can go on after it."""
+    names = cell("""
+        import nbddp, torch
+        def train(calls):
+            said = []
+            for pair in calls:
+                try: said.append(eval("nbddp." + pair[nbddp.rank()], {"nbddp": nbddp, "torch": torch}))
+                except Exception as error: said.append(f"{type(error).__name__}: {error}")
+            return said, nbddp.all_gather(nbddp.rank())
+    """)
+    first, second = run(names.train, [calls for *calls, _ in MISMATCHES.values()], timeout=60).values
+    assert first == second
+    assert first[1] == [0, 1]
+    for (*_, expected), said in zip(MISMATCHES.values(), first[0]):
+        assert expected in said
+    kinds = [said.partition(":")[0] for said in first[0]]
+    assert kinds == [
+        *["ValueError"] * 5,
+        *["TypeError"] * 2,
+        "ValueError",
+        *["TypeError"] * 4,
+        "ValueError",
+        "OverflowError",
+    ]
+
+
+def test_broadcast_gives_every_rank_the_source_ranks_value(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        def train():
+            r = nbddp.rank()
+            large = torch.arange(1000.0).reshape(50, 20).t() * r
+            cases = [nbddp.broadcast(r), nbddp.broadcast(r * 10, src=2)]
+            cases.append(nbddp.broadcast(torch.full((2,), float(r)), src=1))
+            cases.append(nbddp.broadcast(large if r == 1 else None, src=1))
+            own, words = torch.ones(3), ["a"]
+            cases.append(nbddp.broadcast(own).data_ptr() != own.data_ptr() and nbddp.broadcast(words) is not words)
+            try:
+                nbddp.broadcast(1, src=3)
+            except ValueError as error:
+                return cases, str(error)
+    """)
+    for (zero, twenty, ones, large, copied), refused in run(names.train, nprocs=3).values:
+        assert (zero, twenty, ones.tolist(), copied) == (0, 20, [1.0, 1.0], True)
+        assert torch.equal(large, torch.arange(1000.0).reshape(50, 20).t())
+        assert refused == "src must be a rank, 0 to 2, not 3"
+
+
+def test_gathered_tensors_are_detached_copies_and_a_loss_is_told_what_to_use(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch, warnings
+        from torch.distributed.nn.functional import all_gather
+        def train(size):
+            x = torch.ones(size, requires_grad=True)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                gathered = nbddp.all_gather(x)
+                with torch.no_grad(): nbddp.all_gather(x), nbddp.all_gather(x.detach())
+                said = [str(each.message) for each in caught]
+            for each in gathered: each += nbddp.rank() + 1
+            if nbddp.world_size() > 1: torch.stack(all_gather(x)).sum().backward()
+            return [each.requires_grad for each in gathered], [each.sum().item() for each in gathered], x, x.grad, said
+    """)
+    for ranks in (1, 2):
+        for size in (4, 1000):
+            values = run(names.train, size, nprocs=ranks).values if ranks > 1 else [names.train(size)]
+            for rank, (needs, sums, x, grad, said) in enumerate(values):
+                assert (needs, sums, x.sum().item()) == ([False] * ranks, [size * (rank + 2.0)] * ranks, size)
+                assert len(said) == 1
+                assert "no gradients" in said[0]
+                assert "torch.distributed.nn.functional.all_gather()" in said[0]
+                assert ranks == 1 or grad.tolist() == [2.0] * size  # of both ranks' losses
+
+
 def test_wrap_keeps_the_weights_of_all_ranks_equal(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch

@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import itertools
+import os
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
 from nbddp.helpers import context, log
 from nbddp.helpers.collectives import all_gather
 
+_made = itertools.count()  # numbers the shares, which all ranks make in the same order
 _newest: _Loader | None = None  # the loader that has returned a batch last
 
 
-class _Share(Sampler[Any]):
+class _Place:
+    """Where in the data the ranks are."""
+
+    length: Any = None  # all ranks' samples in an epoch; None for a stream
+    continues = exact = False
+    epoch = 0
+    start = 0  # samples of all ranks before load_state_dict, in the epoch's order
+    taken = 0  # by this rank since then, in all passes of this epoch
+    begun = 0  # epochs: a pass that began in an earlier one no longer counts
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use this epoch's order from its beginning in the next pass; right after ``load_state_dict`` from there."""
+        if epoch != self.epoch or self.taken:
+            self.epoch, self.start, self.taken, self.begun = epoch, 0, 0, self.begun + 1
+
+
+class _Share(_Place, Sampler[Any]):
     """This rank's share of each epoch: every n-th of what one process would take, in its order.
 
     A pass that is left early is continued by the next one, which wraps around: so a single rank may look at a batch,
-    and each complete pass has the rank's whole share of the epoch.
+    and each complete pass has the rank's whole share of the epoch. If the order never changes, each pass begins at its
+    start.
     """
 
     def __init__(self, source: Any, *, draws: bool, shuffle: bool, exact: bool) -> None:
         self.source, self.draws, self.shuffle, self.exact = source, draws, shuffle, exact
-        self.epoch = 0
-        self.start = 0  # of all ranks, in the epoch's order: after load_state_dict
-        self.taken = 0  # by this rank, in all passes of this epoch
+        self.length, self.continues = len(source), draws or shuffle
+        self._number, self._drawn = next(_made), (-1, list[Any]())
 
     def __iter__(self) -> Iterator[Any]:
         order = self._order()
@@ -38,36 +61,42 @@ class _Share(Sampler[Any]):
         if not self.exact:  # as DistributedSampler: a few are repeated, so that all shares are equally long
             left += itertools.islice(itertools.cycle(order), -len(left) % context.world_size())
         share = left[context.rank() :: context.world_size()]
-        if not (self.draws or self.shuffle):
-            self.taken = 0  # the order never changes: each pass begins at the start
         yield from share[self.taken :] + share[: self.taken]
 
     def __len__(self) -> int:
-        left, ranks = len(self.source) - self.start, context.world_size()
+        left, ranks = self.length - self.start, context.world_size()
         return len(range(context.rank(), left, ranks)) if self.exact else -(-left // ranks)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch, self.start, self.taken = epoch, 0, 0
-
-    def take(self, samples: int) -> None:
-        """Count samples of a batch that is returned next."""
-        self.taken += samples
-        if self.taken >= len(self):
-            self.set_epoch(self.epoch + 1)
 
     def _order(self) -> list[Any]:
         """Return what one process would take: the same on all ranks."""
+        seed = context.seed() + self.epoch  # as DistributedSampler
         if not self.draws:
-            indices = range(len(self.source))
-            generator = torch.Generator().manual_seed(context.seed() + self.epoch)  # as DistributedSampler
-            return torch.randperm(len(indices), generator=generator).tolist() if self.shuffle else list(indices)
-        with _seeded(context.seed() + self.epoch):
-            for each in (self.source, getattr(self.source, "sampler", None)):
-                if callable(set_epoch := getattr(each, "set_epoch", None)):
-                    set_epoch(self.epoch)
-                if isinstance(own := getattr(each, "generator", None), torch.Generator):
-                    own.manual_seed(context.seed() + self.epoch)
-            return list(self.source)
+            generator = torch.Generator().manual_seed(seed)
+            return torch.randperm(self.length, generator=generator).tolist() if self.shuffle else [*range(self.length)]
+        if self._drawn[0] != self.epoch:
+            with _seeded(seed):
+                for each in (self.source, getattr(self.source, "sampler", None)):
+                    if callable(set_epoch := getattr(each, "set_epoch", None)):
+                        set_epoch(self.epoch)
+                    if isinstance(own := getattr(each, "generator", None), torch.Generator):
+                        own.manual_seed(seed)
+                self._drawn = self.epoch, list(self.source)
+            self._compare()
+        return list(self._drawn[1])
+
+    def _compare(self) -> None:
+        """Raise RuntimeError if another rank has drawn something else at this point of the program."""
+        if context.world_size() == 1 or not dist.is_initialized():
+            return
+        point = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+        digest = hashlib.sha256(repr(self._drawn).encode()).hexdigest()
+        key, here = f"nbddp draw {self._number} {self.epoch} {point}", f"{context.rank()} {digest}"
+        rank, other = distributed_c10d._get_default_store().compare_set(key, "", here).decode().split()
+        if other != digest:
+            raise RuntimeError(
+                f"loader(): the sampler of rank {context.rank()} drew other samples than that of rank {rank}. Give it "
+                f"the same arguments and seeds on all ranks. If it {_SPLITS}"
+            )
 
 
 @contextlib.contextmanager
@@ -81,102 +110,149 @@ def _seeded(seed: int) -> Iterator[None]:
         torch.default_generator.set_state(before[0]), np.random.set_state(before[1]), random.setstate(before[2])
 
 
-class _StreamShare(IterableDataset[Any]):
-    """Every n-th sample of a stream that every rank reads, in the same order."""
+class _StreamShare(_Place, IterableDataset[Any]):
+    """Every n-th sample of a stream that every rank reads, in the same order; or all of one that splits itself."""
 
-    def __init__(self, stream: Any, *, exact: bool) -> None:
-        self.stream, self.exact, self.skip = stream, exact, 0
+    def __init__(self, stream: Any, *, exact: bool, splits: bool = False) -> None:
+        self.stream, self.exact, self.splits = stream, exact, splits
         self.rank, self.ranks = context.rank(), context.world_size()  # a worker is no rank
 
     def __iter__(self) -> Iterator[Any]:
-        samples = iter(self.stream)
+        reads: list[str] = []
+        before = sys.getprofile()
+        sys.setprofile(functools.partial(_note, reads))  # sees names that were imported, too, and only this thread
+        try:
+            samples = iter(self.stream)
+            first = list(itertools.islice(samples, 1))
+        finally:
+            sys.setprofile(before)
+        samples, worker = itertools.chain(first, samples), get_worker_info()
+        splits = self.splits or (self.ranks > 1 and reads)
+        if self.start and (splits or (worker is not None and worker.num_workers > 1)):
+            raise TypeError(_NOT_RESUMED)
+        if splits and reads and self.rank == 0:
+            warnings.warn(f"loader(): the stream reads {reads[0]}, so each rank gets all of its own", stacklevel=1)
         first = list(itertools.islice(samples, self.ranks))
-        left = itertools.islice(itertools.chain(first, samples), self.skip, None)
-        while round_ := list(itertools.islice(left, self.ranks)):
-            if not self.exact:
+        left = itertools.islice(itertools.chain(first, samples), self.start, None)
+        while round_ := list(itertools.islice(left, 1 if splits else self.ranks)):
+            if not (self.exact or splits):
                 round_ += itertools.islice(itertools.cycle(first), self.ranks - len(round_))
-            yield from round_[self.rank : self.rank + 1]
+            yield from round_ if splits else round_[self.rank : self.rank + 1]
 
     def __len__(self) -> int:
         length = len(self.stream)
         return len(range(self.rank, length, self.ranks)) if self.exact else -(-length // self.ranks)
 
 
+_NOT_RESUMED = "a stream that splits itself among ranks or workers can't be resumed here: save its own state_dict()"
+_SPLITS = "splits the samples among the ranks itself, pass the sampler of one GPU, or use torch's DataLoader"
+_READERS = {each.__code__ for each in (context.rank, context.world_size, dist.get_rank, dist.get_world_size)}
+_ENVIRON = type(os.environ).__getitem__.__code__
+
+
+def _note(reads: list[str], frame: Any, event: str, _: Any) -> None:
+    """Note by which name the user's code, or a library, asks for its rank or the number of ranks: a profiler."""
+    if event == "call" and frame.f_code is _ENVIRON and frame.f_locals["key"] in ("RANK", "WORLD_SIZE"):
+        reads.append(frame.f_locals["key"])
+    elif event == "call" and frame.f_code in _READERS:
+        ours = frame.f_back.f_globals.get("__name__", "").startswith(("nbddp.", "torch."))
+        reads.extend([] if ours else [frame.f_code.co_name])
+
+
 class _Loader(DataLoader[Any]):
     """A DataLoader that knows where in the data it is. Its signature is DataLoader's: Lightning makes new ones."""
 
-    _epoch = _taken = 0  # of a stream
-    real = 0  # how many samples of the newest batch of all ranks are not repeated ones
+    _started = 0  # the start that a stream's persistent workers have
+    # Of the newest batch: where in the share its pass began; the share's samples; all ranks' without repeated ones; the
+    # samples of the batch; those of its pass so far.
+    _at = (0, 0, 0, 0, 0)
 
     @property
-    def _share(self) -> _Share | None:
-        return next((each for each in (self.batch_sampler, self.sampler) if isinstance(each, _Share)), None)
+    def _place(self) -> Any:
+        places = (self.batch_sampler, self.sampler, self.dataset)
+        return next((each for each in places if isinstance(each, _Place)), _Place())  # another library's sampler: lost
 
     def __iter__(self) -> Any:
         global _newest
-        share, ranks = self._share, context.world_size()
-        sizes = self._sizes()
-        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)) and share is None:
-            set_epoch(self._epoch)  # of the package datasets
-        for batch in super().__iter__():
-            size = next(sizes)
-            log.count_samples(size)
-            _newest, self._taken = self, self._taken + size
-            if share is not None:
-                self.real = min(size * ranks, len(share.source) - share.start - share.taken * ranks)
-                share.take(1 if share is self.batch_sampler else size)
+        place, size, batches = self._place, self.batch_size or 1, self._place is self.batch_sampler
+        share, left = (
+            sys.maxsize,
+            sys.maxsize if place.exact else 0,
+        )  # which samples of a stream are repeated isn't known
+        if isinstance(place, _Share):
+            share, left = len(place), place.length - place.start
+        elif isinstance(place, _StreamShare):
+            if callable(set_epoch := getattr(place.stream, "set_epoch", None)):  # of the package datasets
+                set_epoch(place.epoch)
+            if self._started != place.start:
+                self._started, self._iterator = place.start, None
+        began = place.taken = place.taken if place.continues else 0
+        begun, seen = place.begun, 0
+        sizes = map(len, place) if batches else (min(size, share - i) for i in range(0, share, size))
+        _newest, self._at = self, (began, share, left, 0, 0)
+        for count, batch in enumerate(super().__iter__(), 1):
+            entries = next(sizes, size)  # a sampler may be longer than it says
+            seen += entries
+            _newest, self._at = self, (began, share, left, entries, seen)
+            log.count_samples(entries)
+            if place.begun == begun:
+                place.taken = began + (count if batches else seen)
+                if place.taken >= (share - share % size if self.drop_last else share):
+                    place.set_epoch(place.epoch + 1)
             yield batch
-        self._go_to(self._epoch + 1, 0)
+        if place.begun == begun:
+            place.set_epoch(place.epoch + 1)
 
-    def _go_to(self, epoch: int, taken: int) -> None:
-        self._epoch, self._taken = epoch, 0
-        if isinstance(self.dataset, _StreamShare) and self.dataset.skip != taken:
-            self.dataset.skip = taken
-            self._iterator = None  # persistent workers have a copy of the stream
-
-    def _sizes(self) -> Iterator[int]:
-        if (share := self._share) is not None and share is self.batch_sampler:
-            yield from map(len, share)
-        left = len(share) if share is not None else sys.maxsize
-        while True:
-            yield min(self.batch_size or 1, left)
-            left -= self.batch_size or 1
-
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return where in the data the ranks are, if each has taken as many batches as this one."""
-        share, ranks = self._share, context.world_size()
-        if share is None:
-            return {"epoch": self._epoch, "taken": getattr(self.dataset, "skip", 0) + self._taken * ranks}
-        return {"epoch": share.epoch, "taken": share.start + share.taken * ranks, "length": len(share.source)}
+        place = self._place
+        taken = place.start + place.taken * context.world_size()
+        return {"epoch": place.epoch, "taken": taken, "length": place.length}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there in the next pass, also with another number of ranks. Raises ValueError."""
-        if (share := self._share) is None:
-            return self._go_to(state["epoch"], state["taken"])
-        if state["length"] != len(share.source):
-            raise ValueError(f"the state is of {state['length']:,} samples, and there are {len(share.source):,} now")
-        share.set_epoch(state["epoch"])
-        share.start = state["taken"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there in the next pass, also with another number of ranks.
+
+        Raises:
+            TypeError: the stream splits itself, so only its own ``load_state_dict`` knows where it was.
+            ValueError: the state is of data of another length.
+        """
+        place = self._place
+        if getattr(place, "splits", False):
+            raise TypeError(_NOT_RESUMED)
+        if state.get("length") != place.length:
+            raise ValueError(f"the state is of {state.get('length')} samples, and there are {place.length} now")
+        place.set_epoch(state["epoch"])
+        place.start = state["taken"]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch in the next pass."""
-        self._go_to(epoch, 0)
-        if (share := self._share) is not None and (epoch != share.epoch or share.taken):
-            share.set_epoch(epoch)
+        self._place.set_epoch(epoch)
 
 
 def gather_for_metrics(x: torch.Tensor) -> torch.Tensor:
-    """Return all ranks' entries for the newest batch of a loader, in the dataset's order, without repeated samples.
+    """Return all ranks' entries for the samples of a loader, in the dataset's order, without repeated samples.
 
-    A collective. ``x`` has an entry for each of this rank's samples of the batch, shape (n, ...).
+    A collective, for the loader that has returned a batch last. A metric of it doesn't depend on the number of ranks.
+
+    Args:
+        x: an entry for each sample of this rank's newest batch, or of all its batches in this pass, shape (n, ...).
+
+    Raises:
+        ValueError: on all ranks, if the entries aren't as many as the samples, or the loader has a ``batch_sampler``,
+            or is of a stream without ``exact=True``.
     """
-    if _newest is None or (_newest._share is not None and _newest._share is _newest.batch_sampler):
-        raise RuntimeError("gather_for_metrics() needs a batch of nbddp.loader (without batch_sampler)")
-    shares = all_gather(x)
-    whole: torch.Tensor = max(shares, key=len).new_empty((sum(map(len, shares)), *x.shape[1:]))
-    for rank, share in enumerate(shares):
-        whole[rank :: len(shares)] = share
-    return whole[: _newest.real] if _newest.real else whole
+    began, share, left, batch, seen = _newest._at if _newest is not None else (0, 0, 0, 0, 0)
+    if _newest is None or not left or _newest._place is _newest.batch_sampler:
+        raise ValueError("gather_for_metrics() needs a loader without batch_sampler, and of a stream with exact=True")
+    entries = len(x) if len(x) in (batch, seen) else 0
+    shares, places = all_gather(x.detach()), all_gather((began + torch.arange(seen - entries, seen)) % share)
+    if [len(each) for each in shares] != [len(each) for each in places]:
+        raise ValueError(
+            f"gather_for_metrics(): the ranks have {', '.join(str(len(each)) for each in shares)} entries; pass one "
+            "for each sample of the newest batch, or of this pass so far"
+        )
+    index, order = torch.cat([place * len(shares) + rank for rank, place in enumerate(places)]).sort()
+    return torch.cat(shares)[order[index < left].to(x.device)]
 
 
 _OF_A_LOADER = (
@@ -187,7 +263,7 @@ _OF_A_LOADER = (
 
 def loader(
     dataset: Any,
-    batch_size: int = 1,
+    batch_size: int | None = 1,
     *,
     shuffle: bool = False,
     split_batches: bool = False,
@@ -196,29 +272,72 @@ def loader(
     batch_sampler: Any = None,
     **kw: Any,
 ) -> DataLoader[Any]:
-    """Return a DataLoader for this rank's share of ``dataset``."""
+    """Return a DataLoader for this rank's share of ``dataset``. Batches stay on the CPU.
+
+    A batch may have any structure, so nbddp doesn't move it: write ``x.to(nbddp.device())``. On CUDA its memory is
+    pinned, so that ``x.to(nbddp.device(), non_blocking=True)`` overlaps with the training.
+
+    With ``shuffle=True`` or a sampler an epoch ends when all its batches have been taken, in one pass or in several
+    that were left early: each pass continues where the last one stopped. So a single rank may look at a batch,
+    ``next(iter(loader))``, and its next pass still has its whole share of the epoch that the other ranks are in. (A
+    rank that goes through the whole loader alone is in the next epoch, as with ``DistributedSampler``: call
+    ``loader.set_epoch(epoch)`` on every rank.)
+
+    ``loader.state_dict()`` says where in the data the ranks are. A loader that gets it by ``load_state_dict()`` goes on
+    with the next sample, also with another number of ranks. It's right if every rank has taken as many batches as the
+    rank that saves it.
+
+    Args:
+        dataset: map-style; or a stream, an ``IterableDataset``; or a DataLoader, which is made again with its options
+            for this rank's share. Of a stream of the package ``datasets`` each rank reads its part. One that reads its
+            rank or the world size while it's iterated counts as splitting itself. Any other is read by every rank,
+            which keeps every n-th sample: its order must be the same on every rank. Several workers are the stream's
+            own affair, as in torch.
+        batch_size: samples per step, on this rank or, with ``split_batches=True``, over all ranks.
+        shuffle: use a new order each epoch, from the run's ``seed``: that of ``DistributedSampler`` with
+            ``set_epoch(0)``, ``set_epoch(1)``, ...
+        exact: True: every sample exactly once, for an evaluation; some ranks may have a sample, and a batch, less.
+            False: as with ``DistributedSampler`` a few samples are repeated to make the shares equal, so that no rank
+            waits for another one in a collective.
+        sampler: any sampler with a length, such as ``WeightedRandomSampler``: every rank makes the same draw, of as
+            many samples as on one GPU, and takes its share of it.
+        batch_sampler: any sampler of batches; each rank takes its share of the batches.
+        **kw: options of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        TypeError: the sampler is already distributed.
+        ValueError: options that exclude each other, or a global batch size that isn't divisible by the world size.
+        RuntimeError: while iterating: the samplers of two ranks drew different samples.
+    """
     ranks = context.world_size()
     if isinstance(dataset, DataLoader):
-        given, kw = dataset, {**{name: getattr(dataset, name) for name in _OF_A_LOADER}, **kw}
-        dataset, batch_size, own = given.dataset, given.batch_size or 1, given.sampler
-        shuffle = isinstance(own, torch.utils.data.RandomSampler)
-        sampler = None if shuffle or isinstance(own, torch.utils.data.SequentialSampler) else own
-    if split_batches and batch_size % ranks:
+        if (batch_size, shuffle, sampler, batch_sampler) != (1, False, None, None):
+            raise ValueError("a DataLoader has its own batch_size and sampler: choose them there")
+        kw = {**{name: getattr(dataset, name) for name in _OF_A_LOADER}, **kw}
+        dataset, batch_size, own, batches = dataset.dataset, dataset.batch_size, dataset.sampler, dataset.batch_sampler
+        if batch_size is None and batches is not None:
+            batch_size, batch_sampler = 1, batches
+        elif not isinstance(dataset, IterableDataset):
+            shuffle = isinstance(own, RandomSampler) and not own.replacement and own.num_samples == len(dataset)
+            sampler = None if shuffle or isinstance(own, SequentialSampler) else own
+    if split_batches and (batch_size or 1) % ranks:
         raise ValueError(f"a global batch_size of {batch_size} is not divisible by {ranks} ranks")
-    batch_size //= ranks if split_batches else 1
+    batch_size = batch_size // ranks if batch_size and split_batches else batch_size
     kw.setdefault("pin_memory", context.device().type == "cuda")
     given = sampler if sampler is not None else batch_sampler
-    if shuffle and (given is not None or isinstance(dataset, IterableDataset)):
-        raise ValueError("the sampler, or the stream, decides the order: leave out shuffle=True")
-    if isinstance(given, DistributedSampler) or isinstance(getattr(given, "sampler", None), DistributedSampler):
-        raise TypeError("loader() distributes the samples itself: pass the sampler of one GPU")
+    if exact and kw.get("drop_last"):
+        raise ValueError("exact=True takes every sample, and drop_last=True leaves some out: choose one of them")
+    for each in (given, getattr(given, "sampler", None)):
+        if hasattr(each, "num_replicas"):  # DistributedSampler's
+            raise TypeError(f"loader() distributes the samples itself: as {type(each).__name__} {_SPLITS}")
     if isinstance(dataset, IterableDataset):
         datasets = sys.modules.get("datasets")
-        if datasets is not None and isinstance(dataset, datasets.IterableDataset):
-            split = datasets.distributed.split_dataset_by_node
-            return _Loader(split(dataset, rank=context.rank(), world_size=ranks), batch_size, **kw)
-        return _Loader(_StreamShare(dataset, exact=exact), batch_size, **kw)
+        if splits := datasets is not None and isinstance(dataset, datasets.IterableDataset):
+            dataset = datasets.distributed.split_dataset_by_node(dataset, rank=context.rank(), world_size=ranks)
+        stream = _StreamShare(dataset, exact=exact or splits, splits=splits)
+        return _Loader(stream, batch_size, shuffle, sampler, batch_sampler, **kw)
     share = _Share(dataset if given is None else given, draws=given is not None, shuffle=shuffle, exact=exact)
+    shuffle = shuffle and given is not None  # which torch refuses, as it does other options that exclude each other
     if batch_sampler is not None:
-        return _Loader(dataset, batch_sampler=share, **kw)
-    return _Loader(dataset, batch_size, sampler=share, **kw)
+        return _Loader(dataset, batch_size, shuffle, sampler, share, **kw)
+    return _Loader(dataset, batch_size, shuffle, share, **kw)

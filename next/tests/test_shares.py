@@ -1,0 +1,242 @@
+"""The shares of all ranks together are what one process would take, for every sampler, size and number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import nbddp
+from nbddp.helpers import context
+from nbddp.helpers import loader as loaders
+
+SEED = 7
+SIZES, RANKS = st.integers(0, 40), st.integers(1, 5)
+MAKERS: dict[str, Any] = {
+    "shuffle": None,
+    "in order": None,
+    "RandomSampler": lambda n: RandomSampler(range(max(n, 1))),
+    "with a generator": lambda n: RandomSampler(range(max(n, 1)), generator=torch.Generator().manual_seed(n)),
+    "SequentialSampler": lambda n: SequentialSampler(range(n)),
+    "SubsetRandomSampler": lambda n: SubsetRandomSampler(range(0, n, 3)),
+    "WeightedRandomSampler": lambda n: WeightedRandomSampler([1.0 + i % 3 for i in range(max(n, 1))], max(n, 1)),
+    "BatchSampler": lambda n: BatchSampler(RandomSampler(range(max(n, 1))), 4, drop_last=False),
+}
+
+
+def _on_ranks(ranks: int, function: Callable[[int], Any]) -> list[Any]:
+    """What the function gives on each rank, one after the other: no rank waits for another."""
+    results, before = [], context._current
+    try:
+        for rank in range(ranks):
+            context.enter(context.Context(rank, rank, ranks, "cpu", rank, SEED, 0))
+            results.append(function(rank))
+    finally:
+        context._current = before
+    return results
+
+
+def _loader(kind: str, size: int, batch_size: int = 1, *, exact: bool) -> Any:
+    """A loader for the rank that it's made on."""
+    dataset: Any = range(max(size, 1) if kind not in ("shuffle", "in order") else size)
+    if kind == "BatchSampler":
+        return nbddp.loader(dataset, batch_sampler=MAKERS[kind](size), exact=exact)
+    if MAKERS[kind]:
+        return nbddp.loader(dataset, batch_size, sampler=MAKERS[kind](size), exact=exact)
+    return nbddp.loader(dataset, batch_size, shuffle=kind == "shuffle", exact=exact)
+
+
+def _shares(kind: str, size: int, ranks: int, epoch: int, *, exact: bool) -> tuple[list[list[Any]], list[int]]:
+    """What each rank's sampler gives in an epoch, and how much it says that it does."""
+
+    def share(_: int) -> tuple[list[Any], int]:
+        place = _loader(kind, size, exact=exact)._place
+        place.set_epoch(epoch)
+        return list(place), len(place)
+
+    shares, lengths = zip(*_on_ranks(ranks, share))
+    return list(shares), list(lengths)
+
+
+def _one_process(kind: str, size: int, epoch: int) -> list[Any]:
+    """What torch's sampler draws without ranks, when it is seeded as documented."""
+    if kind == "in order":
+        return list(range(size))
+    generator = torch.Generator().manual_seed(SEED + epoch)
+    if kind == "shuffle":
+        return torch.randperm(size, generator=generator).tolist()
+    sampler = MAKERS[kind](size)
+    if kind == "with a generator":
+        sampler.generator = generator
+    with loaders._seeded(SEED + epoch):
+        return list(sampler)
+
+
+def _dealt(shares: list[list[Any]]) -> list[Any]:
+    """The first of each rank, then the second of each, and so on."""
+    return [share[i] for i in range(max(map(len, shares))) for share in shares if i < len(share)]
+
+
+@given(st.sampled_from(sorted(MAKERS)), SIZES, RANKS, st.integers(0, 3))
+def test_exact_shares_are_the_order_of_one_process(kind: str, size: int, ranks: int, epoch: int) -> None:
+    shares, lengths = _shares(kind, size, ranks, epoch, exact=True)
+    assert _dealt(shares) == _one_process(kind, size, epoch)
+    assert [len(share) for share in shares] == lengths
+
+
+@given(st.sampled_from(sorted(MAKERS)), SIZES, RANKS, st.integers(0, 3))
+def test_default_shares_are_equally_long_and_begin_with_that_order(
+    kind: str, size: int, ranks: int, epoch: int
+) -> None:
+    shares, lengths = _shares(kind, size, ranks, epoch, exact=False)
+    expected, dealt = _one_process(kind, size, epoch), _dealt(shares)
+    assert len({len(share) for share in shares} | set(lengths)) == 1
+    assert dealt[: len(expected)] == expected
+    assert len(dealt) - len(expected) < ranks
+
+
+def _batches(loader: Any, most: int | None = None) -> list[list[int]]:
+    return [batch.tolist() for batch in itertools.islice(loader, most)]
+
+
+@given(
+    st.sampled_from(["shuffle", "in order", "RandomSampler", "with a generator", "BatchSampler"]),
+    st.integers(1, 60),
+    RANKS,
+    st.integers(1, 9),
+    st.booleans(),
+    st.integers(0, 1),
+    st.integers(0, 50),
+)
+def test_a_loader_resumed_at_any_step_goes_on_as_if_uninterrupted(
+    kind: str, size: int, ranks: int, batch_size: int, exact: bool, epoch: int, steps: int
+) -> None:
+    """Also at an epoch's last batch: it goes on with the next epoch."""
+
+    def whole(_: int) -> list[list[list[int]]]:
+        loader = _loader(kind, size, batch_size, exact=exact)
+        return [_batches(loader) for _ in range(3)]
+
+    passes = _on_ranks(ranks, whole)
+    steps = min(steps, len(passes[0][epoch]))
+
+    def interrupted(_: int) -> Any:
+        loader = _loader(kind, size, batch_size, exact=exact)
+        for _ in range(epoch):
+            _batches(loader)
+        _batches(loader, steps)
+        return loader.state_dict()
+
+    state = _on_ranks(ranks, interrupted)[0]
+
+    def resumed(rank: int) -> None:
+        loader = _loader(kind, size, batch_size, exact=exact)
+        loader.load_state_dict(state)
+        left = passes[rank][epoch][steps:] if steps < len(passes[0][epoch]) else passes[rank][epoch + 1]
+        assert _batches(loader) == left
+
+    _on_ranks(ranks, resumed)
+
+
+@given(st.integers(1, 60), RANKS, RANKS, st.integers(1, 9), st.integers(0, 50))
+def test_resumed_with_other_ranks_every_sample_of_the_epoch_is_taken_once(
+    size: int, ranks: int, later_ranks: int, batch_size: int, steps: int
+) -> None:
+    steps = min(steps, size // ranks // batch_size)  # the batches that are full on every rank
+
+    def begun(_: int) -> tuple[list[list[int]], Any]:
+        loader = _loader("shuffle", size, batch_size, exact=True)
+        return _batches(loader, steps), loader.state_dict()
+
+    shares, states = zip(*_on_ranks(ranks, begun))
+    seen = [i for share in shares for batch in share for i in batch]
+    if len(seen) == size:
+        assert states[0] == {"epoch": 1, "taken": 0, "length": size}
+        return
+
+    def rest(_: int) -> list[list[int]]:
+        loader = _loader("shuffle", size, batch_size, exact=True)
+        loader.load_state_dict(states[0])
+        return _batches(loader)
+
+    seen += [i for share in _on_ranks(later_ranks, rest) for batch in share for i in batch]
+    assert sorted(seen) == list(range(size))
+
+
+class Numbers(IterableDataset[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        return iter(range(self.size))
+
+
+def _streams(size: int, ranks: int, *, exact: bool, start: int = 0) -> list[list[int]]:
+    def share(_: int) -> list[int]:
+        loader: Any = nbddp.loader(Numbers(size), exact=exact)
+        loader.load_state_dict({"epoch": 0, "taken": start})
+        return [i for batch in _batches(loader) for i in batch]
+
+    return _on_ranks(ranks, share)
+
+
+@given(SIZES, RANKS, st.integers(0, 20))
+def test_shares_of_a_stream_are_the_stream_and_resume(size: int, ranks: int, rounds: int) -> None:
+    assert _dealt(_streams(size, ranks, exact=True)) == list(range(size))
+    padded = _streams(size, ranks, exact=False)
+    assert len({len(share) for share in padded}) == 1
+    assert _dealt(padded)[:size] == list(range(size))
+    taken = min(rounds, len(padded[0]))
+    assert _streams(size, ranks, exact=False, start=taken * ranks) == [share[taken:] for share in padded]
+
+
+@given(st.integers(1, 60), RANKS, st.integers(1, 9), st.booleans(), st.booleans(), st.integers(0, 3), st.integers(0, 9))
+def test_gathered_entries_are_in_the_datasets_order_without_repeated_samples(
+    size: int, ranks: int, batch_size: int, exact: bool, shuffle: bool, looks: int, step: int
+) -> None:
+    """For a batch, or after the loop (step 0); also if passes were left early before."""
+    kind = "shuffle" if shuffle else "in order"
+    step = min(step, size // ranks // batch_size if exact else -(-size // ranks // batch_size))  # that all ranks have
+    looks = looks if looks * batch_size < size // ranks else 0  # all in one epoch
+    sent: list[list[torch.Tensor]] = []  # by rank, what it gathers
+
+    def own(x: torch.Tensor) -> list[torch.Tensor]:
+        sent[-1].append(x)
+        return [x]
+
+    def entries(_: int) -> tuple[torch.Tensor, int]:
+        loader = _loader(kind, size, batch_size, exact=exact)
+        for _ in range(looks):
+            next(iter(loader), None)
+        epoch, position = loader._place.epoch, loader._place.taken * shuffle
+        batches = [torch.empty(0, dtype=torch.int64), *itertools.islice(loader, step or None)]
+        sent.append([])
+        loaders.gather_for_metrics(batches[-1] if step else torch.cat(batches))
+        return epoch, position + (len(batches) - 2) * batch_size
+
+    before = loaders.all_gather
+    try:
+        loaders.all_gather = own  # type: ignore[assignment]
+        epoch, first = _on_ranks(ranks, entries)[0]
+        answers = zip(*sent)
+        loaders.all_gather = lambda x: list(next(answers))
+        gathered = loaders.gather_for_metrics(sent[-1][0]).tolist()
+    finally:
+        loaders.all_gather = before
+    order = [int(i) for i in _one_process(kind, size, epoch)]
+    if step and looks == 0:
+        assert gathered == order[first * ranks : (first + batch_size) * ranks]
+    else:
+        assert gathered == [i for i in order if i in gathered or not step]
