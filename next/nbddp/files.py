@@ -12,11 +12,14 @@ from nbddp.errors import NbddpError
 
 
 @contextlib.contextmanager
-def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def new_file(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a new file in the same folder, and replace the old one with it at the end.
 
     It gets a name only then, where the disk allows that, so that nothing is left of a writer that was killed. What is
     at the path isn't opened: it could be a pipe without a reader, or another user's link to a file of yours.
+
+    Args:
+        mode: of the file; the process's umask takes its bits away.
 
     Raises:
         NbddpError: the file cannot be written.
@@ -28,9 +31,9 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         if os.path.exists(path) and not os.path.isfile(path):  # root may replace even /dev/null
             raise ValueError("there is something other than a file")
         try:
-            fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666)
+            fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY, mode)
         except OSError:  # such as NFS
-            fd = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            fd = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
         with open(fd, "wb") as file:
             yield file
             file.flush()

@@ -12,7 +12,21 @@ import nbddp
 
 PACKAGE = Path(nbddp.__file__).parent
 # A room may import those to its right; modules directly in nbddp/ are the ground.
-ROOMS = ["magic", "job", "kernel", "ray", "process", "worker", "helpers", "panel", "loggers", "history", "payload", ""]
+ROOMS = [
+    "__main__",
+    "magic",
+    "job",
+    "kernel",
+    "ray",
+    "process",
+    "worker",
+    "helpers",
+    "panel",
+    "loggers",
+    "history",
+    "payload",
+    "",
+]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

@@ -300,4 +300,5 @@ def test_a_kernels_own_arguments_are_nothing_for_the_ranks(notebook: Notebook) -
     ran = "nbddp.run(train, nprocs=1, device='cpu', show=False).value"
     assert out(notebook.ok(ran)) == "['train']"
     assert out(notebook.ok(f"kernels, sys.argv = sys.argv, ['x.py', '--lr', '1']\n{ran}")) == "['x.py', '--lr', '1']"
+    assert out(notebook.ok(f"sys.argv = ['x.py']\n{ran}")) == "['x.py']"
     notebook.ok("sys.argv = kernels")

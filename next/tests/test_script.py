@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import nbddp
-from tests.support import Cells
+from tests.support import Cells, Notebook, out
 
 
 def script(path: Path | str, argv: Any = (), *, nprocs: int = 2, **options: Any) -> nbddp.Run:
@@ -58,6 +58,56 @@ print(json.dumps([__name__, __file__, sys.argv, sibling.X, open("data.txt").read
             "2",
         ]
     assert (sys.argv, sys.path) == before
+
+
+def test_a_module_is_main_as_with_python_m(in_folder: Path) -> None:
+    (in_folder / "own_package").mkdir()
+    (in_folder / "own_package" / "sibling.py").write_text("X = 5")
+    file = in_folder / "own_package" / "__main__.py"
+    file.write_text(
+        """\
+import json, os, pickle, sys, torch.distributed as dist
+from .sibling import X
+class Thing:
+    pass
+assert isinstance(pickle.loads(pickle.dumps(Thing())), Thing)
+print(json.dumps([__name__, __spec__.name, sys.argv, X, dist.is_initialized(), os.environ["RANK"]]))
+if len(sys.argv) == 1: raise ValueError("no arguments")
+"""
+    )
+    run = script("own_package", ["--lr", 0.1], module=True)
+    for rank in range(2):
+        argv = [str(file), "--lr", "0.1"]
+        assert json.loads(run.logs(rank)) == ["__main__", "own_package.__main__", argv, 5, False, str(rank)]
+    assert run.name == "own_package"
+    with pytest.raises(nbddp.RankError, match="no arguments") as caught:
+        script("own_package", module=True)
+    assert _frames(caught.value.cause) == [(str(file), 7)]
+    with pytest.raises(nbddp.RankError, match="No module named gone"):
+        script("gone", module=True)
+
+
+def test_ddp_run_takes_torchruns_command_line(notebook: Notebook, in_folder: Path) -> None:
+    (in_folder / "train.py").write_text(
+        "import os, sys, torch.distributed as dist\n"
+        "if os.environ['RANK'] == '0': print(sys.argv, os.environ['WORLD_SIZE'], dist.is_initialized())\n"
+        "sys.exit()\n"
+    )
+    notebook.ok(f"%load_ext nbddp\nimport nbddp, os\nhome = os.getcwd()\nos.chdir({str(in_folder)!r})")
+    arguments = "--lr 0.1 -- -n 5 --nproc_per_node=7 'two words'"
+    ran = "['{}', '--lr', '0.1', '--', '-n', '5', '--nproc_per_node=7', 'two words'] {} False"
+    for line, name, nprocs in (
+        ("-n 3 --device cpu train.py", "train.py", 3),
+        ("torchrun --standalone --nproc-per-node=1 train.py", "train.py", 1),
+        ("--standalone --nproc_per_node gpu -m train", f"{in_folder}/train.py", 2),  # on a machine without one
+    ):
+        reply = notebook.ok(f"run = %ddp run {line} {arguments}\nrun.state, run.name, run.value")
+        assert ran.format(name, nprocs) in reply.shown
+        assert out(reply) == f"('finished', '{'train' if '-m' in line else 'train.py'}', None)"
+    assert "does not exist" in notebook.cell("%ddp run gone.py").evalue
+    assert "--nprox" in notebook.cell("%ddp run --nprox 2 train.py").shown
+    assert "required: script" in notebook.cell("%ddp run -n 2").shown
+    notebook.ok("os.chdir(home)")
 
 
 def test_each_rank_can_have_its_own_arguments(in_folder: Path) -> None:

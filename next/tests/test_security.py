@@ -225,6 +225,57 @@ def test_secrets_appear_on_no_command_line_and_in_no_message(cell: Cells, monkey
         started.stop(0)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from os import environ",
+        "import os\nenviron = os.environ",
+        "from os import environb as environ",
+        "from os import environ as it\nenviron = [it]",
+        "from os import environ as it\nenviron = it.get",
+    ],
+)
+def test_the_environment_is_not_exported_under_any_name(
+    cell: Cells, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_TOKEN", SECRET)
+    names = cell(f"{line}\ndef train(): return environ")
+    nbddp.export(names.train, tmp_path / "job.nbddp")
+    assert SECRET.encode() not in (tmp_path / "job.nbddp").read_bytes()
+
+
+def test_os_environ_in_a_function_is_that_of_its_rank(cell: Cells) -> None:
+    names = cell("""
+        from os import environ, environb
+        import os
+        def train():
+            environ["ONLY_HERE"] = "yes"
+            return environ["RANK"], environb[b"RANK"], os.environ is environ, os.getenv("ONLY_HERE")
+    """)
+    assert run(names.train).values == [("0", b"0", True, "yes"), ("1", b"1", True, "yes")]
+    assert "ONLY_HERE" not in os.environ
+
+
+def test_a_job_holds_only_the_source_of_functions_it_needs(cell: Cells, tmp_path: Path) -> None:
+    names = cell(f"""
+        # the key of the service: {SECRET}
+        key = "{SECRET}"
+        def unused():
+            return "{SECRET}"
+        def helper():
+            return 1  # helper's line
+        class Model:
+            def forward(self): return helper()  # the method's line
+        def train(): return Model().forward()
+        key = "{SECRET}"
+    """)
+    nbddp.export(names.train, tmp_path / "job.nbddp")
+    data = (tmp_path / "job.nbddp").read_bytes()
+    assert SECRET.encode() not in data
+    assert b"helper's line" in data
+    assert b"the method's line" in data
+
+
 def test_no_signal_reaches_a_process_that_reused_a_ranks_pid() -> None:
     """Pids are used again. Who started later than the rank is not ours to end."""
     machine, settings = LocalMachine(), decide("train", Options(nprocs=1, device="cpu"))

@@ -1,4 +1,4 @@
-"""``run_script``: a whole script on every rank, as torchrun would start it."""
+"""``run_script``: a whole script or module on every rank, as torchrun would start it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def run_script(
     path: str | os.PathLike[str],
     argv: Sequence[Argument] | Callable[[int], Sequence[Argument]] = (),
     *,
+    module: bool = False,
     options: Options,
 ) -> Run[None]:
     """Run ``torchrun --standalone --nproc_per_node=nprocs path argv``, but from the notebook, and wait for it.
@@ -32,6 +33,7 @@ def run_script(
 
     Args:
         argv: the arguments after the script's name, or a function that returns the arguments of a rank.
+        module: ``path`` is the name of a module or package, as in ``python -m package.module``, and not of a file.
         name: the run's name. Default: the file's name.
 
     The other arguments and exceptions are those of ``run()``; ``sys.exit(0)`` is a success.
@@ -42,16 +44,16 @@ def run_script(
     Raises:
         LaunchError: also if there is no such file.
     """
-    file = os.path.expanduser(os.fspath(path))
-    if os.path.isdir(file):
+    file = os.fspath(path) if module else os.path.expanduser(os.fspath(path))
+    if os.path.isdir(file) and not module:
         raise LaunchError(f"{file} is a folder, not a script")
-    if not os.path.isfile(file):
+    if not os.path.isfile(file) and not module:
         raise LaunchError(f"{file} does not exist; the notebook's working directory is {working_directory()}")
     options = dataclasses.replace(options, init_process_group=False)
-    name = str(options.name or os.path.basename(file))
+    name = str(options.name or (file if module else os.path.basename(file)))
     settings = decide(name, options, attended=options.wait and notebook() is not None)
     words = tuple(_words(argv(rank) if callable(argv) else argv) for rank in range(settings.world_size))
-    launched = launch(settings, pack_call(name, script_main.run_script, (file, words), {}), options)
+    launched = launch(settings, pack_call(name, script_main.run_script, (file, words, module), {}), options)
     return launched.wait() if options.wait else launched
 
 

@@ -112,7 +112,7 @@ def decide(name: str, options: Options, *, contract: bool = True, attended: bool
         threads=threads,
         environ={**environ, **(options.env or {})},
         cwd=working_directory(),
-        argv=(name,) if _are_the_kernels(sys.argv[1:]) else tuple(sys.argv),
+        argv=tuple(arguments(name)),
         sys_path=tuple(part or os.getcwd() for part in sys.path if isinstance(part, str)),
         autolog=options.autolog,
         post_mortem=bool(options.pdb) and attended,
@@ -219,10 +219,12 @@ def _threads(environ: Mapping[str, str]) -> int:
     return next((int(value) for value in values if value.isdigit() and int(value) > 0), 0)
 
 
-def _are_the_kernels(arguments: list[str]) -> bool:
-    """Whether a notebook still has the arguments of its kernel, which are nothing for the ranks."""
+def arguments(name: str) -> list[str]:
+    """Return ``sys.argv`` for the ranks; a notebook that still has its kernel's arguments has none for them."""
     in_a_script = hasattr(sys.modules["__main__"], "__file__")
-    return not in_a_script and arguments == sys.orig_argv[len(sys.orig_argv) - len(arguments) :]
+    words = sys.argv[1:]
+    are_the_kernels = not in_a_script and words and words == sys.orig_argv[len(sys.orig_argv) - len(words) :]
+    return [name] if are_the_kernels else sys.argv
 
 
 def working_directory() -> str:

@@ -69,13 +69,21 @@ def launch(settings: Settings, packed: Packed, options: Options) -> Run[Any]:
     return launched
 
 
-def pack_call(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packed:
+def pack_call(
+    name: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    failure: str = "cannot be sent to the ranks",
+    for_job: bool = False,
+) -> Packed:
     """Pack a call. Raises PayloadError with the user's name of what can't be sent."""
     try:
-        return payload.pack((fn, args, kwargs))
+        return payload.pack((fn, args, kwargs), for_job=for_job)
     except Exception as error:  # whatever a user's __reduce__ raises
         named = {name: fn, **{f"args[{index}]": arg for index, arg in enumerate(args)}, **kwargs}
-        raise explain.explained(named, error, what=f"{name} cannot be sent to the ranks") from error
+        raise explain.explained(named, error, what=f"{name} {failure}") from error
 
 
 def carry_out(

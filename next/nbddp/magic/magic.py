@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import builtins
 import contextlib
@@ -12,6 +13,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from nbddp.kernel.run import Run, runs
+from nbddp.kernel.script import run_script
 from nbddp.kernel.session import Session
 from nbddp.magic import options, reads, routing
 from nbddp.payload import pack
@@ -19,6 +21,12 @@ from nbddp.text import did_you_mean
 
 _RANKS = ("--ranks", {"type": options.numbers, "default": None})
 _OUT = ("-o", {"default": "", "metavar": "NAMES"})
+_TORCHRUN = (
+    ("--standalone", {"action": "store_true"}),  # it always is
+    ("--nproc-per-node --nproc_per_node", {"type": options.processes, "dest": "nprocs"}),
+    ("-m --module", {"action": "store_true", "default": False}),
+)
+_ARGV = ("argv", {"nargs": argparse.REMAINDER})
 
 
 @magics_class
@@ -34,15 +42,16 @@ class DdpMagics(Magics):
     _opened_with: dict[str, Any]
 
     @line_magic
-    def ddp(self, line: str) -> None:
-        """%ddp open -n 4, close, push NAMES, pull NAMES, logs [RANK], stacks, status."""
+    def ddp(self, line: str) -> Run[None] | None:
+        """%ddp open -n 4, close, push NAMES, pull NAMES, logs [RANK], stacks, status; run train.py ARGS."""
         command, *words = shlex.split(line) or ["status"]
         act = getattr(self, f"_{command}", None) if command in _COMMANDS else None
         if act is None:
             raise UsageError(
                 f"%ddp {command} is unknown{did_you_mean(command, _COMMANDS)}. There are: {', '.join(_COMMANDS)}"
             )
-        act(words)
+        result: Run[None] | None = act(words)
+        return result
 
     @cell_magic("ddp")  # type: ignore[arg-type]
     def on_ranks(self, line: str, cell: str) -> None:
@@ -109,6 +118,12 @@ class DdpMagics(Magics):
         found = session.pull(*words)
         self.shell.user_ns.update(zip(words, found if len(words) > 1 else [found]))
 
+    def _run(self, words: list[str]) -> Run[None]:
+        """Run what follows ``torchrun`` on a command line, or options of run() and a script."""
+        line = shlex.join(words[words[:1] == ["torchrun"] :])
+        given = options.parse("%ddp run", line, *_TORCHRUN, ("script", {}), _ARGV)
+        return run_script(given.script, given.argv, module=given.module, **given.options)
+
     def _logs(self, words: list[str]) -> None:
         print(self._the_session().logs(int(words[0]) if words else 0), end="")
 
@@ -129,7 +144,7 @@ class DdpMagics(Magics):
         return self.session
 
 
-_COMMANDS = ("open", "close", "push", "pull", "logs", "stacks", "status")
+_COMMANDS = ("open", "close", "push", "pull", "run", "logs", "stacks", "status")
 
 
 def _can_be_sent(value: object) -> bool:

@@ -26,11 +26,11 @@ def parse(magic: str, line: str, *more: tuple[str, dict[str, Any]]) -> argparse.
 
     Args:
         magic: its name.
-        more: options of this magic only, as for ``add_argument``.
+        more: options of this magic only, as for ``add_argument``; spellings are separated by spaces.
     """
     parser = _Parser(magic, add_help=False, argument_default=argparse.SUPPRESS)
     for name, how in more:
-        parser.add_argument(name, **how)
+        parser.add_argument(*name.split(), **how)
     for field in dataclasses.fields(Options):
         if field.name in _NOT_HERE:
             continue
@@ -46,6 +46,11 @@ def parse(magic: str, line: str, *more: tuple[str, dict[str, Any]]) -> argparse.
 def numbers(text: str) -> list[int]:
     """Parse ``0,2``."""
     return [int(each) for each in text.split(",")]
+
+
+def processes(text: str) -> int | None:
+    """Parse torchrun's number of processes; ``gpu`` and ``auto`` are one per GPU, as without a number."""
+    return None if text in ("gpu", "auto") else int(text)
 
 
 # By what an option's type has in it.

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import linecache
 import os
 import pickle
 import struct
 import sys
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,20 +44,24 @@ class Unpacked:
     by_value: list[Any]
 
 
-def pack(obj: object, *, back: bool = False, received: Mapping[int | str, Any] | None = None) -> Packed:
+def pack(
+    obj: object, *, back: bool = False, received: Mapping[int | str, Any] | None = None, for_job: bool = False
+) -> Packed:
     """Pack an object. Raises whatever pickling raises; :func:`explain.explained` names the variable.
 
     Args:
         back: it goes from a rank to the notebook.
         received: classes and functions that the other side has sent, which go back as their number or name.
+        for_job: it may be unpacked elsewhere, so nothing is a file's name; and of cells only the functions' lines go.
     """
     stream = io.BytesIO()
     packer = Packer(stream, back=back, received=received)
     packer.dump((obj, packer.named, packer.by_value))
     buffers = [buffer.raw() for buffer in packer.buffers]
     # Cells exist in the notebook only: for tracebacks, inspect and the debugger their lines are sent too.
-    sources = {file: linecache.getlines(file) for file in packer.files if not os.path.exists(file)}
-    places = [_place(buffer) if not back else None for buffer in buffers]
+    files = [file for file in {code.co_filename for code in packer.codes} if not os.path.exists(file)]
+    sources = {file: _lines_of(file, packer.codes) if for_job else linecache.getlines(file) for file in files}
+    places = [None if back or for_job else _place(buffer) for buffer in buffers]
     kinds = [(buffer.nbytes, buffer.readonly, place) for buffer, place in zip(buffers, places, strict=True)]
     table = pickle.dumps((kinds, sources))
     head = _SIZES.pack(len(table), stream.tell()) + table
@@ -89,6 +95,21 @@ def unpack(block: Block, *, known: Sequence[Any] = ()) -> Unpacked:
     end = stream_at + stream_nbytes
     stream = io.BytesIO(memory[stream_at:end])
     return Unpacked(*Unpacker(stream, _views(memory, end, buffers), known).load())
+
+
+def _lines_of(file: str, codes: Iterable[types.CodeType]) -> list[str]:
+    """Return the lines of these functions at their numbers, without the rest of the cell, which may hold a token."""
+    lines = linecache.getlines(file)
+    kept = ["...\n"] * len(lines)  # an empty line would belong to the function above
+    for code in codes:
+        if code.co_filename == file:
+            first = code.co_firstlineno - 1
+            if code.co_name == "<lambda>":  # the block of one is its whole statement
+                last = max(line or 0 for _, _, line in code.co_lines())
+            else:
+                last = first + len(inspect.getblock(lines[first:]))
+            kept[first:last] = lines[first:last]
+    return kept
 
 
 def _views(

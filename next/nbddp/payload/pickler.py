@@ -41,7 +41,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         buffers: memory of arrays and storages, in the order of the stream.
         by_value: classes and functions that were pickled by value, in order.
         named: those of them that are variables of ``__main__`` under their own names.
-        files: where the code of the functions comes from.
+        codes: of the functions.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(stream, protocol=5, buffer_callback=self.buffers.append)
         self.by_value: list[Any] = []
         self.named: dict[str, Any] = {}
-        self.files: set[str] = set()
+        self.codes: list[types.CodeType] = []
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._received = {id(obj): key for key, obj in (received or {}).items()}
         self._back, self._alone = back, alone
@@ -111,7 +111,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return make, args, *state
 
     def _reduce_code(self, code: types.CodeType) -> Any:
-        self.files.add(code.co_filename)
+        self.codes.append(code)
         return marshal.loads, (marshal.dumps(code),)  # cloudpickle 3.1.3 leaves out the file's name
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
@@ -168,7 +168,7 @@ _REDUCERS: tuple[tuple[Any, Any], ...] = (
     (types.ModuleType, Packer._reduce_module),
     (functools._lru_cache_wrapper, Packer._reduce_cached),
     (DistributedDataParallel, Packer._reduce_ddp),
-    (type(os.environ), lambda _, environ: (getattr, (os, "environ"))),
+    (type(os.environ), lambda _, environ: (getattr, (os, "environb" if environ is os.environb else "environ"))),
     ((io.IOBase, type(sys.stdout)), lambda _, stream: _stream(stream)),
 )
 
@@ -185,7 +185,7 @@ class Unpacker(pickle.Unpickler):
         return self._known_one if found is _received else found
 
     def _known_one(self, key: int | str) -> Any:
-        return self._known[key] if isinstance(key, int) else vars(sys.modules["__main__"])[key]
+        return self._known[key] if isinstance(key, int) else getattr(sys.modules["__main__"], key)
 
 
 def is_definition(name: str, obj: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from nbddp.messages import Place, Settings
@@ -51,6 +51,8 @@ class Groups:
         self._ready_made, self.failed = dist.group.WORLD, False
 
     def _store(self) -> Store:
+        if not self._place.folder:  # a job
+            return next(dist.rendezvous("env://"))[0] if self._settings.world_size > 1 else HashStore()  # type: ignore[attr-defined]
         if self._settings.nnodes == 1:  # needs no name and no port
             return FileStore(os.path.join(self._place.folder, "store"), self._settings.world_size)
         assert self._settings.store is not None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import multiprocessing
 import os
-import threading
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -51,7 +49,5 @@ def main(channel: Connection, printed: int, metrics: int, stacks: int) -> None:
     line.tell(Ready(os.getpid(), preloaded))
     orders = Orders(line, mine, groups, metrics=metrics, post_mortem=settings.post_mortem)
     orders.serve()
-    threading._shutdown()  # type: ignore[attr-defined]  # before the exit handlers: executors end their processes here
-    atexit._run_exitfuncs()
-    redirect.flush()
+    redirect.finish()
     groups.close()

@@ -5,12 +5,14 @@ It's a file and not a pipe, so a rank never waits for the notebook to read, and 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import io
 import os
 import signal
 import sys
+import threading
 
 STACKS_SIGNAL: int = signal.SIGRTMIN + 7
 KEPT_CHARS = 10_000
@@ -61,6 +63,13 @@ def answer_stacks() -> None:
 def _dump_stacks(*_: object) -> None:
     faulthandler.dump_traceback(_stacks, all_threads=True)
     answer_stacks()
+
+
+def finish() -> None:
+    """Do what Python does at its end, but free no objects: wait for threads, call the exit handlers, flush."""
+    threading._shutdown()  # type: ignore[attr-defined]  # before the exit handlers: executors end their processes here
+    atexit._run_exitfuncs()
+    flush()
 
 
 def flush() -> None:

@@ -25,6 +25,11 @@ def set_up(settings: Settings, place: Place, metrics: int) -> Groups:
     """Turn this process into the rank. Returns its groups, of which the default one is open."""
     _detach_from_fork_server()
     _set_environment(settings, place)
+    return begin(settings, place, metrics)
+
+
+def begin(settings: Settings, place: Place, metrics: int) -> Groups:
+    """Begin as this rank, in an environment that is ready. Returns its groups, of which the default one is open."""
     index = settings.indices[place.local_rank]
     context.enter(
         context.Context(

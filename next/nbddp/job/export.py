@@ -1,0 +1,70 @@
+"""``export`` writes a function of the notebook to a file that runs without it; ``load_result`` reads its result."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nbddp import payload
+from nbddp.errors import PayloadError
+from nbddp.job import job_file
+from nbddp.kernel.settings import arguments, check_call
+from nbddp.kernel.start import pack_call
+from nbddp.text import in_a_line
+
+
+def export(
+    fn: Callable[..., Any],
+    path: str | os.PathLike[str],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Write ``fn(*args, **kwargs)`` to a file that runs without a notebook.
+
+    ::
+
+        torchrun --nproc-per-node 4 -m nbddp job.nbddp [--metrics FILE] [--result FILE]
+        python -m nbddp job.nbddp               # one rank
+
+    The file holds the function, and the classes and data that it uses. Modules are imported where it runs, with the
+    same versions of Python, torch, and cloudpickle. ``History.load(FILE)`` reads the metrics, ``load_result(FILE)``
+    what rank 0 returned. To run the file can run any code, like unpickling.
+
+    Args:
+        path: of the file, which is written whole or not at all; only its owner can read it (mode 0600).
+
+    Raises:
+        LaunchError: the function can't be called with these arguments.
+        PayloadError: a variable, which the error names, doesn't pickle.
+        NbddpError: the file can't be written.
+    """
+    name = check_call(fn, args, kwargs or {}, None)
+    packed = pack_call(name, fn, tuple(args), dict(kwargs or {}), failure="cannot be exported", for_job=True)
+    with packed.block as block:
+        job_file.write(path, job_file.JOB, block, name=name, argv=arguments(name), folders=_users_folders())
+
+
+def load_result(path: str | os.PathLike[str]) -> Any:
+    """Return what rank 0 of a job returned, which ran with ``--result PATH``; tensors are on the CPU.
+
+    The notebook's functions and classes are those that it has now under the same names. To load the file can run any
+    code, like unpickling: load only what you trust.
+
+    Raises:
+        NbddpError: it isn't a result, is truncated, or was written with other versions.
+        PayloadError: it can't be unpickled here, for example because the notebook doesn't define a class.
+    """
+    block, _ = job_file.read(path, job_file.RESULT)
+    with block:
+        try:
+            return payload.unpack(block).value
+        except Exception as error:  # of a user's __setstate__, or a module that is missing
+            raise PayloadError(f"{os.fspath(path)} cannot be unpickled here: {in_a_line(error)}") from error
+
+
+def _users_folders() -> list[str]:
+    """Return the folders of ``sys.path`` that are neither Python's nor of installed packages."""
+    pythons = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
+    return [path for path in map(os.path.abspath, sys.path) if not path.startswith(pythons) and "-packages" not in path]

@@ -1,0 +1,343 @@
+"""An exported job without a notebook: what the file holds, how its ranks meet and end, what they write."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import nbddp
+from nbddp.job import job_file
+from tests.jobs import Job
+from tests.support import Cells, run, script, wait_until
+
+TRAIN = """
+import os, pickle, sys, torch, torch.distributed as dist, nbddp
+
+data = torch.linspace(-1, 1, 600).reshape(300, 2)
+calls = 0
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x): return self.layer(x)
+
+def count():
+    global calls
+    calls += 1
+
+def train(seed, steps=24):
+    torch.manual_seed(seed + nbddp.rank())
+    model = nbddp.wrap(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in nbddp.progress(range(steps), desc="step"):
+        x = data[nbddp.rank() :: nbddp.world_size()][step % 50 : step % 50 + 8]
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        nbddp.log(loss=loss, reduce="mean", weight=1 + nbddp.rank())
+        nbddp.log({"lr": 0.1 / (step + 1), "rank/size": nbddp.rank() * 10.0 + step})
+        count()
+    pickle.dumps(Net())  # by its name, which a rank's __main__ has
+    assert globals() is vars(sys.modules["__main__"])
+    dist.init_process_group("gloo")  # a group of its own, as most programs make one
+    dist.all_reduce(total := torch.ones(1))
+    return model, calls, nbddp.rank(), total.item(), str(nbddp.device()), nbddp.restart_count(), sys.argv
+"""
+
+
+def launched_by_hand(folder: Path, *words: object) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    jobs = [Job(folder, *words, RANK=str(rank), LOCAL_RANK=str(rank), **size, **meets) for rank in range(2)]
+    assert [job.end() for job in jobs] == [(0, "")] * 2
+
+
+def launched_by_torchrun(folder: Path, *words: object) -> None:
+    for _ in range(3):
+        ended = script(
+            "import sys, torch.distributed.run as r\nr.main(sys.argv[1:])",
+            *("--standalone", "--nproc-per-node=2", "-m", "nbddp", *map(str, words)),
+            TMPDIR=str(folder),  # torchrun leaves files there
+        )
+        # torch's own torchrun now and then aborts when all is done and it leaves (2.13).
+        if "terminate called without an active exception" not in ended.stderr:
+            break
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("launch", [launched_by_hand, pytest.param(launched_by_torchrun, marks=pytest.mark.long)])
+def test_a_job_gives_what_the_run_gives_bit_for_bit(
+    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Callable[..., None]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    names = cell(TRAIN)
+    here = run(names.train, 7)
+    nbddp.export(names.train, tmp_path / "job.nbddp", (7,))
+    launch(tmp_path, tmp_path / "job.nbddp", "--metrics", tmp_path / "m", "--result", tmp_path / "r")
+    model, *rest = nbddp.load_result(tmp_path / "r")
+    assert rest == list(here.value[1:]) == [24, 0, 2.0, "cpu", 0, ["train"]]
+    assert type(model) is names.Net, "the notebook's own class"
+    assert torch.equal(model.layer.weight, here.value[0].layer.weight)
+    assert not torch.equal(model.layer.weight, names.Net().layer.weight)
+    loaded = nbddp.History.load(tmp_path / "m")
+    assert _content(loaded) == _content(here.history)
+    assert len(loaded["loss"].steps) == 24
+    assert loaded.ranks[1].bars[0].done == 24
+    assert loaded.restarts == []
+
+
+def _content(history: nbddp.History) -> Any:
+    return {
+        name: [
+            [column.tolist() for column in (*history[name], *history.spread(name))],
+            {rank: [column.tolist() for column in series] for rank, series in history.by_rank(name).items()},
+        ]
+        for name in history
+    }
+
+
+def test_without_a_launcher_a_job_is_one_rank(
+    cell: Cells, tmp_path: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real ``python -m nbddp``, with a module next to the notebook that hides an installed one."""
+    (tmp_path / "hydra.py").write_text("where = 'next to the notebook'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = cell("""
+        import sys, torch, torch.distributed as dist, nbddp
+        class Net(torch.nn.Linear): pass
+        data = torch.ones(1 << 18)  # enough to be mapped from the file
+        def main(steps):
+            import hydra
+            dist.all_reduce(data.zero_())
+            for step in range(steps): nbddp.log(loss=step)
+            return Net(2, 1), data.sum().item(), nbddp.rank(), nbddp.world_size(), sys.argv, hydra.where
+    """)
+    nbddp.export(names.main, "job.nbddp", kwargs={"steps": 3})
+    before = Path("job.nbddp").read_bytes()
+    command = [sys.executable, "-B", "-m", "nbddp", "job.nbddp", "--metrics", "m", "--result", "r"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    model, *rest = nbddp.load_result("r")
+    assert isinstance(model, names.Net)
+    assert rest == [0.0, 0, 1, ["main"], "next to the notebook"]
+    assert len(nbddp.History.load("m")["loss"].steps) == 3
+    assert sorted(os.listdir()) == ["hydra.py", "job.nbddp", "m", "r"]
+    assert Path("job.nbddp").read_bytes() == before
+    del vars(sys.modules["__main__"])["Net"]
+    with pytest.raises(nbddp.PayloadError, match=r"^r cannot be unpickled here: .* has no attribute 'Net'"):
+        nbddp.load_result("r")
+
+
+# ---------------------------------------------------------------------------- ends
+
+
+FAILS = """
+import sys
+def helper(how):
+    if how == "raise":
+        raise ValueError("bad batch")  # this line
+    if how == "interrupt":
+        raise KeyboardInterrupt
+    sys.exit({"exit": 3, "leave": None, "text": "no data"}[how])
+
+def train(how): helper(how)
+"""
+
+
+def test_an_exception_shows_only_the_users_frames(cell: Cells, tmp_path: Path) -> None:
+    names = cell(FAILS)
+    nbddp.export(names.train, tmp_path / "job.nbddp", ("raise",))
+    told = tmp_path / "told"  # to torchrun
+    code, printed = Job(tmp_path, tmp_path / "job.nbddp", TORCHELASTIC_ERROR_FILE=str(told)).end()
+    assert code == 1
+    file = names.train.__code__.co_filename
+    for text in (printed, json.loads(told.read_text())["message"]["extraInfo"]["py_callstack"]):
+        assert re.findall(r'File "(.*?)", line (\d+), in (\w+)', text) == [(file, "10", "train"), (file, "5", "helper")]
+        assert 'raise ValueError("bad batch")  # this line' in text
+        assert text.rstrip().endswith("ValueError: bad batch")
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "says"), [("exit", 3, ""), ("leave", 0, ""), ("text", 1, "no data\n"), ("interrupt", -2, None)]
+)
+def test_a_job_exits_with_the_codes_of_a_script(
+    cell: Cells, tmp_path: Path, how: str, code: int, says: str | None
+) -> None:
+    nbddp.export(cell(FAILS).train, tmp_path / "job.nbddp", (how,))
+    ended, printed = Job(tmp_path, tmp_path / "job.nbddp", "--result", tmp_path / "r").end()
+    assert ended == code
+    assert says is None or printed == says
+    if how == "leave":
+        assert nbddp.load_result(tmp_path / "r") is None
+    else:
+        assert not (tmp_path / "r").exists()
+
+
+def test_threads_and_exit_handlers_finish_and_the_part_of_a_result_that_pickles_is_kept(
+    cell: Cells, tmp_path: Path
+) -> None:
+    names = cell("""
+        import atexit, threading, time
+        def slow():
+            time.sleep(0.3)
+            print("thread")
+        def train():
+            atexit.register(print, "handler")
+            threading.Thread(target=slow).start()
+            return {"lock": threading.Lock(), "steps": 5}
+    """)
+    nbddp.export(names.train, tmp_path / "job.nbddp")
+    code, printed = Job(tmp_path, tmp_path / "job.nbddp", "--result", tmp_path / "r").end()
+    assert code == 1
+    told, *more = printed.splitlines()
+    assert told.startswith("nbddp: what train returned cannot be written: the result → ['lock']: ")
+    assert told.endswith(f"Everything else is in {tmp_path / 'r'}")
+    assert more == ["thread", "handler"]
+    assert nbddp.load_result(tmp_path / "r")["steps"] == 5
+
+
+# ---------------------------------------------------------------------------- files
+
+
+def test_a_job_file_is_readable_only_by_its_owner(cell: Cells, tmp_path: Path) -> None:
+    """Whoever can write it runs code as the one who starts it, and the notebook's data are in it."""
+    before = os.umask(0)
+    try:
+        nbddp.export(cell("def train(): pass").train, tmp_path / "open")
+        os.umask(0o077)
+        nbddp.export(cell("def train(): pass").train, tmp_path / "closed")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("open", "closed")] == [0o600, 0o600]
+
+
+def test_metrics_can_be_read_while_the_job_runs(cell: Cells, tmp_path: Path) -> None:
+    names = cell("""
+        import os, time, nbddp
+        def train(go):
+            for step in range(100): nbddp.log(loss=step)
+            while not os.path.exists(go): time.sleep(0.01)
+    """)
+    nbddp.export(names.train, tmp_path / "job.nbddp", (str(tmp_path / "go"),))
+    words = (tmp_path / "job.nbddp", "--metrics", tmp_path / "m")
+    first = Job(tmp_path, *words)
+    wait_until(lambda: (tmp_path / "m").exists() and (tmp_path / "m").stat().st_size)
+    wait_until(lambda: len(nbddp.History.load(tmp_path / "m").get("loss", ([], []))[0]) == 100)
+    (tmp_path / "second").mkdir()
+    code, printed = Job(tmp_path / "second", *words).end()
+    assert (code, printed) == (
+        1,
+        f"nbddp: --metrics: another process is writing {tmp_path}/m; give each job a file of its own\n",
+    )
+    (tmp_path / "go").touch()
+    assert first.end() == (0, "")
+    with open(tmp_path / "m", "ab") as file:
+        file.write(b"\x96\xcb\x41")  # torn: it was killed within a write
+    assert Job(tmp_path, *words).end() == (0, "")
+    continued = nbddp.History.load(tmp_path / "m")
+    assert continued["loss"].steps.tolist() == list(range(100))
+    assert [restart.step for restart in continued.restarts] == [0]
+
+
+def test_a_failed_export_leaves_the_old_file_and_names_the_variable(cell: Cells, tmp_path: Path) -> None:
+    names = cell("import threading\nlock = threading.Lock()\ndef helper(): return lock\ndef train(): helper()")
+    path = tmp_path / "job.nbddp"
+    nbddp.export(np.sum, path, (1,))
+    before = path.read_bytes()
+    with pytest.raises(nbddp.PayloadError, match=r"^train cannot be exported: train → helper → lock: "):
+        nbddp.export(names.train, path)
+    with pytest.raises(nbddp.LaunchError, match="cannot be called with these arguments"):
+        nbddp.export(names.train, path, (1,))
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["job.nbddp"]
+
+
+class Planted:
+    """Who unpickles it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._path,)
+
+
+BROKEN: dict[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda whole: b"",
+    "noise": lambda whole: b"\xff" * 100,
+    "a pickle": lambda whole: pickle.dumps(Planted(Path("unpickled"))),
+    "without its first byte": lambda whole: whole[1:],
+    "without its last byte": lambda whole: whole[:-1],
+    "its first half": lambda whole: whole[: len(whole) // 2],
+    "more at its end": lambda whole: whole + b"\nx",
+    "a result": lambda whole: whole.replace(b'"nbddp": "job"', b'"nbddp": "result"'),
+    "a list": lambda whole: whole[: whole.rindex(b"\n") + 1] + b"[]",
+    "a line without an end": lambda whole: b"[" * 100_000,
+}
+
+
+def test_a_broken_file_is_refused_and_not_unpickled(cell: Cells, tmp_path: Path, in_folder: Path) -> None:
+    nbddp.export(cell("def train(x): pass").train, "job.nbddp", (Planted(tmp_path / "unpickled"),))
+    whole = Path("job.nbddp").read_bytes()
+    for how, broken in BROKEN.items():
+        Path("job.nbddp").write_bytes(broken(whole))
+        with pytest.raises(nbddp.NbddpError, match=r"was not written by nbddp.export\(\), or is truncated"):
+            job_file.read("job.nbddp", job_file.JOB)
+        with pytest.raises(nbddp.NbddpError, match=r"was not written by python -m nbddp \.\.\. --result, or is trunc"):
+            nbddp.load_result("job.nbddp" if how != "a result" else __file__)
+    Path("job.nbddp").write_bytes(whole.replace(b'"Python 3', b'"Python 2'))
+    assert "was written with Python 2." in Job(tmp_path, "job.nbddp").end()[1]
+    assert not Path("unpickled").exists()
+    Path("job.nbddp").write_bytes(whole)
+    assert Job(tmp_path, "job.nbddp").end() == (0, "")
+    assert Path("unpickled").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "told"),
+    [
+        (["none"], {}, "[Errno 2] No such file or directory: 'none'"),
+        (["job.nbddp", "--result", "gone/r"], {}, "--result: the folder {}/gone does not exist; create it first"),
+        (["job.nbddp", "--metrics", "job.nbddp"], {}, "--metrics: job.nbddp exists and is not a file of metrics"),
+        (["job.nbddp"], {"SLURM_STEP_NUM_TASKS": "2"}, "each task of srun would train alone: use srun torchrun"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line_before_the_training(
+    cell: Cells, in_folder: Path, words: list[str], environ: dict[str, str], told: str
+) -> None:
+    nbddp.export(cell("def train(): print('hours')").train, "job.nbddp")
+    before = Path("job.nbddp").read_bytes()
+    code, printed = Job(in_folder, *words, **environ).end()
+    assert code == 1
+    assert printed.startswith(f"nbddp: {told.format(in_folder)}")
+    assert printed.count("\n") == 1
+    assert Path("job.nbddp").read_bytes() == before
+
+
+def test_a_module_that_is_missing_is_named(cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (in_folder / "datautils_of_job.py").write_text("def size(): return 42\n")
+    monkeypatch.syspath_prepend(in_folder)
+    nbddp.export(cell("import datautils_of_job as d\ndef train(): return d.size()").train, "job.nbddp")
+    os.unlink("datautils_of_job.py")
+    del sys.modules["datautils_of_job"]
+    code, printed = Job(in_folder, "job.nbddp").end()
+    assert code == 1
+    assert printed == (
+        "nbddp: train and its data cannot be unpickled here: ModuleNotFoundError: No module named 'datautils_of_job'\n"
+    )
