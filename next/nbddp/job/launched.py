@@ -110,7 +110,8 @@ def _write_result(value: Any, path: str, name: str) -> None:
     main = vars(sys.modules["__main__"])
     sent = [*main_module.received.values()]
     main_module.received.clear()
-    main_module.received.update({each.__qualname__: each for each in sent if main.get(each.__qualname__) is each})
+    kept: Any = [each for each in sent if main.get(each.__qualname__) is each]
+    main_module.received.update({each.__qualname__: each for each in kept})
     report, block = reports.finished(value, f"what {name} returned cannot be written")
     with block or pack(None).block as written:
         job_file.write(path, job_file.RESULT, written)
