@@ -181,6 +181,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_tutorial_pasted_into_a_cell_trains_to_the_same_numbers(
     in_folder: Path, cell: Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,7 +265,9 @@ _RESUMES = """
 """
 
 
-@pytest.mark.parametrize("epochs", [(3, None), (None, 3), (3, 4)])
+@pytest.mark.parametrize(
+    "epochs", [(3, None), pytest.param((None, 3), marks=pytest.mark.long), pytest.param((3, 4), marks=pytest.mark.long)]
+)
 def test_ranks_that_load_different_snapshots_are_an_error(
     cell: Cells, tmp_path: Path, epochs: tuple[int | None, ...]
 ) -> None:
