@@ -111,6 +111,26 @@ STREAMS = """
 """
 
 
+def test_a_stream_can_be_profiled_and_a_loader_that_one_rank_makes_in_addition_disturbs_no_other(cell: Cells) -> None:
+    names = cell("""
+        import cProfile, nbddp, torch
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self): return iter(range(8))
+        class Own(torch.utils.data.Sampler):
+            def __init__(self, length): self.length = length
+            def __len__(self): return self.length
+            def __iter__(self): return iter(torch.randperm(self.length).tolist())
+        def train():
+            found = cProfile.Profile().runcall(list, nbddp.loader(Stream(), 2))
+            if nbddp.is_primary():
+                next(iter(nbddp.loader(range(3), sampler=Own(3))))
+            return torch.cat(found).tolist(), [x.item() for x in nbddp.loader(range(4), sampler=Own(4))]
+    """)
+    (one, first), (two, second) = run(names.train, seed=0).values
+    assert (one, two) == ([0, 2, 4, 6], [1, 3, 5, 7])
+    assert sorted([*first, *second]) == [0, 1, 2, 3]
+
+
 def test_a_stream_is_shared_unless_it_reads_its_rank_while_it_is_iterated(cell: Cells) -> None:
     names = cell(
         STREAMS

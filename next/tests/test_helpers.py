@@ -157,6 +157,21 @@ def test_different_calls_on_different_ranks_raise_an_error_that_names_them(cell:
     ]
 
 
+def test_what_one_rank_cannot_pickle_is_the_same_error_on_all(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, threading
+        def train():
+            texts = []
+            for call in nbddp.all_gather, nbddp.all_reduce, lambda x: nbddp.broadcast(x, 1):
+                try: call(threading.Lock() if nbddp.rank() == 1 else 1)
+                except TypeError as error: texts.append(str(error))
+            return texts, nbddp.all_reduce(1)
+    """)
+    why = "what rank 1 passes does not pickle: TypeError: cannot pickle '_thread.lock' object"
+    expected = [f"{name}(): {why}" for name in ("all_gather", "all_reduce", "broadcast")]
+    assert run(names.train).values == [(expected, 2)] * 2
+
+
 def test_broadcast_gives_every_rank_the_source_ranks_value(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch

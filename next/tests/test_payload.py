@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import nbddp
+from nbddp.payload import mapped
 from tests.support import Cells, marked_pids, run
 
 
@@ -340,6 +341,12 @@ def test_a_name_that_only_a_pickle_or_a_string_has_is_found_among_the_cells(cell
         def load(base):
             net = torch.load("net.pt", weights_only=False)
             return net, isinstance(net, base), net(torch.ones(1, 2)).shape, sys.modules["__main__"].tripled(2)
+        step = 0
+        def stepped(): return step
+        def count():
+            global step
+            step = 5
+            return getattr(sys.modules["__main__"], "step" + "ped")(), step
         def build(kind): return globals()[kind](5), "locked" in globals()
         def miss():
             try: return sys.modules["__main__"].locked
@@ -348,6 +355,7 @@ def test_a_name_that_only_a_pickle_or_a_string_has_is_found_among_the_cells(cell
     """)
     for net, is_base, shape, six in run(names.load, names.Base).values:
         assert (type(net), is_base, shape, six) == (names.Net, True, (1, 1), 6)
+    assert run(names.count, nprocs=1).value == (5, 5)
     assert run(names.build, "tripled", nprocs=1).value == (15, False)
     assert run(names.miss, nprocs=1).value == "module '__main__' has no attribute 'locked'"
 
@@ -378,6 +386,30 @@ def test_a_mapped_file_is_mapped_by_the_ranks_and_not_copied(cell: Cells, in_fol
         assert block.nbytes < 10_000
     del names
     cell.main.__dict__.clear()  # each memmap has a descriptor
+
+
+def test_a_mapped_file_may_be_larger_than_the_memory_and_must_be_the_one_that_was_sent(
+    cell: Cells, in_folder: Path
+) -> None:
+    with open("sparse.bin", "wb") as file:
+        file.truncate(1 << 38)
+    np.ones(1 << 18).tofile("small.bin")
+    names = cell("""
+        import numpy
+        sparse = numpy.memmap("sparse.bin", dtype="u1", mode="r")
+        small = numpy.memmap("small.bin", mode="r")
+        def last(): return sparse[-1].item(), len(sparse)
+        def total(): return small.sum().item()
+    """)
+    assert run(names.last).values == [(0, 1 << 38)] * 2
+    np.zeros(1 << 18).tofile("other.bin")
+    os.replace("other.bin", "small.bin")
+    with nbddp.payload.pack(names.small).block as block:  # the array is no file's any more
+        assert block.nbytes > 1 << 20
+    with pytest.raises(RuntimeError, match=r"small\.bin was replaced or cut off after it was sent"):
+        mapped.views([(("small.bin", 0, 1), 8)])
+    del names
+    cell.main.__dict__.clear()
 
 
 def test_exit_in_a_function_ends_its_rank_and_not_the_notebook(cell: Cells) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import Notebook, Reply, ranks_of, tab, wait_until_alone
+from tests.support import Notebook, Reply, ranks_of, tab, wait_until, wait_until_alone
 
 BEGIN = """
 import os, time, torch, torch.distributed as dist, nbddp
@@ -285,6 +285,16 @@ def test_a_third_interrupt_gives_the_session_up(notebook: Notebook) -> None:
     reply = notebook.end_of(running)
     assert (reply.ename, reply.seconds < 5) == ("KeyboardInterrupt", True)
     assert notebook.ok("session.lost, nbddp.last_run().state").shown == "('the session is closed', 'stopped')\n"
+    wait_until_alone(notebook.pid)
+
+
+def test_an_interrupt_while_a_session_opens_ends_ranks_that_hang(notebook: Notebook) -> None:
+    running = notebook.begin("import nbddp\nsession = nbddp.Session(nprocs=8, device='cpu')")
+    os.kill(wait_until(lambda: ranks_of(notebook.pid))[0], signal.SIGSTOP)
+    time.sleep(0.5)
+    notebook.interrupt()
+    reply = notebook.end_of(running)
+    assert (reply.ename, reply.seconds < 5) == ("KeyboardInterrupt", True)
     wait_until_alone(notebook.pid)
 
 

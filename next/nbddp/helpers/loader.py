@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from nbddp.helpers import context, log
 from nbddp.helpers.collectives import all_gather
 
-_made = itertools.count()  # numbers the shares, which all ranks make in the same order
+_made = itertools.count()  # numbers the shares that draw, which all ranks make in the same order
 _newest: _Loader | None = None  # the loader that has returned a batch last
 
 
@@ -53,7 +53,7 @@ class _Share(_Place, Sampler[Any]):
     def __init__(self, source: Any, *, draws: bool, shuffle: bool, exact: bool) -> None:
         self.source, self.draws, self.shuffle, self.exact = source, draws, shuffle, exact
         self.length, self.continues = len(source), draws or shuffle
-        self._number, self._drawn = next(_made), (-1, list[Any]())
+        self._number, self._drawn = next(_made) if draws else -1, (-1, list[Any]())
 
     def __iter__(self) -> Iterator[Any]:
         order = self._order()
@@ -90,7 +90,8 @@ class _Share(_Place, Sampler[Any]):
             return
         point = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
         digest = hashlib.sha256(repr(self._drawn).encode()).hexdigest()
-        key, here = f"nbddp draw {self._number} {self.epoch} {point}", f"{context.rank()} {digest}"
+        kind = f"{type(self.source).__qualname__} {self.length} {self._number}"  # a rank may have made one more
+        key, here = f"nbddp draw {kind} {self.epoch} {point}", f"{context.rank()} {digest}"
         rank, other = distributed_c10d._get_default_store().compare_set(key, "", here).decode().split()
         if other != digest:
             raise RuntimeError(
@@ -120,12 +121,14 @@ class _StreamShare(_Place, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         reads: list[str] = []
         before = sys.getprofile()
-        sys.setprofile(functools.partial(_note, reads))  # sees names that were imported, too, and only this thread
+        if before is None:  # else %prun measures, in C
+            sys.setprofile(functools.partial(_note, reads))  # sees imported names, too, and only this thread
         try:
             samples = iter(self.stream)
             first = list(itertools.islice(samples, 1))
         finally:
-            sys.setprofile(before)
+            if before is None:
+                sys.setprofile(None)
         samples, worker = itertools.chain(first, samples), get_worker_info()
         splits = self.splits or (self.ranks > 1 and reads)
         if self.start and (splits or (worker is not None and worker.num_workers > 1)):

@@ -53,7 +53,7 @@ def load_result(path: str | os.PathLike[str]) -> Any:
     code, like unpickling: load only what you trust.
 
     Raises:
-        NbddpError: it isn't a result, is truncated, or was written with other versions.
+        OSError: as ``open``. NbddpError: it isn't a result, is truncated, or was written with other versions.
         PayloadError: it can't be unpickled here, for example because the notebook doesn't define a class.
     """
     block, _ = job_file.read(path, job_file.RESULT)
@@ -66,5 +66,6 @@ def load_result(path: str | os.PathLike[str]) -> Any:
 
 def _users_folders() -> list[str]:
     """Return the folders of ``sys.path`` that are neither Python's nor of installed packages."""
-    pythons = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
+    prefixes = sys.prefix, sys.base_prefix
+    pythons = tuple(os.path.join(prefix, lib, "") for prefix in prefixes for lib in ("lib", "lib64"))
     return [path for path in map(os.path.abspath, sys.path) if not path.startswith(pythons) and "-packages" not in path]

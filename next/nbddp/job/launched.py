@@ -88,9 +88,12 @@ def _settings(name: str) -> tuple[Settings, Place]:
         if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
             raise LaunchError("each task of srun would train alone: use srun torchrun ... -m nbddp, one task per node")
         environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    device, count = device_and_count(Options())
+    needed = ["RANK", "WORLD_SIZE", *(["LOCAL_RANK"] if count > 1 and environ.get("WORLD_SIZE") != "1" else [])]
+    if missing := [name for name in needed if name not in environ]:
+        raise LaunchError(f"the launcher has set RANK or WORLD_SIZE, but not {' and '.join(missing)}")
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     local_rank, local_size = (int(environ.setdefault(f"LOCAL_{n}", v)) for n, v in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    device, count = device_and_count(Options())
     if device == "cpu":
         environ.setdefault("ACCELERATE_USE_CPU", "true")  # without this, accelerate trains N separate models
     settings = Settings(

@@ -175,12 +175,13 @@ class Crew:
         """Return the block of the rank's last report."""
         return next((block for m in self._machines if (block := m.result(rank)) is not None), None)
 
-    def dismiss(self, hurry: Callable[[], bool] = lambda: False) -> None:
+    def dismiss(self, gives_up: Callable[[], bool] = lambda: False) -> None:
         """Let the ranks end by themselves, with their threads and exit handlers, for a while, or until this is true."""
         self.send(Leave(), self.ranks)
         deadline = time.monotonic() + _LEAVE_S
-        while any(rank.alive for rank in self.ranks) and (left := deadline - time.monotonic()) > 0 and not hurry():
-            self.take(left)
+        while any(rank.alive for rank in self.ranks) and (left := deadline - time.monotonic()) > 0 and not gives_up():
+            if self.take(left) is None and not any(thread.is_alive() for thread in self._threads):
+                break  # nobody hears their ends
 
     @interrupts_held()
     def end(self) -> None:

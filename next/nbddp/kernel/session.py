@@ -16,7 +16,7 @@ from nbddp import payload
 from nbddp.errors import LaunchError, NbddpError
 from nbddp.kernel import failure
 from nbddp.kernel.advice import advice
-from nbddp.kernel.attempt import OF_A_SESSION, OF_AN_ANSWER, Attempt
+from nbddp.kernel.attempt import OF_A_SESSION, OF_AN_ANSWER, Attempt, Patience
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page, notebook
@@ -72,7 +72,7 @@ class Session:
         self._crew = Crew(dataclasses.replace(settings, shell=_shell_settings()), self._machines())
         try:
             self._crew.open()
-            self._ask(CountCollectives(), self._crew.ranks)
+            self._ask(CountCollectives(), self._crew.ranks, OF_A_SESSION)  # an interrupt ends ranks that aren't ready
         except BaseException:
             self.close()
             raise
@@ -118,6 +118,8 @@ class Session:
                     self._write_notes(page, self._put_right(asked))
                 if not isinstance(error, NbddpError):
                     raise
+            finally:
+                self._crew.metrics_to = self._logged
         return run.wait()
 
     def push(self, **values: Any) -> None:
@@ -227,7 +229,9 @@ class Session:
                 while self._early:
                     self._logged(*self._early.pop(0))
                 if self._released:  # and interrupted before it was put right
-                    self._put_right(ranks)
+                    self._write_notes(page, notes := self._put_right(ranks))
+                    if self.lost or self._released:
+                        raise NbddpError(notes[-1])
                 attempt.follow()
                 self._released |= attempt.released
                 if any(rank.failed for rank in ranks):
@@ -248,9 +252,9 @@ class Session:
             self._view.update(self._run._status(), self._run.history)
         self._crew.metrics_to = self._logged
 
-    def _ask(self, order: Any, ranks: Sequence[RankState]) -> dict[int, Any]:
+    def _ask(self, order: Any, ranks: Sequence[RankState], patience: Patience = OF_AN_ANSWER) -> dict[int, Any]:
         """Give an order that doesn't run the user's code. Returns the answers."""
-        attempt = Attempt(self._crew, order, ranks, Page(self._crew.ranks, quiet=True), OF_AN_ANSWER)
+        attempt = Attempt(self._crew, order, ranks, Page(self._crew.ranks, quiet=True), patience)
         within = self._busy  # a call, whose error comes first
         with contextlib.nullcontext() if within else self._calling():
             attempt.follow()

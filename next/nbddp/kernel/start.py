@@ -161,7 +161,7 @@ def open_and_call(
         call_and_collect(
             run, crew, packed, page, view, deadline, timeout=options.timeout, stop_on_nan=options.stop_on_nan
         )
-        crew.dismiss(hurry=lambda: run._stop_grace_s is not None)
+        crew.dismiss(gives_up=lambda: run._stop_grace_s is not None)
 
 
 def call_and_collect(

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from nbddp.payload import mapped
 from nbddp.payload.block import Block
 from nbddp.payload.pickler import Packer, Unpacker, is_definition
@@ -61,7 +59,7 @@ def pack(
     # Cells exist in the notebook only: for tracebacks, inspect and the debugger their lines are sent too.
     files = [file for file in {code.co_filename for code in packer.codes} if not os.path.exists(file)]
     sources = {file: _lines_of(file, packer.codes) if for_job else linecache.getlines(file) for file in files}
-    places = [None if back or for_job else _place(buffer) for buffer in buffers]
+    places = [None] * len(buffers) if back or for_job else mapped.places(buffers)
     kinds = [(buffer.nbytes, buffer.readonly, place) for buffer, place in zip(buffers, places, strict=True)]
     table = pickle.dumps((kinds, sources))
     head = _SIZES.pack(len(table), stream.tell()) + table
@@ -70,7 +68,7 @@ def pack(
         offset = _aligned(offset)
         parts.append((offset, buffer))
         offset += buffer.nbytes
-    return Packed(Block.of(parts, offset), packer.by_value)
+    return Packed(Block.of(parts, offset), [*map(_unless_closure, packer.by_value)])
 
 
 def definition(name: str) -> Block | None:
@@ -94,7 +92,13 @@ def unpack(block: Block, *, known: Sequence[Any] = ()) -> Unpacked:
         linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
     end = stream_at + stream_nbytes
     stream = io.BytesIO(memory[stream_at:end])
-    return Unpacked(*Unpacker(stream, _views(memory, end, buffers), known).load())
+    value, named, by_value = Unpacker(stream, _views(memory, end, buffers), known).load()
+    return Unpacked(value, named, [*map(_unless_closure, by_value)])
+
+
+def _unless_closure(obj: Any) -> Any:
+    """Return None for a closure: it never goes back by its number, and would keep what it has closed over."""
+    return None if getattr(obj, "__closure__", None) else obj
 
 
 def _lines_of(file: str, codes: Iterable[types.CodeType]) -> list[str]:
@@ -115,20 +119,15 @@ def _lines_of(file: str, codes: Iterable[types.CodeType]) -> list[str]:
 def _views(
     memory: memoryview, offset: int, buffers: list[tuple[int, bool, mapped.Place | None]]
 ) -> Iterable[memoryview]:
+    of_files = iter(mapped.views((place, nbytes) for nbytes, _, place in buffers if place is not None))
     for nbytes, readonly, place in buffers:
         if place is not None:
-            view = mapped.view(place, nbytes)
+            view = next(of_files)
         else:
             offset = _aligned(offset)
             view = memory[offset : offset + nbytes]
             offset += nbytes
         yield view.toreadonly() if readonly else view
-
-
-def _place(buffer: memoryview) -> mapped.Place | None:
-    if buffer.nbytes < mapped.FROM_NBYTES:
-        return None
-    return mapped.place_of(np.frombuffer(buffer, np.uint8).ctypes.data, buffer.nbytes)
 
 
 def _aligned(offset: int) -> int:

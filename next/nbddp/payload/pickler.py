@@ -58,8 +58,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         self.named: dict[str, Any] = {}
         self.codes: list[types.CodeType] = []
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._received = {id(obj): key for key, obj in (received or {}).items()}
+        self._received = {id(obj): key for key, obj in (received or {}).items() if obj is not None}
         self._back, self._alone = back, alone
+        self._defined: dict[str, Any] = {}
         self._main: Any = vars(sys.modules["__main__"])
         if not back:  # a result brings its own globals: it must not overwrite the notebook's variables
             self.globals_ref[id(self._main)] = _Main(__name__="__main__")
@@ -87,7 +88,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             if not self._back and self._main.get(obj.__qualname__) is obj:
                 self.named[obj.__qualname__] = obj
                 if isinstance(obj, types.FunctionType) and not self._alone and "globals" in _names(obj.__code__):
-                    self.named |= self._definitions()
+                    self._defined = self._defined or self._definitions()
+                    self.named |= self._defined
         return reduced
 
     def _definitions(self) -> dict[str, Any]:
@@ -262,8 +264,8 @@ def _cached(function: Any, parameters: dict[str, Any]) -> Any:
 def _stream(stream: Any) -> Any:
     if name := next((name for name in ("stdout", "stderr") if getattr(sys, name) is stream), ""):
         return getattr, (sys, name)
-    if isinstance(stream, (io.BytesIO, io.StringIO)):
-        return NotImplemented
+    if isinstance(stream, (io.BytesIO, io.StringIO)) or type(stream).__module__ != "_io":
+        return NotImplemented  # of a library, which knows how to pickle it
     raise TypeError(f"an open file ({getattr(stream, 'name', '')!r}) stays where it was opened; send its path")
 
 

@@ -30,10 +30,11 @@ def completed_by(ask: Callable[[str], payload.Block | None]) -> Iterator[None]:
     def missing(name: str) -> Any:
         if name.startswith("__") or (block := ask(name)) is None:
             raise AttributeError(f"module '__main__' has no attribute {name!r}", name=name)
+        before = dict(names)
         with block:
-            unpacked = payload.unpack(block)
-        new = {each: obj for each, obj in unpacked.named.items() if each not in names}
-        names.update(new)
+            unpacked = payload.unpack(block)  # cloudpickle sets the globals that it uses
+        new = {each: obj for each, obj in unpacked.named.items() if each not in before}
+        names.update({**new, **before})
         received.update(new)
         return unpacked.value
 
