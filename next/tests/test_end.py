@@ -341,6 +341,7 @@ def test_the_users_own_children_and_handlers_are_left_alone(cell: Cells) -> None
         mine.wait()
 
 
+@pytest.mark.long
 def test_a_killed_scripts_ranks_end_in_time(in_folder: Path) -> None:
     Path("train_script.py").write_text(
         _source("hold the GIL in C") + "\nif __name__ == '__main__':\n    nbddp.run(train, nprocs=2, device='cpu')\n"

@@ -86,12 +86,13 @@ def test_a_job_gives_what_the_run_gives_bit_for_bit(
     cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Callable[..., None]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("sys.argv", ["train.py", "5"])
     names = cell(TRAIN)
     here = run(names.train, 7)
     nbddp.export(names.train, tmp_path / "job.nbddp", (7,))
     launch(tmp_path, tmp_path / "job.nbddp", "--metrics", tmp_path / "m", "--result", tmp_path / "r")
     model, *rest = nbddp.load_result(tmp_path / "r")
-    assert rest == list(here.value[1:]) == [24, 0, 2.0, "cpu", 0, ["train"]]
+    assert rest == list(here.value[1:]) == [24, 0, 2.0, "cpu", 0, ["train.py", "5"]]
     assert type(model) is names.Net, "the notebook's own class"
     assert torch.equal(model.layer.weight, here.value[0].layer.weight)
     assert not torch.equal(model.layer.weight, names.Net().layer.weight)
@@ -118,6 +119,7 @@ def test_without_a_launcher_a_job_is_one_rank(
     """A real ``python -m nbddp``, with a module next to the notebook that hides an installed one."""
     (tmp_path / "hydra.py").write_text("where = 'next to the notebook'\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.argv", ["main.py"])
     names = cell("""
         import sys, torch, torch.distributed as dist, nbddp
         class Net(torch.nn.Linear): pass
@@ -135,7 +137,7 @@ def test_without_a_launcher_a_job_is_one_rank(
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     model, *rest = nbddp.load_result("r")
     assert isinstance(model, names.Net)
-    assert rest == [0.0, 0, 1, ["main"], "next to the notebook"]
+    assert rest == [0.0, 0, 1, ["main.py"], "next to the notebook"]
     assert len(nbddp.History.load("m")["loss"].steps) == 3
     assert sorted(os.listdir()) == ["hydra.py", "job.nbddp", "m", "r"]
     assert Path("job.nbddp").read_bytes() == before

@@ -402,6 +402,7 @@ def test_a_mapped_file_may_be_larger_than_the_memory_and_must_be_the_one_that_wa
         def total(): return small.sum().item()
     """)
     assert run(names.last).values == [(0, 1 << 38)] * 2
+    os.unlink("sparse.bin")
     np.zeros(1 << 18).tofile("other.bin")
     os.replace("other.bin", "small.bin")
     with nbddp.payload.pack(names.small).block as block:  # the array is no file's any more

@@ -104,6 +104,7 @@ _PRINTS = """
 """
 
 
+@pytest.mark.long
 def test_a_script_runs_with_ascii_output_and_all_signals_blocked() -> None:
     began = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
     ended = script(began + textwrap.dedent(_PRINTS), PYTHONIOENCODING="ascii")
