@@ -264,7 +264,8 @@ ERRORS = {
     "interrupt": ("KeyboardInterrupt", ""),
     "rank killed": ("RankDied LaunchError", "WHO was killed by SIGKILL"),
     "fork server killed": ("RankDied LaunchError", r"exit code 255|could not be started"),
-    "worker killed": ("RankError", "WHO failed: .*DataLoader worker"),
+    # Or the end of its connection, if torch asks is_alive() a moment too early.
+    "worker killed": ("RankError", "WHO failed: (.*DataLoader worker|EOFError|Connection)"),
     "stop": ("KeyboardInterrupt", "train was stopped"),
     "stop, wait=False": ("NbddpError", "train is stopped"),
     "timeout": ("RunTimeout", "was still (running|starting) after its timeout"),
