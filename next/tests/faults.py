@@ -58,7 +58,7 @@ def resumes(steps):
     model, optimizer = training(torch.optim.Adam)
     state = nbddp.load_snapshot(path)
     if state:
-        model.module.load_state_dict(state["model"])
+        getattr(model, "module", model).load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     for step in range(state["step"] if state else 0, steps):
         yield from step_of(model, optimizer, batch_of(step), step)
