@@ -178,10 +178,7 @@ class _Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
         global _newest
         place, size, batches = self._place, self.batch_size or 1, self._place is self.batch_sampler
-        share, left = (
-            sys.maxsize,
-            sys.maxsize if place.exact else 0,
-        )  # which samples of a stream are repeated isn't known
+        share, left = sys.maxsize, sys.maxsize if place.exact else 0  # 0: which samples are repeated isn't known
         if isinstance(place, _Share):
             share, left = len(place), place.length - place.start
         elif isinstance(place, _StreamShare):

@@ -181,15 +181,15 @@ class Attempt:
         else:
             self._page.take(event)
 
-    def _note_taken(self, rank: int, place: Steps) -> None:
-        self._taken[rank] = place
+    def _note_taken(self, rank: int, taken: Steps) -> None:
+        self._taken[rank] = taken
         waiting = self._waiting()
         if not self.stopping or self.released or not {rank.number for rank in waiting} <= self._taken.keys():
             return
-        places, patience_s = [self._taken[rank.number] for rank in waiting], 0.0
-        if all(place.taken > 1 and place.ago_s < 2 * place.pace_s + 0.2 for place in places):  # all of them train
-            patience_s = 2 * max(place.pace_s for place in places) + _SAME_STEP_S
-            self._crew.send(StopAfter(max(place.taken for place in places) + 1), waiting)
+        steps, patience_s = [self._taken[rank.number] for rank in waiting], 0.0
+        if all(each.taken > 1 and each.ago_s < 2 * each.pace_s + 0.2 for each in steps):  # all of them train
+            patience_s = 2 * max(each.pace_s for each in steps) + _SAME_STEP_S
+            self._crew.send(StopAfter(max(each.taken for each in steps) + 1), waiting)
         self._replace_plan(self._to_stop(patience_s))
 
     def _end_what_has_failed(self) -> None:
