@@ -139,7 +139,7 @@ def exited(rank: int, code: int) -> Event:
 def run_on(machines: Callable[[], Sequence[Any]], fn: Callable[..., Any], *args: Any, **options: Any) -> Run[Any]:
     """Carry out a run on these machines. Returns it when it's over, also if it failed."""
     given = Options(**{"nprocs": 4, "show": False, "device": "cpu", **options})
-    run: Run[Any] = Run("train", given.nprocs or 1)
+    run: Run[Any] = Run(Settings("train", given.nprocs or 1))
     start.carry_out(run, decide("train", given), start.pack_call("train", fn, args, {}), given, machines)
     return run
 
@@ -148,6 +148,6 @@ def follow(nprocs: int, *scripts: Sequence[Event] | FakeMachine, **options: Any)
     """Follow the events that are written down, one script per attempt."""
     machines = iter([each if isinstance(each, FakeMachine) else FakeMachine(*each) for each in scripts])
     given = Options(nprocs=nprocs, show=False, device="cpu", **options)
-    run: Run[Any] = Run("train", nprocs)
+    run: Run[Any] = Run(Settings("train", nprocs))
     start.carry_out(run, decide("train", given), payload.pack((print, (), {})), given, lambda: [next(machines)])
     return run

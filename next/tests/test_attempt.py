@@ -23,7 +23,7 @@ from nbddp.kernel.crew import Crew
 from nbddp.kernel.page import Page
 from nbddp.kernel.settings import Options, decide
 from nbddp.kernel.start import carry_out, pack_call
-from nbddp.messages import Answer, Asks, CountSteps, Failure, Function, Release, Report, Steps, StopAfter
+from nbddp.messages import Answer, Asks, CountSteps, Failure, Function, Release, Report, Settings, Steps, StopAfter
 from nbddp.process.machine import Event
 from tests.machines import FakeMachine, exited, failed, finished, follow, message, run_on
 from tests.support import wait_until
@@ -427,7 +427,7 @@ def test_a_stop_that_is_asked_for_when_all_have_failed_keeps_the_error_and_is_no
         def result(self, rank):
             run._ask_to_stop(NEVER_S)
 
-    run: nbddp.Run = nbddp.Run("train", 2)
+    run: nbddp.Run = nbddp.Run(Settings("train", 2))
     _carry_out(run, Slow(failed(0, 1.0, "boom"), failed(1, 2.0, CLOSED)), max_restarts=3)
     assert (run.state, run.error.rank, run.restarts) == ("failed", 0, 0)
 
@@ -435,7 +435,7 @@ def test_a_stop_that_is_asked_for_when_all_have_failed_keeps_the_error_and_is_no
 @pytest.mark.parametrize("comes_to", ["starting", "ready"])
 def test_a_stop_before_the_function_has_begun_kills(comes_to: str) -> None:
     machine = FakeMachine(comes_to=comes_to)
-    run: nbddp.Run = nbddp.Run("train", 2)
+    run: nbddp.Run = nbddp.Run(Settings("train", 2))
     run._ask_to_stop(NEVER_S)
     _carry_out(run, machine)
     assert (run.state, machine.signals) == ("stopped", [([0, 1], KILL)])
@@ -443,7 +443,7 @@ def test_a_stop_before_the_function_has_begun_kills(comes_to: str) -> None:
 
 def test_ranks_that_fail_while_they_are_stopped_are_no_failure() -> None:
     machine = FakeMachine(when={CountSteps: [failed(0, 1.0, "boom"), *interrupted(1)]})
-    run: nbddp.Run = nbddp.Run("train", 2)
+    run: nbddp.Run = nbddp.Run(Settings("train", 2))
     run._ask_to_stop(NEVER_S)
     _carry_out(run, machine)
     assert (run.state, run.error) == ("stopped", None)
@@ -679,7 +679,7 @@ def _carry_out(run: nbddp.Run, machine: FakeMachine, **options) -> None:
 
 def _in_the_background(machine: FakeMachine, **options):
     """Carry out a run on another thread. Returns the machine, the run, and a function that waits for the thread."""
-    run: nbddp.Run = nbddp.Run("train", 2)
+    run: nbddp.Run = nbddp.Run(Settings("train", 2))
     thread = threading.Thread(target=functools.partial(_carry_out, run, machine, **options))
     thread.start()
     wait_until(lambda: run.state == "running")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import nbddp
+from nbddp.messages import Settings
 from tests.support import Cells, run, script, start, wait_until
 
 SLEEPS = """
@@ -49,7 +50,7 @@ def test_a_run_has_the_methods_of_a_future() -> None:
 
 
 def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go(often: None) -> None:
-    kept = [nbddp.Run("kept", 1) for _ in range(30)]
+    kept = [nbddp.Run(Settings("kept", 1)) for _ in range(30)]
     over, listed = threading.Event(), []
 
     def list_them() -> None:
@@ -59,7 +60,7 @@ def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go(often: None
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         listing = pool.submit(list_them)
         for _ in range(500):
-            nbddp.Run("passing", 1)
+            nbddp.Run(Settings("passing", 1))
         wait_until(lambda: listed)
         over.set()
         listing.result()
@@ -69,7 +70,7 @@ def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go(often: None
 
 
 def test_a_run_ends_although_an_event_loop_that_waited_for_it_is_closed() -> None:
-    run, answers = nbddp.Run("train", 1), []
+    run, answers = nbddp.Run(Settings("train", 1)), []
 
     async def give_up() -> None:
         with pytest.raises(TimeoutError):

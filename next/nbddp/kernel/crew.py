@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import queue
 import signal
 import threading
@@ -58,6 +59,7 @@ class Crew:
         self._readers = [RecordReader() for _ in self.ranks]
         self._threads: list[threading.Thread] = []
         self._over = False
+        self._memory: tuple[float, dict[int, Memory]] = -math.inf, {}  # when it was read
 
     @interrupts_held()
     def open(self) -> None:
@@ -166,10 +168,17 @@ class Crew:
 
     def overview(self) -> list[str]:
         """Return a line per rank, with its process and the memory that it uses. Any thread may ask."""
-        found: dict[int, Memory] = {}
-        for machine in self._machines:
-            found |= machine.memory(_numbers(rank for rank in self.ranks if rank.ready and rank.alive))
+        found = self.memory(at_most_s=0.0)
         return [_line(rank, found.get(rank.number)) for rank in self.ranks]
+
+    def memory(self, at_most_s: float = 1.0) -> dict[int, Memory]:
+        """Return what the ranks use; it may be as old as this. Any thread may ask."""
+        if time.monotonic() >= self._memory[0] + at_most_s:
+            found: dict[int, Memory] = {}
+            for machine in self._machines:
+                found |= machine.memory(_numbers(rank for rank in self.ranks if rank.ready and rank.alive))
+            self._memory = time.monotonic(), found
+        return self._memory[1]
 
     def result(self, rank: int) -> Block | None:
         """Return the block of the rank's last report."""

@@ -57,6 +57,13 @@ class RankState:
         return not self.alive if self.report is None else self.failure is not None
 
     @property
+    def state(self) -> str:
+        """In a word, as a run's."""
+        if self.failed:
+            return "stopped"  # the first failure is the run's
+        return "finished" if self.report is not None else "running" if self.called else "starting"
+
+    @property
     def failure(self) -> Failure | None:
         """What it has reported, if that's a failure."""
         return self.report.failure if self.report is not None else None

@@ -19,9 +19,11 @@ from nbddp.kernel.attempt import Attempt
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import Latch
 from nbddp.kernel.rank_state import RankState
-from nbddp.kernel.view import Status
+from nbddp.messages import Settings
+from nbddp.panel.live import view_for
+from nbddp.panel.status import RankStatus, Source, Status, View
 from nbddp.process import server
-from nbddp.text import duration
+from nbddp.text import duration, first_line
 
 R = TypeVar("R")
 STOP_GRACE_S = 5.0
@@ -41,17 +43,20 @@ class Run(Generic[R]):
         remark: a possible mistake in a finished run; "" for none.
     """
 
-    def __init__(self, name: str, nprocs: int) -> None:
-        self.name, self.nprocs = name, nprocs
-        self.history = History(nprocs)
+    def __init__(self, settings: Settings, *, before: History | None = None, blocking: bool = True) -> None:
+        self.name, self.nprocs = settings.name, settings.world_size
+        self.history = History(self.nprocs)
         self.state = "starting"
         self.error: BaseException | None = None
         self.restarts = 0
         self.remark = ""
+        self._settings, self._before, self._blocking = settings, before, blocking
+        self._views: list[View] = []
         self._began = time.monotonic()
         self._ended: float | None = None
         self._values: list[Any] = []
         self._crew: Crew | None = None
+        self._last_ranks: tuple[RankStatus, ...] = ()  # when it was over
         self._attempt: Attempt | None = None
         self._stop_grace_s: float | None = None  # asked for before there was anything to stop
         self._where = ""  # the ranks were, when they were stopped
@@ -113,12 +118,14 @@ class Run(Generic[R]):
         self._ask_to_stop(grace)
         self._done.wait()
 
+    def show(self) -> None:
+        """Show it here, also when it's over: the live panel, a picture, or a line of text."""
+        self._show(True)
+
     def wait(self, timeout: float | None = None) -> Run[R]:
         """Wait for its end. Raises its error, or TimeoutError."""
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"{self.name} still runs after {timeout} s")
-        if self.error is not None:
-            raise self.error
+        if (error := self.exception(timeout)) is not None:
+            raise error
         return self
 
     def result(self, timeout: float | None = None) -> R:
@@ -129,6 +136,7 @@ class Run(Generic[R]):
         """Return its error, as ``concurrent.futures.Future``."""
         if not self._done.wait(timeout):
             raise TimeoutError(f"{self.name} still runs after {timeout} s")
+        self._draw()  # the thread that follows it may not have, and updates come in while a cell runs
         return self.error
 
     def done(self) -> bool:
@@ -153,13 +161,57 @@ class Run(Generic[R]):
 
     # ------------------------------------------------------------------ for what carries it out
 
-    def _status(self) -> Status:
-        error = f"{type(self.error).__name__}: {self.error}" if self.error is not None else ""
-        attempt = self._attempt
-        hang = attempt.locator.hang if attempt is not None else ""
-        return Status(self.name, self.state, self.seconds, self.restarts, error or self.remark, hang)
+    def _show(self, kind: bool | str | None) -> None:
+        """Open a view in this cell; the thread that follows the run draws it."""
+        self._views.append(view_for(self._source(), kind))
+        self._draw()
 
-    def _ask_to_stop(self, grace_s: float) -> None:
+    def _draw(self) -> None:
+        for view in list(self._views):
+            view.update()
+
+    def _source(self) -> Source:
+        return Source(self.history, self._status, self._before, self._tail, self._ask_to_stop)
+
+    def _status(self) -> Status:
+        state, error, attempt = self.state, self.error, self._attempt  # another thread may end the run
+        settings = self._settings
+        return Status(
+            name=self.name,
+            state=state,
+            seconds=self.seconds,
+            summary=f"{self.nprocs} process{'es' * (self.nprocs != 1)} · {settings.backend or settings.device}",
+            error=first_line(str(error)) if error is not None else "",
+            failed_rank=getattr(error, "rank", None),
+            remark=self.remark or first_line(getattr(error, "advice", "")),
+            restarts=self.restarts,
+            max_restarts=settings.max_restarts,
+            hang=attempt.locator.hang if attempt is not None else "",
+            blocking=self._blocking,
+            ranks=self._last_ranks or self._rank_statuses(self._crew),
+        )
+
+    def _rank_statuses(self, crew: Crew | None) -> tuple[RankStatus, ...]:
+        memory = crew.memory() if crew is not None and self.state == "running" else {}
+        found = []
+        for number in range(self.nprocs):
+            device = self._settings.device
+            device += f":{self._settings.indices[number]}" if device != "cpu" else ""
+            state = crew.ranks[number].state if crew is not None else "starting"
+            if number == getattr(self.error, "rank", None):
+                state = "failed"
+            elif self.state in ("failed", "stopped") and state != "finished":
+                state = "stopped"
+            waits = "for input" if crew is not None and crew.ranks[number].asks else ""
+            resident, gpu = memory.get(number, (None, None))
+            found.append(RankStatus(number, device, state, resident, gpu, waits=waits))
+        return tuple(found)
+
+    def _tail(self, rank: int, chars: int) -> str:
+        """The end of what that rank has printed."""
+        return self.logs(rank)[-chars:]
+
+    def _ask_to_stop(self, grace_s: float = STOP_GRACE_S) -> None:
         self._stop_grace_s = grace_s
         crew, attempt = self._crew, self._attempt  # another thread may end the run
         if crew is not None and attempt is not None:
@@ -189,8 +241,9 @@ class Run(Generic[R]):
         self._parts = [(rank, begin, min(end, rank.output.size)) for rank, begin, end in self._parts]
         if self._attempt is not None and state == "stopped":
             self._where = self._attempt.where
-        self._detach()
         self.state, self.error, self._ended = state, error, time.monotonic()
+        self._last_ranks = self._rank_statuses(self._crew)
+        self._detach()
         self.history.settle(broken_off=state != "finished")
         self._done.set()
         for call in self._callbacks:

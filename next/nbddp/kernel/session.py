@@ -24,7 +24,6 @@ from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
 from nbddp.kernel.start import call_and_collect, pack_call
-from nbddp.kernel.view import TextView
 from nbddp.messages import Cell, Complete, CountCollectives, Hear, Inspect, Mend, Pull, Push, Ran, Render
 from nbddp.payload import Block, Packed, explain
 from nbddp.process.machine import LocalMachine
@@ -61,7 +60,7 @@ class Session:
             if getattr(options, name) != getattr(Options(), name):
                 raise LaunchError(f"{name}= is an option of run(), not of a session")
         settings = decide(options.name or "session", options, attended=True)
-        self._options, self.nprocs, self.lost = options, settings.world_size, ""
+        self._settings, self._options, self.nprocs, self.lost = settings, options, settings.world_size, ""
         self._busy = self._closed = False
         self._group, self._released = 0, False  # the default one's number; does it have to be replaced?
         self._attempt: Attempt | None = None  # at the present order; while run() goes on, its run has it
@@ -104,12 +103,14 @@ class Session:
         asked = self._asked(None)
         name = check_call(fn, args, kwargs or {}, None)
         packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
-        run: Run[Any] = Run(name, self.nprocs)
+        run: Run[Any] = Run(dataclasses.replace(self._settings, name=name))
+        if self._options.show is not False:
+            run._show(self._options.show)
         self._run, received, page = run, self._note_received(packed.by_value), self._page(0)
         call: dict[str, Any] = {"patience": OF_A_SESSION, "received": received}
         with self._calling(), packed.block:
             try:
-                call_and_collect(run, self._crew, Packed(packed.block, self._received), page, TextView(), **call)
+                call_and_collect(run, self._crew, Packed(packed.block, self._received), page, **call)
                 run._conclude("finished")
             except BaseException as error:
                 was_stopped, self._released = isinstance(error, KeyboardInterrupt), True
@@ -221,7 +222,7 @@ class Session:
             self._crew, order, ranks, page, OF_A_SESSION, payload=block, look=self._look, steps=self._steps
         )
         error = None
-        self._run, self._view = None, TextView()
+        self._run = None
         with self._calling():
             self._attempt = attempt
             try:
@@ -249,7 +250,7 @@ class Session:
     def _conclude_run(self, state: str, error: BaseException | None) -> None:
         if self._run is not None:
             self._run._conclude(state, error if state == "failed" else None)
-            self._view.update(self._run._status(), self._run.history)
+            self._run._draw()
         self._crew.metrics_to = self._logged
 
     def _ask(self, order: Any, ranks: Sequence[RankState], patience: Patience = OF_AN_ANSWER) -> dict[int, Any]:
@@ -276,17 +277,21 @@ class Session:
     def _logged(self, rank: int, records: list[Any]) -> None:
         if self._attempt is None:
             return self._early.append((rank, records))
+        self._run_of(self._attempt).history.add(rank, records)
+
+    def _run_of(self, attempt: Attempt) -> Run[Any]:
+        """Return the cell's run, which is made when there's something to show."""
         if self._run is None:
-            self._run = Run("cell", self.nprocs)
-            self._run._take_part(self._crew, self._attempt)
+            self._run = Run(dataclasses.replace(self._settings, name="cell"))
+            self._run._take_part(self._crew, attempt)
             self._run.state, self._crew.metrics_to = "running", self._logged
-        self._run.history.add(rank, records)
+            if self._options.show is not False:
+                self._run._show(self._options.show)
+        return self._run
 
     def _look(self, attempt: Attempt) -> None:
-        if self._run is not None:
-            self._view.update(self._run._status(), self._run.history)
-        else:
-            self._view.tell(attempt.locator.hang)
+        if self._run is not None or attempt.locator.hang:
+            self._run_of(attempt)._draw()
 
     def _steps(self) -> list[int]:
         return self._run._steps() if self._run is not None else [-1] * self.nprocs

@@ -18,7 +18,6 @@ from nbddp.kernel.crew import Crew
 from nbddp.kernel.page import Page, notebook
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
-from nbddp.kernel.view import NoView, TextView, View
 from nbddp.messages import Function, Settings
 from nbddp.payload import Block, Packed, explain
 from nbddp.process.machine import LocalMachine
@@ -58,7 +57,9 @@ def run(
 
 def launch(settings: Settings, packed: Packed, options: Options) -> Run[Any]:
     """Carry out a run, in the background if it's not waited for. Raises KeyboardInterrupt if it was stopped."""
-    launched: Run[Any] = Run(settings.name, settings.world_size)
+    launched: Run[Any] = Run(settings, blocking=options.wait)
+    if options.show is not False:
+        launched._show(options.show)
     carry_out_it = functools.partial(carry_out, launched, settings, packed, options)
     if not options.wait:
         threading.Thread(target=carry_out_it, name=f"nbddp-{settings.name}", daemon=True).start()
@@ -103,7 +104,6 @@ def carry_out(
 
 
 def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Options, machines: Machines) -> None:
-    view: View = NoView() if options.show is False or not options.wait else TextView()
     first: NbddpError | None = None
     deadline = time.monotonic() + (options.timeout or float("inf"))
     while True:
@@ -114,7 +114,6 @@ def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Optio
                 packed,
                 options,
                 machines,
-                view,
                 deadline,
             )
             run._conclude("finished")
@@ -140,7 +139,7 @@ def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Optio
             ours.__cause__ = error
             run._conclude("failed", ours)
         break
-    view.update(run._status(), run.history)
+    run._draw()
 
 
 def open_and_call(
@@ -149,7 +148,6 @@ def open_and_call(
     packed: Packed,
     options: Options,
     machines: Machines,
-    view: View,
     deadline: float,
 ) -> None:
     """Open a crew, call, close. Raises how it failed, or KeyboardInterrupt if it was stopped."""
@@ -158,9 +156,7 @@ def open_and_call(
         stack.callback(crew.end)
         crew.open()
         page = Page(crew.ranks, quiet=options.show is False or not options.wait)
-        call_and_collect(
-            run, crew, packed, page, view, deadline, timeout=options.timeout, stop_on_nan=options.stop_on_nan
-        )
+        call_and_collect(run, crew, packed, page, deadline, timeout=options.timeout, stop_on_nan=options.stop_on_nan)
         crew.dismiss(gives_up=lambda: run._stop_grace_s is not None)
 
 
@@ -169,7 +165,6 @@ def call_and_collect(
     crew: Crew,
     packed: Packed,
     page: Page,
-    view: View,
     deadline: float = float("inf"),
     *,
     timeout: float | None = None,
@@ -188,7 +183,7 @@ def call_and_collect(
             run.state = "running"
         if stop_on_nan and run.history.first_nan and not attempt.stopping:
             attempt.stop(patience.after_interrupts_s[0])
-        view.update(run._status(), run.history)
+        run._draw()
 
     order = Function(run.name, received)
     attempt = Attempt(

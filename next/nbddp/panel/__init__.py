@@ -1,0 +1,1 @@
+"""Draws a history: live in the page, as a saved picture, as lines of text."""

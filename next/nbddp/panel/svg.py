@@ -1,0 +1,104 @@
+"""Draws a chart as an SVG document, for a saved notebook and for pages without scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from nbddp.panel import numbers
+from nbddp.panel.charts import Chart, Line
+
+HEIGHT = 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 8, 8, 22
+_TEXT = "#767676"  # readable on white and on near-black
+
+
+def draw(chart: Chart, width: int) -> str:
+    """The axes and curves; title and legend are the page's text."""
+    box = _Box(chart, width)
+    parts = [*_grid(box), *(part for line in chart.lines for part in _curve(line, box)), *_marks(chart, box)]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HEIGHT}" viewBox="0 0 {width} {HEIGHT}" '
+        'fill="none" '
+        f'font-family="system-ui,sans-serif" font-size="11">{"".join(parts)}</svg>'
+    )
+
+
+class _Box:
+    """Where values lie in the picture."""
+
+    def __init__(self, chart: Chart, width: int) -> None:
+        self.right, self.bottom = width - _RIGHT, HEIGHT - _BOTTOM
+        self.steps = _range([line.x for line in chart.lines], whole=True)
+        self.values = _range([column for line in chart.lines for column in (line.y, line.low, line.high)])
+
+    def x(self, steps: Any) -> np.ndarray:
+        low, high = self.steps
+        return _LEFT + (np.asarray(steps) - low) / (high - low) * (self.right - _LEFT)
+
+    def y(self, values: Any) -> np.ndarray:
+        low, high = self.values
+        return self.bottom - (np.asarray(values) - low) / (high - low) * (self.bottom - _TOP)
+
+
+def _range(columns: list[np.ndarray], *, whole: bool = False) -> tuple[float, float]:
+    values = np.concatenate(columns)
+    values = values[np.isfinite(values)]
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-280):
+        margin = max(0.5, abs(low) * 1e-9) if whole else abs(low) * 0.1 or 1.0
+        return low - margin, high + margin
+    margin = 0.0 if whole else (high - low) * 0.06
+    return 0.0 if not whole and 0 <= low < (high - low) / 4 else low - margin, high + margin
+
+
+def _grid(box: _Box) -> Iterable[str]:
+    across, down = numbers.ticks(*box.steps), numbers.ticks(*box.values)
+    xs, ys = box.x([value for value, _ in across]), box.y([value for value, _ in down])
+    lines = "".join(f"M{x:.1f} {_TOP}V{box.bottom}" for x in xs) + "".join(f"M{_LEFT} {y:.1f}H{box.right}" for y in ys)
+    yield f'<path d="{lines}" stroke="#808080" stroke-opacity=".25" shape-rendering="crispEdges"/>'
+    for x, (_, text) in zip(xs, across):
+        anchor = "end" if x > box.right - 12 else "middle"
+        yield f'<text x="{x:.1f}" y="{HEIGHT - 6}" fill="{_TEXT}" text-anchor="{anchor}">{text}</text>'
+    for y, (_, text) in zip(ys, down):
+        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" fill="{_TEXT}" text-anchor="end">{text}</text>'
+
+
+def _curve(line: Line, box: _Box) -> Iterable[str]:
+    x, y, smooth = box.x(line.x), box.y(line.y), line.smooth
+    stroke = f'stroke="{line.color}" stroke-linejoin="round"'
+    if line.ghost:
+        yield f'<path d="{_path(x, y if smooth is None else box.y(smooth))}" {stroke} stroke-width="1.25"/>'
+        return
+    if (line.high > line.low).any():
+        edge = _path(np.append(x, x[::-1]), box.y(np.append(line.high, line.low[::-1])))
+        yield f'<path d="{edge}Z" fill="{line.color}" fill-opacity=".18"/>'
+    if smooth is not None:
+        yield f'<path d="{_path(x, y)}" {stroke} stroke-opacity=".35"/>'
+        y = box.y(smooth)
+    yield f'<path d="{_path(x, y)}" {stroke} stroke-width="2"/>'
+    if line.dots:
+        dots = "".join(f"M{a:.1f} {b:.1f}h0" for a, b in zip(x, y) if np.isfinite(b))
+        yield f'<path d="{dots}" stroke="{line.color}" stroke-width="6" stroke-linecap="round"/>'
+
+
+def _marks(chart: Chart, box: _Box) -> Iterable[str]:
+    for i, (step, text, color) in enumerate(chart.marks[-20:]):
+        x = float(box.x(step))
+        dx, anchor = (-4, "end") if x > (box.right + _LEFT) / 2 else (4, "start")
+        yield f'<path d="M{x:.1f} {_TOP}V{box.bottom}" stroke="{color}" stroke-dasharray="4 3"/>'
+        at = f'x="{x + dx:.1f}" y="{_TOP + 10 + 13 * (i % 3)}"'
+        yield f'<text {at} fill="{color}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _path(x: np.ndarray, y: np.ndarray) -> str:
+    """The line through the finite points, in tenths of a pixel, each relative to the one before."""
+    known = np.isfinite(y)
+    points = np.rint(np.stack([x[known], y[known]], 1) * 10).astype(int)
+    if not len(points):
+        return ""
+    moves = np.diff(points, axis=0) / 10
+    return f"M{points[0, 0] / 10:g} {points[0, 1] / 10:g}l" + " ".join(f"{a:g} {b:g}" for a, b in moves.tolist())
