@@ -96,9 +96,6 @@ class FakeMachine:
     def memory(self, ranks: Sequence[int]) -> dict[int, Memory]:
         return {}
 
-    def result(self, rank: int) -> Block | None:
-        return None
-
     def end(self) -> None:
         self.signal([*self.alive], signal.SIGKILL)
 

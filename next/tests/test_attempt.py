@@ -17,6 +17,7 @@ import pytest
 from torch.distributed import distributed_c10d
 
 import nbddp
+from nbddp import payload
 from nbddp.kernel import attempt, crew, failure, prompt, start
 from nbddp.kernel.attempt import OF_A_RUN, OF_A_SESSION, Attempt, Patience
 from nbddp.kernel.crew import Crew
@@ -65,7 +66,7 @@ def order(
     todo = [called]
 
     def look_at(attempt: Attempt) -> None:
-        if all(rank.called for rank in opened.ranks):
+        if all(rank.interruptible for rank in opened.ranks):
             (todo.pop() if todo else look)(attempt)
 
     opened = Crew(decide("train", Options(nprocs=nprocs, device="cpu")), [machine])
@@ -424,12 +425,19 @@ def test_a_stop_is_not_restarted() -> None:
 
 def test_a_stop_that_is_asked_for_when_all_have_failed_keeps_the_error_and_is_not_restarted() -> None:
     class Slow(FakeMachine):
-        def result(self, rank):
+        def end(self):
             run._ask_to_stop(NEVER_S)
+            super().end()
 
     run: nbddp.Run = nbddp.Run(Settings("train", 2))
     _carry_out(run, Slow(failed(0, 1.0, "boom"), failed(1, 2.0, CLOSED)), max_restarts=3)
     assert (run.state, run.error.rank, run.restarts) == ("failed", 0, 0)
+
+
+def test_a_value_that_nobody_takes_since_another_rank_failed_is_closed() -> None:
+    block = payload.pack(1).block
+    run = follow(2, [message(0, Report(1.0, block=block)), failed(1, 2.0, "boom")])
+    assert (run.error.rank, block.fd) == (1, -1)
 
 
 @pytest.mark.parametrize("comes_to", ["starting", "ready"])

@@ -324,7 +324,7 @@ def test_a_recursions_report_has_its_innermost_frames(cell: Cells) -> None:
             try:
                 train()
             except RecursionError as error:
-                return len(pickle.dumps(reports.failed(error, "call", time.monotonic())[0]))
+                return len(pickle.dumps(reports.failed(error, "call", time.monotonic()).failure))
         import pickle
     """)
     error = _error(names.train)

@@ -225,7 +225,7 @@ def test_an_interrupt_says_where_each_rank_was(notebook: Notebook) -> None:
 
 
 def _called(rank: int, function: str, line: int, *inner: Frame, step: int = -1) -> Location:
-    return Location(rank, "called", (Frame("/tmp/ipykernel_1/2.py", line, function), *inner), step)
+    return Location(rank, "running", (Frame("/tmp/ipykernel_1/2.py", line, function), *inner), step)
 
 
 ALL_REDUCE = Frame("/venv/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
@@ -275,8 +275,8 @@ def test_a_place_is_the_users_innermost_line() -> None:
     torch, script = "/venv/lib/python3.11/site-packages/torch/x.py", "/home/me/train.py"
     generated = ("<eval_with_key>.1", "/tmp/torchinductor_me/ab/cd.py", threading.__file__)
     frames = [Frame(script, 7, "main"), *(Frame(file, 3, "inner") for file in (torch, *generated))]
-    assert Location(0, "called", tuple(frames)).place == "main, train.py, line 7"
-    assert Location(0, "called", tuple(frames[1:])).place == "inner, x.py, line 3"  # of a function that is torch's own
+    assert Location(0, "running", tuple(frames)).place == "main, train.py, line 7"
+    assert Location(0, "running", tuple(frames[1:])).place == "inner, x.py, line 3"  # of a function that is torch's own
 
 
 def test_a_known_error_has_advice() -> None:

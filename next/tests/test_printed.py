@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nbddp.kernel.output import Output
 from nbddp.kernel.page import Page
 from nbddp.kernel.rank_state import RankState
 from nbddp.process.machine import Event
-from nbddp.process.output import Output
 from nbddp.text import fold
 
 TEXT = st.text(st.sampled_from("ab\r\n é€😀\0\x1b"), max_size=60)

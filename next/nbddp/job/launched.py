@@ -115,8 +115,8 @@ def _write_result(value: Any, path: str, name: str) -> None:
     main_module.received.clear()
     kept: Any = [each for each in sent if main.get(each.__qualname__) is each]
     main_module.received.update({each.__qualname__: each for each in kept})
-    report, block = reports.finished(value, f"what {name} returned cannot be written")
-    with block or pack(None).block as written:
+    report = reports.finished(value, f"what {name} returned cannot be written")
+    with report.block or pack(None).block as written:
         job_file.write(path, job_file.RESULT, written)
     if report.lost:
         raise PayloadError(f"{report.lost}. Everything else is in {path}", report.path)

@@ -35,6 +35,8 @@ _SAME_STEP_S = 0.5  # and twice what a step takes: for the ranks to come to the 
 _RELEASE_S = 0.03  # between failure, release, and interrupt: a rank that waits for others may fail with a better text
 _AGAIN_S = 1.0  # until ranks that have swallowed an interrupt get another one
 
+_Plan = list[tuple[float, Callable[[Sequence[RankState]], None]]]  # when, and what to do to ranks that still work
+
 
 @dataclass(frozen=True)
 class Patience:
@@ -68,7 +70,7 @@ class Attempt:
         steps: returns the step that each rank has logged last.
 
     Attributes:
-        begins: how much each rank of the crew had printed before.
+        printed_before: how much each rank of the crew had printed before.
         stopping: it's being stopped: by an interrupt, ``stop()``, or its timeout.
         interrupts: how often the cell was interrupted.
         failed: a rank has failed, before it was stopped.
@@ -91,11 +93,11 @@ class Attempt:
     ) -> None:
         self._crew, self._ranks, self._page, self._patience = crew, ranks, page, patience
         self._order, self._payload = order, payload
-        self.begins = [rank.output.size for rank in crew.ranks]
+        self.printed_before = [rank.output.size for rank in crew.ranks]
         self._deadline = deadline
         self._look = look
         self._prompt = Prompt(crew, ranks, page)
-        self._plan: list[tuple[float, Callable[[Sequence[RankState]], None]]] = []  # what to do when
+        self._plan: _Plan = []
         self._taken: dict[int, Steps] = {}
         self._failed_at: float | None = None
         self._grace_s = 0.0
@@ -138,7 +140,7 @@ class Attempt:
         if self._waiting():
             self.where = self.where or hang.summary(self.locator.locate(_WHERE_S))
         self._taken = {}
-        self._crew.send(CountSteps(), [rank for rank in self._waiting() if rank.called])
+        self._crew.send(CountSteps(), [rank for rank in self._waiting() if rank.interruptible])
         self._replace_plan(self._to_stop(_COUNT_S))
 
     def stacks(self) -> str:
@@ -219,12 +221,12 @@ class Attempt:
             self.timed_out, self.where = True, self.locator.report()
             self.stop(self._patience.after_interrupts_s[0])
 
-    def _to_stop(self, after_s: float) -> list[tuple[float, Callable[[Sequence[RankState]], None]]]:
+    def _to_stop(self, after_s: float) -> _Plan:
         kill_s = self._grace_s and after_s + self._grace_s
         actions = [(0.0, self._interrupt), (_RELEASE_S, self._release), (_RELEASE_S + _AGAIN_S, self._interrupt)]
         return [*((after_s + later_s, action) for later_s, action in actions), (kill_s, self._crew.kill)]
 
-    def _replace_plan(self, plan: list[tuple[float, Callable[[Sequence[RankState]], None]]]) -> None:
+    def _replace_plan(self, plan: _Plan) -> None:
         now = time.monotonic()
         self._plan = sorted(((now + later_s, action) for later_s, action in plan), key=lambda each: each[0])
 

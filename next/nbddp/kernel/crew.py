@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nbddp.errors import LaunchError
@@ -27,7 +27,7 @@ POLL_S = 0.1  # how often what was printed and logged is looked for
 _LEAVE_S = 30.0  # for threads and exit handlers of the user's code
 _END_S = 2.0
 
-_MOST_WAITING = 16
+_MOST_WAITING = 16  # events in the inbox, before the machines are asked for more
 _NOT_PRELOADED = (
     "the fork server could not import nbddp, so each rank has to, which takes seconds: install nbddp, or put its "
     "folder on PYTHONPATH, and not only on this notebook's sys.path"
@@ -44,7 +44,7 @@ class Crew:
         ranks: what is known about each.
         inbox: what the machines tell, and requests.
         metrics_to: gets decoded records, with the rank.
-        at_exit: called when a rank has ended, on another thread, while this one waits for the user; otherwise None.
+        on_exit: called when a rank has ended, on another thread, while this one waits for the user; otherwise None.
         moved_at: when a rank has last said, printed, or logged something, or was told something.
     """
 
@@ -52,7 +52,7 @@ class Crew:
         self.ranks = [RankState(number) for number in range(settings.world_size)]
         self.inbox: queue.SimpleQueue[Event | Request] = queue.SimpleQueue()
         self.metrics_to: Callable[[int, list[Any]], None] = lambda rank, records: None
-        self.at_exit: Callable[[], None] | None = None
+        self.on_exit: Callable[[], None] | None = None
         self.moved_at = time.monotonic()
         self._settings = settings
         self._machines = machines
@@ -85,7 +85,7 @@ class Crew:
 
     def _hear(self, machine: Any, left: int) -> None:
         while left and not self._over:
-            while self.inbox.qsize() > _MOST_WAITING and self.at_exit is None and not self._over:
+            while self.inbox.qsize() > _MOST_WAITING and self.on_exit is None and not self._over:
                 time.sleep(POLL_S / 10)  # requests, such as Stop, come after what waits; the rest waits in the files
             try:
                 events = machine.events(POLL_S)
@@ -94,8 +94,8 @@ class Crew:
             for event in events:
                 left -= event.kind == "exit"
                 self.inbox.put(event)
-                if event.kind == "exit" and (at_exit := self.at_exit) is not None:
-                    at_exit()
+                if event.kind == "exit" and (on_exit := self.on_exit) is not None:
+                    on_exit()
 
     @property
     def device(self) -> str:
@@ -129,9 +129,9 @@ class Crew:
         elif thing.kind == "metrics":
             self.metrics_to(thing.rank, list(self._readers[thing.rank].feed(thing.data)))
         elif isinstance(thing.data, Report):
-            rank.report, rank.asks = rank.report or thing.data, None
+            rank.report, rank.prompt = rank.report or thing.data, None
         elif isinstance(thing.data, Asks):
-            rank.asks = thing.data, time.monotonic()
+            rank.prompt, rank.asked_at = thing.data.prompt, time.monotonic()
         elif isinstance(thing.data, Misses):
             self.send(Defined(thing.data.name, definition(thing.data.name)), [rank])
         elif isinstance(thing.data, Ready):
@@ -139,7 +139,7 @@ class Crew:
             if not thing.data.preloaded:
                 warnings.warn(_NOT_PRELOADED, stacklevel=2)
         elif isinstance(thing.data, Called):
-            rank.called = True
+            rank.interruptible = True
         return thing
 
     def send(self, message: Any, ranks: Sequence[RankState]) -> None:
@@ -151,8 +151,8 @@ class Crew:
     def interrupt(self, ranks: Sequence[RankState]) -> None:
         """Raise KeyboardInterrupt where the user's code runs; kill ranks that have not come so far."""
         for machine in self._machines:
-            machine.signal(_numbers(rank for rank in ranks if rank.called), signal.SIGINT)
-            machine.signal(_numbers(rank for rank in ranks if not rank.called), signal.SIGKILL)
+            machine.signal(_numbers(rank for rank in ranks if rank.interruptible), signal.SIGINT)
+            machine.signal(_numbers(rank for rank in ranks if not rank.interruptible), signal.SIGKILL)
 
     def kill(self, ranks: Sequence[RankState]) -> None:
         """Kill them; their ends come as events."""
@@ -162,8 +162,9 @@ class Crew:
     def stacks(self, wait_s: float) -> dict[int, str]:
         """Return the stacks of the ranks that run the user's code, and answer in time."""
         found: dict[int, str] = {}
+        asked = _numbers(rank for rank in self.ranks if rank.interruptible and not rank.over)
         for machine in self._machines:
-            found |= machine.stacks(_numbers(rank for rank in self.ranks if rank.called and not rank.over), wait_s)
+            found |= machine.stacks(asked, wait_s)
         return found
 
     def overview(self) -> list[str]:
@@ -179,10 +180,6 @@ class Crew:
                 found |= machine.memory(_numbers(rank for rank in self.ranks if rank.ready and rank.alive))
             self._memory = time.monotonic(), found
         return self._memory[1]
-
-    def result(self, rank: int) -> Block | None:
-        """Return the block of the rank's last report."""
-        return next((block for m in self._machines if (block := m.result(rank)) is not None), None)
 
     def dismiss(self, gives_up: Callable[[], bool] = lambda: False) -> None:
         """Let the ranks end by themselves, with their threads and exit handlers, for a while, or until this is true."""
@@ -204,6 +201,8 @@ class Crew:
         self._over = True
         for thread in self._threads:
             thread.join()
+        for rank in self.ranks:
+            rank.close()
         for machine in self._machines:
             machine.close()
 
@@ -219,5 +218,5 @@ def _line(rank: RankState, memory: Memory | None) -> str:
     return f"rank {rank.number}: pid {rank.pid}, {memory.resident >> 20:,} MiB{gpu}"
 
 
-def _numbers(ranks: Any) -> list[int]:
+def _numbers(ranks: Iterable[RankState]) -> list[int]:
     return [rank.number for rank in ranks]

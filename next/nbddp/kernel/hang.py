@@ -40,9 +40,9 @@ class Location:
     """Where one rank is.
 
     Attributes:
-        state: "called" (in the function), "setup", "unpack", "finished", "failed", "left" (by sys.exit), "ended",
+        state: "running" (in the function), "setup", "unpack", "finished", "failed", "left" (by sys.exit), "ended",
             "silent" (it did not answer) or "outside" (the order is for other ranks).
-        frames: outermost first, without nbddp's; empty unless the state is "called" or "failed".
+        frames: outermost first, without nbddp's; empty unless the state is "running" or "failed".
         step: the highest step that the rank has logged, -1 before the first.
         error: the error of a failed rank, on one line.
     """
@@ -130,9 +130,9 @@ class Locator:
             return Location(rank.number, state, tuple(map(Frame._make, failure.frames)), step, first_line(text))
         if rank.over:
             return Location(rank.number, "finished" if rank.report is not None else "ended", step=step)
-        if not rank.called:
+        if not rank.interruptible:
             return Location(rank.number, "unpack" if rank.ready else "setup")
-        return Location(rank.number, "called" if dump else "silent", dumps.main_thread(dump), step)
+        return Location(rank.number, "running" if dump else "silent", dumps.main_thread(dump), step)
 
 
 def report(locations: Sequence[Location], stalled: bool = False) -> str:
@@ -142,7 +142,7 @@ def report(locations: Sequence[Location], stalled: bool = False) -> str:
         first = same[0]
         part = f"{_ranks(same, 0)} {_activity(first, len(same))}"
         if first.frames:
-            here = " here" if first.state == "called" and not first.waiting_in else ""
+            here = " here" if first.state == "running" and not first.waiting_in else ""
             part += f"{here} (most recent call last)\n{dumps.stack(first.frames)}"
         parts.append(part)
     return "\n\n".join(parts)
@@ -162,7 +162,7 @@ def summary(locations: Sequence[Location], stalled: bool = False) -> str:
 def _activity(location: Location, count: int) -> str:
     """Return what ``count`` ranks at this location do, as a predicate."""
     has, is_, waits = ("has", "is", "waits") if count == 1 else ("have", "are", "wait")
-    if location.state == "called":
+    if location.state == "running":
         if location.collective:
             return f"{waits} in {location.collective}"
         return f"{is_} in {location.exchange}" if location.exchange else is_
@@ -182,7 +182,7 @@ def _activity(location: Location, count: int) -> str:
 
 def _details(location: Location) -> str:
     step = f" after step {location.step:,}" if location.step >= 0 else ""
-    if location.state == "called" and not location.waiting_in:
+    if location.state == "running" and not location.waiting_in:
         return f" in {location.place or 'the function'}{step}"
     return step + (f" ({location.place})" if location.place else "")
 

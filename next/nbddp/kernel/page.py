@@ -53,7 +53,8 @@ class Page:
 
     def show_differences(self, ranks: Sequence[RankState]) -> None:
         """Before a prompt: show what ranks that ask have printed, if the speaker hasn't shown the same."""
-        texts = {rank.number: rank.output.text(self._since_prompt.get(rank.number, rank.begin)) for rank in self._ranks}
+        before = self._since_prompt
+        texts = {rank.number: rank.output.text(before.get(rank.number, rank.printed_before)) for rank in self._ranks}
         for rank in ranks:
             if rank.number == self._speaker and self._quiet:
                 self.write(texts[rank.number])

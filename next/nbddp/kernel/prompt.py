@@ -34,13 +34,12 @@ class Prompt:
 
     def serve(self, stop: Callable[[], None]) -> None:
         """Ask once for all ranks at one prompt, a moment after the first of them. An interrupt stops the order."""
-        asking = [rank for rank in self._ranks if rank.asks is not None and not rank.over]
-        if not asking or time.monotonic() < min(rank.asks[1] for rank in asking if rank.asks) + _OTHERS_S:
+        asking = [rank for rank in self._ranks if rank.prompt is not None and not rank.over]
+        if not asking or time.monotonic() < min(rank.asked_at for rank in asking) + _OTHERS_S:
             return
         first = next((rank for rank in asking if rank.number == self._only), asking[0])
-        assert first.asks is not None
-        prompt = first.asks[0].prompt
-        alike = [first] if first.number == self._only else [r for r in asking if r.asks and r.asks[0].prompt == prompt]
+        prompt = first.prompt or ""
+        alike = [first] if first.number == self._only else [rank for rank in asking if rank.prompt == prompt]
         self._page.show_differences(alike)
         try:
             line: str | None = self._read(prompt, alike)
@@ -55,7 +54,7 @@ class Prompt:
             self._choose(chosen[1])
             return
         for rank in alike:
-            rank.asks = None
+            rank.prompt = None
         self._crew.send(Answer(line), alike)
 
     def _read(self, prompt: str, ranks: Sequence[RankState]) -> str:
@@ -73,7 +72,7 @@ class Prompt:
 
         try:
             with interrupts_to(_raise_interrupt):
-                self._crew.at_exit = leave_prompt
+                self._crew.on_exit = leave_prompt
                 try:
                     if not self._crew.inbox.empty():  # that a rank has ended, perhaps
                         raise _RankEnded
@@ -86,7 +85,7 @@ class Prompt:
                 raise _RankEnded from None
             raise
         finally:
-            self._crew.at_exit = None
+            self._crew.on_exit = None
             self._crew.moved_at = time.monotonic()  # what stood still waited for the user
 
     def _choose(self, word: str) -> None:

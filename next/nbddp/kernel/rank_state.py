@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from nbddp.messages import Asks, Failure, Report
-from nbddp.process.output import Output
+from nbddp import payload
+from nbddp.kernel.output import Output
+from nbddp.messages import Failure, Report
 
 _CONSEQUENCE = re.compile(
     r"[Cc]onnection (closed|reset) by peer|remote worker crashing|Broken pipe|Socket closed"
@@ -22,27 +25,30 @@ class RankState:
     """One rank, as the run sees it.
 
     Attributes:
-        begin: size of its output when the present order was given.
-        called: an interrupt may be sent to it instead of a kill: its code has begun, or it's a session's rank.
-        asks: its question, and when it came.
+        printed_before: size of its output when the present order was given.
+        interruptible: SIGINT stops its order; otherwise only a kill does, since it hasn't begun the user's function. A
+            session's rank is from its first order on.
+        prompt: what it asks in ``input()`` or a debugger, since ``asked_at``; None if it asks nothing.
         out_of_memory: it was most likely the OOM killer that ended it.
     """
 
     number: int
     output: Output = field(default_factory=Output)
-    begin: int = 0
+    printed_before: int = 0
     ready: bool = False
     pid: int = 0
-    called: bool = False
+    interruptible: bool = False
     report: Report | None = None
     exitcode: int | None = None
     exited_at: float = 0.0
     out_of_memory: bool = False
-    asks: tuple[Asks, float] | None = None
+    prompt: str | None = None
+    asked_at: float = 0.0
 
     def begin_order(self) -> None:
         """Forget the order before."""
-        self.report, self.called, self.asks, self.begin = None, self.ready, None, self.output.size
+        self.report = self.prompt = None
+        self.interruptible, self.printed_before = self.ready, self.output.size
 
     @property
     def alive(self) -> bool:
@@ -61,7 +67,7 @@ class RankState:
         """In a word, as a run's."""
         if self.failed:
             return "stopped"  # the first failure is the run's
-        return "finished" if self.report is not None else "running" if self.called else "starting"
+        return "finished" if self.report is not None else "running" if self.interruptible else "starting"
 
     @property
     def failure(self) -> Failure | None:
@@ -80,6 +86,22 @@ class RankState:
     @property
     def failed_at(self) -> float:
         return self.exited_at - _EXIT_DELAY_S if self.report is None else self.report.at
+
+    def value(self, known: Sequence[Any] = ()) -> Any:
+        """Unpack what it has reported, once: a value or an exception. Raises what unpickling raises.
+
+        Args:
+            known: classes and functions that were sent by value, to which it may refer.
+        """
+        if self.report is None or self.report.block is None:
+            return None
+        with self.report.block:
+            return payload.unpack(self.report.block, known=known).value
+
+    def close(self) -> None:
+        """Let go of what it has reported, if nobody has unpacked it."""
+        if self.report is not None and self.report.block is not None:
+            self.report.block.close()
 
     def ended(self, exitcode: int) -> None:
         self.exitcode, self.exited_at = exitcode, time.monotonic()

@@ -202,7 +202,7 @@ class Run(Generic[R]):
                 state = "failed"
             elif self.state in ("failed", "stopped") and state != "finished":
                 state = "stopped"
-            waits = "for input" if crew is not None and crew.ranks[number].asks else ""
+            waits = "for input" if crew is not None and crew.ranks[number].prompt is not None else ""
             resident, gpu = memory.get(number, (None, None))
             found.append(RankStatus(number, device, state, resident, gpu, waits=waits))
         return tuple(found)
@@ -226,7 +226,7 @@ class Run(Generic[R]):
     def _take_part(self, crew: Crew, attempt: Attempt) -> None:
         """The next order to a crew is a part of this run, with its metrics. A stop() may have come before."""
         self._crew, self._attempt = crew, attempt
-        self._parts += [(rank, begin, sys.maxsize) for rank, begin in zip(crew.ranks, attempt.begins)]
+        self._parts += [(rank, begin, sys.maxsize) for rank, begin in zip(crew.ranks, attempt.printed_before)]
         crew.metrics_to = self.history.add
         if self._stop_grace_s is not None:
             self._ask_to_stop(self._stop_grace_s)

@@ -141,10 +141,7 @@ class Session:
         if not alive:
             raise SessionLost(self.lost or f"there is no rank {rank} (0 to {self.nprocs - 1})")
         self._call(Pull(names), alive[:1], self._page(alive[0].number))
-        block = self._crew.result(alive[0].number)
-        assert block is not None
-        with block:
-            found = payload.unpack(block, known=self._received).value
+        found = alive[0].value(self._received)
         return found[names[0]] if len(names) == 1 else tuple(found[name] for name in names)
 
     def complete(self, code: str, cursor: int) -> dict[str, Any]:
@@ -331,7 +328,7 @@ class Session:
 
     def _error_of(self, rank: RankState, ranks: Sequence[RankState] | None = None) -> NbddpError:
         crew = self._crew
-        return failure.error_of(rank, "session", ranks or crew.ranks, crew.result, self._received, crew.device)
+        return failure.error_of(rank, "session", ranks or crew.ranks, self._received, crew.device)
 
     @staticmethod
     def _failed_alike(rank: RankState, first: RankState) -> bool:

@@ -16,10 +16,11 @@ from nbddp.kernel import failure
 from nbddp.kernel.attempt import OF_A_RUN, Attempt, Patience
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.page import Page, notebook
+from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
 from nbddp.messages import Function, Settings
-from nbddp.payload import Block, Packed, explain
+from nbddp.payload import Packed, explain
 from nbddp.process.machine import LocalMachine
 from nbddp.text import in_a_line
 
@@ -58,12 +59,17 @@ def run(
 def launch(settings: Settings, packed: Packed, options: Options) -> Run[Any]:
     """Carry out a run, in the background if it's not waited for. Raises KeyboardInterrupt if it was stopped."""
     launched: Run[Any] = Run(settings, blocking=options.wait)
-    if options.show is not False:
-        launched._show(options.show)
     carry_out_it = functools.partial(carry_out, launched, settings, packed, options)
-    if not options.wait:
-        threading.Thread(target=carry_out_it, name=f"nbddp-{settings.name}", daemon=True).start()
-        return launched
+    try:
+        if options.show is not False:
+            launched._show(options.show)
+        if not options.wait:
+            threading.Thread(target=carry_out_it, name=f"nbddp-{settings.name}", daemon=True).start()
+            return launched
+    except BaseException:  # interrupted while the panel was imported
+        packed.block.close()
+        launched._conclude("stopped")
+        raise
     carry_out_it()
     if launched.state == "stopped":
         raise errors.interrupt(launched._stopped_text())
@@ -179,7 +185,7 @@ def call_and_collect(
     """
 
     def look(attempt: Attempt) -> None:
-        if run.state == "starting" and all(rank.called for rank in crew.ranks):
+        if run.state == "starting" and all(rank.interruptible for rank in crew.ranks):
             run.state = "running"
         if stop_on_nan and run.history.first_nan and not attempt.stopping:
             attempt.stop(patience.after_interrupts_s[0])
@@ -211,7 +217,7 @@ def call_and_collect(
         raise KeyboardInterrupt
     if any(rank.failed for rank in crew.ranks):
         failed = failure.first(crew.ranks)
-        raise failure.error_of(failed, run.name, crew.ranks, crew.result, packed.by_value, crew.device, attempt.where)
+        raise failure.error_of(failed, run.name, crew.ranks, packed.by_value, crew.device, attempt.where)
     run._values = values(run.name, crew, packed)
     if len(crew.ranks) > 1 and not any(rank.report.met for rank in crew.ranks if rank.report):
         run.remark = _SIDE_BY_SIDE.format(len(crew.ranks))
@@ -221,7 +227,7 @@ def values(name: str, crew: Crew, packed: Packed) -> list[Any]:
     """Return what the ranks returned. Raises PayloadError if not all of it could be sent."""
     found, lost = [], []
     for rank in crew.ranks:
-        found.append(_value(name, crew.result(rank.number), packed.by_value))
+        found.append(_value(name, rank, packed.by_value))
         if rank.report is not None and rank.report.lost:
             lost.append(rank.report)
     if lost:
@@ -231,11 +237,8 @@ def values(name: str, crew: Crew, packed: Packed) -> list[Any]:
     return found
 
 
-def _value(name: str, block: Block | None, known: Sequence[Any]) -> Any:
-    if block is None:
-        return None
-    with block:
-        try:
-            return payload.unpack(block, known=known).value
-        except Exception as error:  # of a user's __setstate__, or a module that only the ranks have
-            raise PayloadError(f"what {name} returned cannot be unpickled here: {in_a_line(error)}") from error
+def _value(name: str, rank: RankState, known: Sequence[Any]) -> Any:
+    try:
+        return rank.value(known)
+    except Exception as error:  # of a user's __setstate__, or a module that only the ranks have
+        raise PayloadError(f"what {name} returned cannot be unpickled here: {in_a_line(error)}") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import operator
 import os
@@ -73,7 +74,6 @@ class _RankProcess:
         self.exitcode: int | None = None
         self._oom_kills = oom_kills  # before it began
         self._killed = False  # by us
-        self.result: Block | None = None
         self.channel, theirs = Pipe()
         self.files = {"output": _unnamed_file(), "metrics": _appended(os.memfd_create("metrics", os.MFD_CLOEXEC))}
         self.stacks = _appended(os.memfd_create("stacks", os.MFD_CLOEXEC))
@@ -88,11 +88,6 @@ class _RankProcess:
             raise
         finally:
             theirs.close()
-
-    def forget_result(self) -> None:
-        if self.result is not None:
-            self.result.close()
-            self.result = None
 
     def send(self, message: Any, block: Block | None = None) -> None:
         """Send it; it's lost if the rank has ended."""
@@ -114,13 +109,14 @@ class _RankProcess:
                     lost = f"[what rank {self.number} shows cannot be unpickled here: {in_a_line(error)}]\n"
                     yield Event("output", self.number, lost.encode())
                     continue
+                message = envelope.message
                 if envelope.nbytes is not None:
-                    self.forget_result()
-                    self.result = Block(reduction.recv_handle(self.channel), envelope.nbytes)
+                    block = Block(reduction.recv_handle(self.channel), envelope.nbytes)
+                    message = dataclasses.replace(message, block=block)
                 yield from self.written("output", envelope.printed)
-                if isinstance(envelope.message, Report):
+                if isinstance(message, Report):
                     yield from self.written("metrics")
-                yield Event("message", self.number, envelope.message)
+                yield Event("message", self.number, message)
         if exitcode is not None:
             yield from self.all_written()
             if exitcode < 0 and (crash := dumps.crash(self.dumped())):
@@ -196,14 +192,16 @@ class _RankProcess:
 
     def close(self) -> None:
         self._close_files()
-        self.forget_result()
         self.process.join(_END_S)
         with contextlib.suppress(ValueError):  # it is in an uninterruptible wait
             self.process.close()
 
 
 class LocalMachine:
-    """This machine's share of the ranks. One thread calls ``events``, another all else; ``memory`` any thread."""
+    """This machine's share of the ranks. Another kind of machine has the same methods.
+
+    One thread calls ``events``, another all else; ``memory`` any thread.
+    """
 
     def __init__(self) -> None:
         self._ranks: dict[int, _RankProcess] = {}
@@ -242,9 +240,8 @@ class LocalMachine:
             self._selector.register(started.process.sentinel, selectors.EVENT_READ, started)
 
     def call(self, order: Any, payload: Block | None, ranks: Sequence[int]) -> None:
-        """Give these ranks an order; they all map the one copy of the payload. The last order's results are gone."""
+        """Give these ranks an order; they all map the one copy of the payload."""
         for rank in self._mine(ranks):
-            rank.forget_result()
             rank.send(order, payload)
 
     def events(self, wait_s: float) -> list[Event]:
@@ -287,13 +284,6 @@ class LocalMachine:
         """Return the memory of those of these ranks that have begun and not ended. Any thread may ask."""
         found = {rank.number: gauges.memory(rank.itself, rank.gpu) for rank in self._mine(ranks)}
         return {rank: memory for rank, memory in found.items() if memory is not None}
-
-    def result(self, rank: int) -> Block | None:
-        """Return the block that came with the rank's last report, once; None if there is none, or no such rank."""
-        if (mine := self._ranks.get(rank)) is None:
-            return None
-        result, mine.result = mine.result, None
-        return result
 
     def end(self) -> None:
         """Kill what is left of the ranks; their ends come as events."""

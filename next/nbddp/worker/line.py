@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import queue
 import signal
@@ -12,7 +13,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nbddp.messages import Answer, Asks, Defined, Envelope, Leave, Misses
+from nbddp.messages import Answer, Asks, Defined, Envelope, Leave, Misses, Report
 from nbddp.payload import Block
 from nbddp.worker import redirect
 
@@ -41,10 +42,12 @@ class Line:
         for work in (self._listen, self._send):
             threading.Thread(target=work, name="nbddp-line", daemon=True).start()
 
-    def tell(self, message: Any, block: Block | None = None) -> None:
-        """Send a message, and then what is in the block. What the rank prints from now on comes after it."""
+    def tell(self, message: Any) -> None:
+        """Send a message, and then a report's block. What the rank prints from now on comes after it."""
         redirect.flush()
-        sent = threading.Event()
+        sent, block = threading.Event(), None
+        if isinstance(message, Report):
+            block, message = message.block, dataclasses.replace(message, block=None)
         envelope = Envelope(message, block.nbytes if block is not None else None, os.fstat(1).st_size)
         self._outbox.put((bytes(reduction.ForkingPickler.dumps(envelope)), block, sent))  # raises here, if at all
         if threading.current_thread() is threading.main_thread():

@@ -24,8 +24,6 @@ from nbddp.worker.group import Groups, collectives_begun
 from nbddp.worker.line import Line
 from nbddp.worker.shell import Shell
 
-_Done = tuple[Report, Block | None]
-
 
 class Orders:
     """Takes one order after the other, and reports each."""
@@ -37,7 +35,7 @@ class Orders:
         self._sigchld: Any = signal.SIG_DFL
         self._phase = "call"
         self._before: Any = None  # the default group before the last failure
-        self._handlers: dict[type, Callable[[Any, Block | None], _Done]] = {
+        self._handlers: dict[type, Callable[[Any, Block | None], Report]] = {
             messages.Function: self._function,
             messages.Cell: self._cell,
             messages.Push: self._push,
@@ -58,14 +56,14 @@ class Orders:
             redirect.printed.clear()
             redirect.answer_stacks()
             try:
-                report, block = self._handlers[type(order)](order, block)
+                report = self._handlers[type(order)](order, block)
             except SystemExit as error:
-                report, block = reports.exited(error, time.monotonic())
+                report = reports.exited(error, time.monotonic())
             except BaseException as error:
                 at = time.monotonic()  # before anything slow: the run reports its earliest failure
-                report, block = reports.failed(self._handled(error), self._phase, at)
+                report = reports.failed(self._handled(error), self._phase, at)
             log.flush()
-            self._line.tell(report, block)
+            self._line.tell(report)
 
     def _handled(self, error: BaseException) -> BaseException:
         if isinstance(error, bdb.BdbQuit):
@@ -87,7 +85,7 @@ class Orders:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-    def _function(self, order: messages.Function, block: Block | None) -> _Done:
+    def _function(self, order: messages.Function, block: Block | None) -> Report:
         assert block is not None
         log.enter(self._metrics)
         with self._interruptible():
@@ -97,12 +95,12 @@ class Orders:
             with main_module.completed_by(self._line.definition):
                 value = function(*args, **kwargs)
         self._phase = "pack"
-        report, block = reports.finished(
+        report = reports.finished(
             value, f"the value that {order.name} returned on rank {context.rank()} cannot be sent to the notebook"
         )
-        return dataclasses.replace(report, met=self._groups.used()), block
+        return dataclasses.replace(report, met=self._groups.used())
 
-    def _cell(self, order: messages.Cell, _: Block | None) -> _Done:
+    def _cell(self, order: messages.Cell, _: Block | None) -> Report:
         shell, raised = self._shell, None
         log.enter(self._metrics)
         shell.speaks = context.rank() == order.speaker
@@ -121,15 +119,15 @@ class Orders:
         shell.payload_manager.clear_payload()
         answer = Ran("".join(redirect.printed)[: redirect.KEPT_CHARS], shell.value, steps.taken, payload, shell.leaving)
         failure = Failure("call", type(raised).__name__, str(raised)) if raised is not None else None
-        return Report(at, answer, failure), None
+        return Report(at, answer, failure)
 
-    def _push(self, order: messages.Push, block: Block | None) -> _Done:
+    def _push(self, order: messages.Push, block: Block | None) -> Report:
         assert block is not None
         with self._interruptible():
             self._shell.user_ns.update(main_module.unpack(block, order.received))
         return self._answer(None)
 
-    def _pull(self, order: messages.Pull, _: Block | None) -> _Done:
+    def _pull(self, order: messages.Pull, _: Block | None) -> Report:
         names = self._shell.user_ns
         if missing := [name for name in order.names if name not in names]:
             raise NameError(f"the ranks have no {missing[0]}", name=missing[0])
@@ -149,7 +147,7 @@ class Orders:
             data = self._shell.object_inspect_mime(name, detail_level=order.level)
         return {"status": "ok", "found": bool(data), "data": data, "metadata": {}}
 
-    def _hear(self, order: messages.Hear, _: Block | None) -> _Done:
+    def _hear(self, order: messages.Hear, _: Block | None) -> Report:
         self._shell.speaks = True
         with self._interruptible():
             said = {"content": order.content, "buffers": list(order.buffers)}
@@ -162,5 +160,5 @@ class Orders:
             self._groups.open(order.group)
         return mending.mend(self._shell.user_ns, self._before)
 
-    def _answer(self, answer: Any) -> _Done:
-        return Report(time.monotonic(), answer), None
+    def _answer(self, answer: Any) -> Report:
+        return Report(time.monotonic(), answer)

@@ -43,7 +43,7 @@ def main(channel: Connection, printed: int, metrics: int, stacks: int) -> None:
     try:
         groups = setup.set_up(settings, place, metrics)
     except BaseException as error:
-        line.tell(*reports.failed(error, "setup", time.monotonic()))
+        line.tell(reports.failed(error, "setup", time.monotonic()))
         return
     steps.count()
     line.tell(Ready(os.getpid(), preloaded))
