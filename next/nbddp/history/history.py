@@ -21,7 +21,7 @@ from nbddp.files import new_file
 from nbddp.history.notices import notices
 from nbddp.history.points import RECORD, Generation, Metric, Points, Series, Spread
 from nbddp.history.progress import RankProgress
-from nbddp.history.records import Start, checked, read
+from nbddp.history.records import AUTOLOG, Start, checked, read
 from nbddp.text import in_a_line
 
 MAX_METRICS = 1_000  # a page with more charts no longer answers
@@ -218,7 +218,7 @@ class History(Mapping[str, Series]):
 
     def add(self, rank: int, records: Iterable[Any]) -> None:
         """Add decoded records of that rank's metrics file."""
-        logged: dict[str, tuple[dict[str | None, None], list[Any]]] = collections.defaultdict(lambda: ({}, []))
+        logged: dict[Any, tuple[dict[str | None, None], list[Any]]] = collections.defaultdict(lambda: ({}, []))
         with self._lock:
             self.ranks[rank].arrived_at = time.time()
             for record in records:
@@ -227,12 +227,18 @@ class History(Mapping[str, Series]):
                     continue
                 at, step, counted, reduce, weight, values = record
                 place = np.nan if counted else step
+                heard = reduce == AUTOLOG
                 for name, value in values.items():
-                    ops, rows = logged[name]
-                    ops[reduce] = None
+                    ops, rows = logged[name, heard]
+                    ops[None if heard else reduce] = None
                     rows.append((at, step, place, weight, value))
-            for name, (ops, rows) in logged.items():
-                self._add(rank, name, ops, np.array(rows, RECORD))
+            for (name, heard), (ops, rows) in logged.items():
+                self._add(rank, name, ops, np.array(rows, RECORD), heard=heard)
+
+    def take(self) -> dict[str, Points]:
+        """The points that are new since the last call and will not change any more, for log_to=."""
+        with self._lock:
+            return {name: self._metrics[name].take() for name in self._names()}
 
     def restart(self, reason: str = "", world_size: int | None = None) -> None:
         """The ranks start again, in new processes: the steps that they repeat replace the old ones."""
@@ -248,18 +254,23 @@ class History(Mapping[str, Series]):
         with self._lock:
             self._generations[-1].broken_off = broken_off
 
-    def _add(self, rank: int, name: str, ops: Iterable[str | None], rows: np.ndarray) -> None:
+    def _add(self, rank: int, name: str, ops: Iterable[str | None], rows: np.ndarray, *, heard: bool = False) -> None:
+        known = self._metrics.get(name)
+        if heard and known is not None and not known.heard:
+            return
         generation = self._generations[-1]
         generation.first_steps.setdefault(rank, int(rows["step"][0]))
         newest = int(rows["step"].argmax())
         self.ranks[rank].add_step(int(rows["step"][newest]), float(rows["time"][newest]))
         if self.first_nan is None and np.isnan(rows["value"]).any():
             self.first_nan = name, int(rows["step"][np.isnan(rows["value"])][0]), rank
-        if name not in self._metrics and len(self._metrics) == MAX_METRICS:
+        if known is None and len(self._metrics) == MAX_METRICS:
             self._left_out.add(name)
             return
         self._named[rank][name] = None
-        self._metrics.setdefault(name, Metric()).add(rank, ops, rows, generation)
+        if known is None or known.heard != heard:
+            known = self._metrics[name] = Metric(heard=heard)
+        known.add(rank, ops, rows, generation)
 
     def _add_other(self, rank: int, record: dict[str, Any]) -> None:
         if bar := record.get("bar"):

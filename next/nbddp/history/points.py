@@ -98,11 +98,13 @@ class Block:
 
     Attributes:
         kept: how many rows a later generation has not repeated; None before a later one.
+        taken: how many points log_to= has got.
     """
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
         self.kept: int | None = None
+        self.taken = 0
         self.ranks: list[int] = []
         by_rank, time = np.empty((0, 0)), np.empty(0)
         self.rows = Columns(key=time.astype(complex), step=time.astype(int), time=time, value=by_rank, weight=by_rank)
@@ -162,6 +164,15 @@ class Block:
             self._points += len(self._combine(slice(self._settled, settled), op).steps)
             self._settled = settled
         return Points(*(self._combined[name] for name in Points._fields))
+
+    def take(self, op: str | None) -> Points:
+        """The points that are new since the last call and will not change any more."""
+        points = self.points(op)
+        size = len(points.steps) if self.generation.broken_off is not None else self._points
+        if op is None and self.ranks[0] != 0 and self.generation.broken_off is None:
+            size = 0  # rank 0 may still log it, and then its values count
+        start, self.taken = self.taken, max(size, self.taken)
+        return Points(*(column[start:size].copy() for column in points))
 
     def spread(self) -> Spread:
         """Of the rows that all of its ranks have logged; at the end, that two have logged."""
@@ -236,11 +247,13 @@ class Metric:
     """One metric over all generations.
 
     Attributes:
+        heard: only autolog has written it.
         ops: by rank, with which ``reduce=`` it was logged.
         blocks: one for each generation that has logged it, without those that a later one has repeated wholly.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, heard: bool = False) -> None:
+        self.heard = heard
         self.ops: dict[int, list[str | None]] = {}
         self.blocks: list[Block] = []
 
@@ -259,6 +272,9 @@ class Metric:
 
     def points(self) -> Points:
         return Points(*_joined([block.points(self.op) for block in self.blocks]))
+
+    def take(self) -> Points:
+        return Points(*_joined([block.take(self.op) for block in self.blocks]))
 
     def latest(self) -> float | None:
         """The newest value, without a copy of all."""

@@ -10,7 +10,7 @@ import functools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, TypeVar
 
 from nbddp.errors import NbddpError
@@ -19,6 +19,7 @@ from nbddp.kernel.attempt import Attempt
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import Latch
 from nbddp.kernel.rank_state import RankState
+from nbddp.loggers.log_to import Destination, Sender
 from nbddp.messages import Settings
 from nbddp.panel.live import view_for
 from nbddp.panel.status import RankStatus, Source, Status, View
@@ -43,9 +44,17 @@ class Run(Generic[R]):
         remark: a possible mistake in a finished run; "" for none.
     """
 
-    def __init__(self, settings: Settings, *, before: History | None = None, blocking: bool = True) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        log_to: Sequence[Destination] = (),
+        *,
+        before: History | None = None,
+        blocking: bool = True,
+    ) -> None:
         self.name, self.nprocs = settings.name, settings.world_size
         self.history = History(self.nprocs)
+        self._sender = Sender(self.history, log_to)
         self.state = "starting"
         self.error: BaseException | None = None
         self.restarts = 0
@@ -245,6 +254,7 @@ class Run(Generic[R]):
         self._last_ranks = self._rank_statuses(self._crew)
         self._detach()
         self.history.settle(broken_off=state != "finished")
+        self._sender.finish()
         self._done.set()
         for call in self._callbacks:
             with contextlib.suppress(RuntimeError):  # the event loop that waited is closed

@@ -24,6 +24,7 @@ from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
 from nbddp.kernel.start import call_and_collect, pack_call
+from nbddp.loggers.log_to import destinations
 from nbddp.messages import Cell, Complete, CountCollectives, Hear, Inspect, Mend, Pull, Push, Ran, Render
 from nbddp.payload import Block, Packed, explain
 from nbddp.process.machine import LocalMachine
@@ -61,6 +62,7 @@ class Session:
                 raise LaunchError(f"{name}= is an option of run(), not of a session")
         settings = decide(options.name or "session", options, attended=True)
         self._settings, self._options, self.nprocs, self.lost = settings, options, settings.world_size, ""
+        self._log_to = destinations(options.log_to)
         self._busy = self._closed = False
         self._group, self._released = 0, False  # the default one's number; does it have to be replaced?
         self._attempt: Attempt | None = None  # at the present order; while run() goes on, its run has it
@@ -103,7 +105,7 @@ class Session:
         asked = self._asked(None)
         name = check_call(fn, args, kwargs or {}, None)
         packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
-        run: Run[Any] = Run(dataclasses.replace(self._settings, name=name))
+        run: Run[Any] = Run(dataclasses.replace(self._settings, name=name), self._log_to)
         if self._options.show is not False:
             run._show(self._options.show)
         self._run, received, page = run, self._note_received(packed.by_value), self._page(0)
@@ -279,7 +281,7 @@ class Session:
     def _run_of(self, attempt: Attempt) -> Run[Any]:
         """Return the cell's run, which is made when there's something to show."""
         if self._run is None:
-            self._run = Run(dataclasses.replace(self._settings, name="cell"))
+            self._run = Run(dataclasses.replace(self._settings, name="cell"), self._log_to)
             self._run._take_part(self._crew, attempt)
             self._run.state, self._crew.metrics_to = "running", self._logged
             if self._options.show is not False:

@@ -19,6 +19,7 @@ from nbddp.kernel.page import Page, notebook
 from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
+from nbddp.loggers.log_to import destinations
 from nbddp.messages import Function, Settings
 from nbddp.payload import Packed, explain
 from nbddp.process.machine import LocalMachine
@@ -58,7 +59,7 @@ def run(
 
 def launch(settings: Settings, packed: Packed, options: Options) -> Run[Any]:
     """Carry out a run, in the background if it's not waited for. Raises KeyboardInterrupt if it was stopped."""
-    launched: Run[Any] = Run(settings, blocking=options.wait)
+    launched: Run[Any] = Run(settings, destinations(options.log_to), blocking=options.wait)
     carry_out_it = functools.partial(carry_out, launched, settings, packed, options)
     try:
         if options.show is not False:

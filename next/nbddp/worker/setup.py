@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
 import random
@@ -15,6 +16,8 @@ import torch
 from torch._C._distributed_c10d import set_debug_level_from_env
 
 from nbddp.helpers import context, log
+from nbddp.history.records import AUTOLOG
+from nbddp.loggers import autolog
 from nbddp.messages import Place, Settings
 from nbddp.payload import pickler
 from nbddp.worker import mending, tracked
@@ -43,6 +46,8 @@ def begin(settings: Settings, place: Place, metrics: int) -> Groups:
         )
     )
     log.enter(metrics)
+    if settings.autolog and place.rank == 0:
+        autolog.listen(functools.partial(log.log, reduce=AUTOLOG), log.owners)
     _set_up_torch(settings, place)
     mending.remember()
     groups = Groups(settings, place, context.device())
