@@ -131,6 +131,14 @@ def test_a_stall_is_reported_unasked_and_withdrawn_when_it_is_over(
     assert not going._status().hang
 
 
+def test_the_stacks_of_a_run_that_is_stopped_while_it_hangs_stay(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    going = start(cell("import time\ndef train():\n    while True: time.sleep(0.01)").train)
+    monkeypatch.setattr(hang, "STALL_AFTER_S", 0.5)
+    wait_until(lambda: going._status().hang)
+    going.stop(0)
+    assert "time.sleep(0.01)" in going._status().hang
+
+
 def test_a_collective_that_times_out_names_the_missing_rank(cell: Cells) -> None:
     names = cell("""
         import nbddp, time, torch, torch.distributed as dist

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -41,6 +41,14 @@ class Restart:
     reason: str
 
 
+class Broken(NamedTuple):
+    """A metric whose newest values are NaN or infinite on some ranks: since which step, and the first such value."""
+
+    step: int
+    value: float
+    ranks: list[int]
+
+
 class History(Mapping[str, Series]):
     """The metrics of one run: ``steps, values = history["loss"]``.
 
@@ -68,6 +76,7 @@ class History(Mapping[str, Series]):
         self.ranks = [RankProgress() for _ in range(world_size)]
         self.snapshots: dict[str, int | None] = {}
         self.first_nan: tuple[str, int, int] | None = None
+        self._broken: dict[str, dict[int, tuple[int, float]]] = {}  # by rank: step and value
 
     # ------------------------------------------------------------------ for the user
 
@@ -128,6 +137,13 @@ class History(Mapping[str, Series]):
                 step = generation.first_steps[min(generation.first_steps)] if generation.first_steps else step
                 found.insert(0, Restart(step, generation.reason))
         return found
+
+    @property
+    def broken(self) -> dict[str, Broken]:
+        """The metrics that are NaN or infinite now, by name: since which step, the value there, on which ranks."""
+        with self._lock:
+            found = {name: self._broken[name] for name in self._names() if self._broken.get(name)}
+            return {name: Broken(*min(since.values()), sorted(since)) for name, since in found.items()}
 
     @property
     def notices(self) -> list[str]:
@@ -246,6 +262,7 @@ class History(Mapping[str, Series]):
             self._generations[-1].broken_off = True
             world_size = world_size or self._generations[-1].world_size
             self._generations.append(Generation(reason, world_size))
+            self._broken.clear()
             self.ranks = [rank.after_restart() for rank in self.ranks]
             self.ranks += [RankProgress() for _ in range(world_size - len(self.ranks))]
 
@@ -267,6 +284,12 @@ class History(Mapping[str, Series]):
         if known is None and len(self._metrics) == MAX_METRICS:
             self._left_out.add(name)
             return
+        finite, since = np.flatnonzero(np.isfinite(rows["value"])), self._broken.setdefault(name, {})
+        start = int(finite[-1]) + 1 if len(finite) else 0
+        if start:
+            since.pop(rank, None)
+        if start < len(rows):
+            since.setdefault(rank, (int(rows["step"][start]), float(rows["value"][start])))
         self._named[rank][name] = None
         if known is None or known.heard != heard:
             known = self._metrics[name] = Metric(heard=heard)

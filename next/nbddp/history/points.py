@@ -111,8 +111,11 @@ class Block:
         # By rank: lap and place of its last key, how many values were counted, and a row that is not after its last.
         self._at: dict[int, tuple[int, float, int, int]] = {}
         self._combined_for: Any = None
+        self._shown: Points
+        self._shown_for: Any = None  # what its points depend on, but for the values
 
     def add(self, rank: int, records: np.ndarray) -> None:
+        self._shown_for = None
         column = self._column(rank)
         lap, place, count, start = self._at.get(rank, (0, -np.inf, 0, 0))
         counted = np.isnan(records["place"])
@@ -149,12 +152,14 @@ class Block:
 
     def points(self, op: str | None) -> Points:
         """The rows combined over the ranks. Only what has changed since the last call is computed."""
+        size = self.size(op)
+        if self._shown_for == (op, self.kept, len(self.ranks), size):
+            return self._shown
         if self._combined_for != (op, self.kept, len(self.ranks)):
             self._combined_for = op, self.kept, len(self.ranks)
             floats = dict.fromkeys(Points._fields[1:], np.empty(0))
             self._combined = Columns(steps=np.empty(0, int), **floats)
             self._settled = self._points = 0  # rows whose points do not change any more, and how many points they are
-        size = self.size(op)
         fresh = self._combine(slice(self._settled, size), op)
         self._combined.resize(self._points + len(fresh.steps))
         for name, column in zip(Points._fields, fresh):
@@ -163,7 +168,9 @@ class Block:
         if settled > self._settled:
             self._points += len(self._combine(slice(self._settled, settled), op).steps)
             self._settled = settled
-        return Points(*(self._combined[name] for name in Points._fields))
+        self._shown_for = op, self.kept, len(self.ranks), size
+        self._shown = Points(*(self._combined[name] for name in Points._fields))
+        return self._shown
 
     def take(self, op: str | None) -> Points:
         """The points that are new since the last call and will not change any more."""
@@ -283,6 +290,13 @@ class Metric:
 
     def spread(self) -> Spread:
         return Spread(*_joined([block.spread() for block in self.blocks]))
+
+    def logged_by_all(self) -> bool:
+        """Whether every rank has logged every step."""
+        return all(
+            len(block.ranks) == block.generation.world_size and bool(block.there(slice(block.size(self.op))).all())
+            for block in self.blocks
+        )
 
     def counts(self) -> Iterator[np.ndarray]:
         """Steps, also those that a sum leaves out; how many ranks have logged each, and of how many."""

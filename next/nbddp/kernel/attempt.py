@@ -115,9 +115,10 @@ class Attempt:
             while self._waiting():
                 due = self._plan[0][0] - time.monotonic() if self._plan else POLL_S
                 self._note(self._crew.take(min(POLL_S, max(0.0, due))))
-                self.locator.look_for_a_stall()
                 self._look(self)
                 self._end_what_has_failed()
+                if not (self.stopping or self.failed):  # where they stood stays known
+                    self.locator.look_for_a_stall()
                 self._end_what_is_late()
                 if not self._plan and self._crew.inbox.empty():  # the rank that asks may have ended
                     self._prompt.serve(lambda: self.stop(self._patience.after_interrupts_s[0]))

@@ -69,6 +69,7 @@ class Run(Generic[R]):
         self._attempt: Attempt | None = None
         self._stop_grace_s: float | None = None  # asked for before there was anything to stop
         self._where = ""  # the ranks were, when they were stopped
+        self._hang = ""  # when it ended
         self._parts: list[tuple[RankState, int, int]] = []  # of the ranks' outputs: begin and end
         self._done = Latch()
         self._callbacks: list[Callable[[], object]] = []
@@ -195,7 +196,7 @@ class Run(Generic[R]):
             remark=self.remark or first_line(getattr(error, "advice", "")),
             restarts=self.restarts,
             max_restarts=settings.max_restarts,
-            hang=attempt.locator.hang if attempt is not None else "",
+            hang=attempt.locator.hang if attempt is not None else self._hang,
             blocking=self._blocking,
             ranks=self._last_ranks or self._rank_statuses(self._crew),
         )
@@ -250,6 +251,8 @@ class Run(Generic[R]):
         self._parts = [(rank, begin, min(end, rank.output.size)) for rank, begin, end in self._parts]
         if self._attempt is not None and state == "stopped":
             self._where = self._attempt.where
+        if self._attempt is not None and state != "finished":
+            self._hang = self._attempt.locator.hang
         self.state, self.error, self._ended = state, error, time.monotonic()
         self._last_ranks = self._rank_statuses(self._crew)
         self._detach()

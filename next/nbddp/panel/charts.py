@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from nbddp.history.history import History
 from nbddp.history.points import Points
+from nbddp.panel import numbers
+from nbddp.text import plain
 
 POINTS = 360  # of a line at most: about one per pixel
-MAX_CHARTS, MAX_LINES = 12, 8
+MAX_CHARTS, MAX_LINES, MAX_MARKS, MAX_NAMED = 12, 8, 20, 8
 SMOOTHING = 0.02  # a mean reaches over this share of a line's points
 _FEW = 30  # a line with fewer points is drawn with dots
 _STAGES = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "eval": 1, "dev": 1, "test": 2}
-_STAGE_FIRST = re.compile(rf"(?P<stage>{'|'.join(_STAGES)})[/_.\- ]+(?P<rest>.+)", re.IGNORECASE)
-_STAGE_LAST = re.compile(rf"(?P<rest>.+?)[/_.\- ]+(?P<stage>{'|'.join(_STAGES)})", re.IGNORECASE)
+_STAGE = rf"(?P<stage>{'|'.join(_STAGES)})"
+_STAGE_FIRST = re.compile(rf"(?:(?P<before>.*)/)?{_STAGE}[/_.\- ]+(?P<rest>.+)", re.IGNORECASE)
+_STAGE_LAST = re.compile(rf"(?P<rest>.+?)[/_.\- ]+{_STAGE}", re.IGNORECASE)
+_RATE = re.compile(r"((?:.*[/ ])?(?:lr|learning_rate))(?:[/\-]|_?(?=\d+$))(.+)", re.IGNORECASE)  # of a parameter group
 _TITLES = {"acc": "Accuracy", "lr": "Learning rate", "ppl": "Perplexity"}
+_NAME_CHARS = 24
 # Readable on white and on near-black: the same colors live and saved, in every theme.
 COLORS = ("#3b7df0", "#e0661f", "#22994f", "#a457e0", "#1492ac", "#d63f7c", "#b07a10", "#7c8696")
 GRAY, RED, AMBER = "#8a8a8a", "#d9453d", "#b07a10"
@@ -46,13 +53,14 @@ class Line:
     @property
     def smooth(self) -> np.ndarray | None:
         """The mean of the points around each point; None for a line that is smooth already."""
-        turns = np.diff(np.sign(np.diff(self.y[np.isfinite(self.y)])))
+        with np.errstate(over="ignore"):
+            turns = np.diff(np.sign(np.diff(self.y[np.isfinite(self.y)])))
         if len(self.y) < 100 or np.count_nonzero(turns) < len(self.y) / 4:
             return None
         window = np.ones(2 * round(len(self.y) * SMOOTHING / 2) + 1)
         known = np.isfinite(self.y)
-        sums = np.convolve(np.where(known, self.y, 0.0), window, "same")
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
+            sums = np.convolve(np.where(known, self.y, 0.0), window, "same")
             return np.where(known, sums / np.convolve(known, window, "same"), np.nan)
 
 
@@ -65,56 +73,101 @@ class Chart:
     marks: list[tuple[float, str, str]] = field(default_factory=list)  # step, text, color
     left_out: int = 0
 
+    @property
+    def own(self) -> list[Line]:
+        """Without the earlier run's."""
+        return [line for line in self.lines if not line.ghost]
 
+
+@functools.lru_cache(1_000)  # as many as a history keeps
 def described(name: str) -> tuple[str, str]:
     """The chart and the label of a metric: ``("Loss", "train")`` of ``train/loss``, ``Loss/train``, ``loss_train``."""
-    match = _STAGE_FIRST.fullmatch(name) or _STAGE_LAST.fullmatch(name)
-    before, _, last = (match["rest"] if match else name).rpartition("/")
-    label = " ".join(filter(None, [match["stage"] if match else "", before.replace("/", " ")]))
-    return _TITLES.get(last.lower(), capital(last.replace("_", " "))), label
+    word, label = _parted(plain(name))
+    return _TITLES.get(word.lower(), capital(word)), label
 
 
 def tile_label(name: str) -> str:
-    title, label = described(name)
-    return capital(f"{label} {title if title.lower() in _TITLES.values() else title.lower()}".strip())
+    word, label = _parted(plain(name))
+    word = _TITLES[word.lower()].lower() if word.lower() in _TITLES else word
+    return cut(capital((f"{word} {label}" if label[-1:].isdigit() else f"{label} {word}").strip()))
+
+
+def _parted(name: str) -> tuple[str, str]:
+    first, last = _STAGE_FIRST.fullmatch(name), _STAGE_LAST.fullmatch(name)
+    if not (first or last) and (rate := _RATE.fullmatch(name)):
+        word, label = _parted(rate[1])
+        return word, f"{label} {'group ' * rate[2].isdigit()}{rate[2]}".strip()
+    match = first or last
+    inside, _, word = (match["rest"] if match else name).rpartition("/")
+    words = [first["before"], first["stage"], inside] if first else [inside, last["stage"] if last else ""]
+    return (word or name).replace("_", " "), " ".join(filter(None, words)).replace("/", " ")
 
 
 def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def cut(text: str, chars: int = _NAME_CHARS) -> str:
+    """Names differ at both ends: ``encoder.lay…tention.weight``."""
+    return text if len(text) <= chars else f"{text[: chars // 2 - 1]}…{text[-(chars // 2) :]}"
+
+
 def charts(
-    history: History, before: History | None = None, names: tuple[str, ...] = (), points: int = POINTS
+    history: History,
+    before: History | None = None,
+    names: Sequence[str] = (),
+    points: int = POINTS,
+    most: int = MAX_CHARTS,
 ) -> tuple[list[Chart], str]:
-    """The charts of these metrics, or of all; ``before``: an earlier run, drawn in gray behind."""
+    """The charts of these metrics, or of all, and which have none, in a line.
+
+    Args:
+        before: an earlier run, drawn in gray behind.
+        points: of a line.
+        most: charts.
+    """
     found: dict[str, Chart] = {}
-    left_out: list[str] = []
+    left_out: dict[str, None] = {}
+    broken, restarts = history.broken, _restarts(history)
+    broken_at: dict[str, list[tuple[int, float]]] = {}
     for name in names or history:
         title, label = described(name)
-        if title not in found and len(found) == MAX_CHARTS:
-            left_out.append(title)
-            continue
-        chart = found.setdefault(title, Chart(title))
-        if len([line for line in chart.lines if not line.ghost]) >= MAX_LINES:
-            chart.left_out += 1
+        if title.lower() not in found and len(found) == most:
+            left_out[cut(title)] = None
             continue
         curve = _ascending(history.points(name))
         if not len(curve.steps):
             continue
-        if before is not None and name in before:
-            chart.lines.insert(0, _line(_ascending(before.points(name)), "before", GRAY, points, ghost=True))
-        chart.lines.append(_line(curve, label, "", points))
-        chart.marks += _broken_mark(curve)
-    for chart in found.values():
-        _paint(chart)
-        chart.marks += [(r.step, "restart", AMBER) for r in history.restarts if r.step is not None]
-    titles = dict.fromkeys(left_out)
-    rest = (
-        f"Not drawn: {', '.join([*titles][:8])}{f' and {len(titles) - 8} more' if len(titles) > 8 else ''}"
-        if titles
-        else ""
-    )
-    return [chart for chart in found.values() if chart.lines], rest
+        chart = found.setdefault(title.lower(), Chart(title))
+        if len(chart.own) == MAX_LINES:
+            chart.left_out += 1
+            continue
+        if before is not None and name in before and len((old := _ascending(before.points(name))).steps):
+            chart.lines.insert(0, _line(old, "before", GRAY, max(1, points // 2), ghost=True))
+        chart.lines.append(_line(curve, cut(label), "", points))
+        if name in broken:
+            broken_at.setdefault(title.lower(), []).append((broken[name].step, broken[name].value))
+    for title, chart in found.items():
+        chart.lines = _painted(chart.lines)
+        low, high = min(line.x[0] for line in chart.lines), max(line.x[-1] for line in chart.lines)
+        marks: list[tuple[float, str, str]] = [(step, f"restart{text}", AMBER) for step, text in restarts.items()]
+        marks += [
+            (step, f"{numbers.metric(value)} from step {step:,}", RED)
+            for step, value in sorted(broken_at.get(title, []))[:1]
+        ]
+        chart.marks = [mark for mark in marks if low <= mark[0] <= high][-MAX_MARKS:]
+    some = ", ".join([*left_out][:MAX_NAMED])
+    more = f" and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
+    return [*found.values()], f"Not drawn: {some}{more}" if some else ""
+
+
+def _restarts(history: History) -> dict[int, str]:
+    """By step: `` 1``, ``s 1 to 2``."""
+    by_step: dict[int, list[int]] = {}
+    for number, restart in enumerate(history.restarts, 1):
+        if restart.step is not None:
+            by_step.setdefault(restart.step, []).append(number)
+    return {step: f" {n[0]}" if len(n) == 1 else f"s {n[0]} to {n[-1]}" for step, n in by_step.items()}
 
 
 def _line(curve: Points, label: str, color: str, points: int, *, ghost: bool = False) -> Line:
@@ -126,8 +179,8 @@ def _line(curve: Points, label: str, color: str, points: int, *, ghost: bool = F
         return Line(label, color, curve.steps, curve.values, curve.low, curve.high, last, count, ghost)
     edges = np.arange(0, count, size)
     known = np.isfinite(curve.values)
-    with np.errstate(invalid="ignore"):
-        mean = np.add.reduceat(np.where(known, curve.values, 0.0), edges) / np.add.reduceat(known, edges)
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = np.add.reduceat(np.where(known, curve.values, 0.0), edges) / np.add.reduceat(known.astype(float), edges)
     low, high = np.fmin.reduceat(curve.low, edges), np.fmax.reduceat(curve.high, edges)
     x = curve.steps[np.minimum(edges + size // 2, count - 1)]
     x[0], x[-1] = curve.steps[0], curve.steps[-1]
@@ -143,19 +196,13 @@ def _ascending(curve: Points) -> Points:
     return Points(*(column[kept] for column in curve))
 
 
-def _broken_mark(curve: Points) -> list[tuple[float, str, str]]:
-    if math.isfinite(curve.high[-1] - curve.low[-1]):
-        return []
-    finite = np.flatnonzero(np.isfinite(curve.high - curve.low))
-    first = int(finite[-1]) + 1 if len(finite) else 0
-    return [(float(curve.steps[first]), f"NaN from step {curve.steps[first]:,}", RED)]
-
-
-def _paint(chart: Chart) -> None:
+def _painted(lines: list[Line]) -> list[Line]:
     """train, val and test have the same color in every chart."""
-    mine = [line for line in chart.lines if not line.ghost]
-    fixed = [_STAGES.get(line.label.partition(" ")[0].lower()) for line in mine]
-    fixed = [index if index not in fixed[:i] else None for i, index in enumerate(fixed)]
-    free = itertools.cycle([i for i in range(len(COLORS)) if i not in fixed])
-    for line, index in zip(mine, fixed):
-        object.__setattr__(line, "color", COLORS[next(free) if index is None else index])
+    wanted = [None if line.ghost else _STAGES.get(line.label.lower()) for line in lines]
+    fixed = [None if index in wanted[:i] else index for i, index in enumerate(wanted)]
+    free = [i for i in range(len(COLORS)) if i not in fixed]
+    rest = itertools.chain(free, itertools.cycle(range(len(COLORS))))
+    return [
+        line if line.ghost else replace(line, color=COLORS[next(rest) if index is None else index])
+        for line, index in zip(lines, fixed)
+    ]

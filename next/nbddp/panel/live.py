@@ -125,5 +125,5 @@ _LOG_CHARS = 6_000
 def _bundle(source: Source, status: Status, place: str = "") -> dict[str, str]:
     if not status.over:
         status = dataclasses.replace(status, remark=f"as of {time.strftime('%H:%M:%S')}, still running")
-    picture = html.picture(source.history, status, source.before, name=place)
+    picture = html.picture(source.history, status, source.before, name=place, tail=source.tail)
     return {"text/html": picture, "text/plain": end_line(source.history, status)}

@@ -1,13 +1,24 @@
-"""How far a run is, in numbers for every view."""
+"""How far a run is, which of its ranks lag, and what is odd about its numbers, for every view."""
 
 from __future__ import annotations
 
 import re
+import statistics
+import time
 from dataclasses import dataclass
 
 from nbddp.history.history import History
 from nbddp.history.progress import Bar
+from nbddp.panel import numbers
 from nbddp.panel.charts import capital
+from nbddp.panel.status import Status
+from nbddp.text import plain, ranks_text
+
+_REPORT_S = 0.3  # a loop tells its progress some times a second, log() at once
+_SILENT_S, _SILENT_STEPS = 5.0, 10  # a rank is silent if both have passed
+_SLOW = 1.5  # times the usual step time
+_BEHIND_S = 1.0  # ranks report at slightly different times
+_MAX_NOTICES = 3
 
 
 @dataclass(frozen=True)
@@ -16,7 +27,10 @@ class Progress:
 
     Attributes:
         step, steps: the last step that every rank has logged, and how many there will be.
-        loops: name, done, total of the slowest rank's open progress() loops that count something else, outermost first.
+        loops: name, done, total of the slowest rank's open progress() loops that count something else, outermost first;
+            an inner loop's over all items of the outer one.
+        left: seconds.
+        throughput: samples per second.
     """
 
     step: int | None
@@ -35,26 +49,64 @@ def progress(history: History) -> Progress:
     if not bars:
         return Progress(step, None, [], None, None, throughput)
     outer, inner = bars[0], bars[-1]
-    loops = [(capital(bar.desc) or "Progress", bar.done, bar.total) for bar in bars]
-    if re.search("epoch|round", outer.desc, re.I) and outer.total:
-        loops[0] = (loops[0][0], min(outer.done + 1, outer.total), outer.total)  # the present epoch
-    before, steps = 0, inner.total
+    loops = [(plain(capital(bar.desc)), bar.done, bar.total) for bar in bars]
+    if epochs := re.search("epoch|round", outer.desc, re.I):
+        loops[0] = (loops[0][0], min(outer.done + 1, outer.total or outer.done + 1), outer.total)  # the present one
+    done, steps = inner.done, inner.total
     if len(bars) == 2 and inner.total:
-        before, steps = outer.done * inner.total, (outer.total or 0) * inner.total or None
-    # log() counts what the inner loop counts? At the end of an epoch that loop's items may be in both loops.
-    if step is not None and min(abs(step + 1 - done) for done in (before, before + inner.done)) <= max(2, 0.02 * step):
-        del loops[-1]
-    else:
+        done += outer.done * inner.total
+        steps = outer.total * inner.total if outer.total else None
+        loops[-1] = (loops[-1][0], done, steps)
+    if len(bars) == 1 and epochs:
+        steps = None
+    elif step is not None and abs(step + 1 - done) <= max(2, 0.02 * step, _REPORT_S * (inner.rate or 0.0)):
+        del loops[-1]  # it counts what log() counts
+    elif step is not None:
         steps, loops = None, [loop for loop in loops if loop[0] != "Step"]  # one meaning of "Step": what log() counts
     fraction = min(1.0, _done(bars) / outer.total) if outer.total else None
     left = outer.seconds_left
     if len(bars) == 2 and outer.total and inner.total and inner.rate:
         left = max(0.0, ((outer.total - outer.done) * inner.total - inner.done) / inner.rate)
+    loops = [(name or ("Step" if step is None else "Progress"), count, total) for name, count, total in loops]
     return Progress(step, steps, loops, fraction, left, throughput)
 
 
 def _done(bars: list[Bar]) -> float:
     """How many items of the outermost loop are done, with a part of the present one."""
     inner = bars[1] if len(bars) > 1 else None
-    within = inner.done / inner.total if inner and inner.total else 0.0
-    return bars[0].done + (within if within < 1 else 0.0)
+    return bars[0].done + (inner.done / inner.total if inner and inner.total else 0.0)
+
+
+def lagging(history: History, status: Status, now: float | None = None) -> dict[int, str]:
+    """By rank: "silent for 6 s", "50 steps behind", "slow". ``now``: unix time."""
+    now = time.time() if now is None else now
+    times = [rank.step_seconds for rank in history.ranks if rank.step_seconds]
+    usual = statistics.median_low(times) if len(times) > 1 else float("inf")
+    furthest = max(rank.step for rank in history.ranks)
+    found = {}
+    for rank in status.ranks:
+        done = history.ranks[rank.rank]
+        if rank.state != "running" or rank.waits or not done.advanced_at:  # one that logs nothing isn't stuck
+            continue
+        step_s, silent = done.step_seconds or 0.0, now - (done.arrived_at or done.advanced_at)
+        if silent > max(_SILENT_S, _SILENT_STEPS * step_s):
+            found[rank.rank] = f"silent for {silent:.0f} s"
+        elif done.step >= 0 and (furthest - done.step) * step_s > _BEHIND_S:
+            found[rank.rank] = f"{furthest - done.step:,} steps behind"
+        elif step_s > _SLOW * usual:
+            found[rank.rank] = "slow"
+    return found
+
+
+def notices(history: History) -> list[str]:
+    """Metrics that are NaN or infinite, and those that not all ranks have logged alike; a line each, three of both."""
+    broken = [
+        f"{name} is {numbers.metric(value)} from step {step:,} on {ranks_text(ranks)}"
+        for name, (step, value, ranks) in history.broken.items()
+    ]
+    found = []
+    for lines, rest in ((broken, "metrics are NaN or infinite"), (history.notices, "in run.history.notices")):
+        found += [plain(line) for line in lines[:_MAX_NOTICES]]
+        if len(lines) > _MAX_NOTICES:
+            found.append(f"and {len(lines) - _MAX_NOTICES:,} more {rest}")
+    return found

@@ -1,0 +1,33 @@
+"""A history without a run, as its ranks would log it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nbddp.history.history import History
+
+
+def logged(
+    ranks: int = 1,
+    *,
+    history: History | None = None,
+    rank: int | None = None,
+    first: int = 0,
+    reduce: str | None = None,
+    every_s: float = 0.1,
+    **curves: Sequence[float],
+) -> History:
+    """Each rank, or one, logs these values under these names, at the steps from ``first`` on."""
+    history = History(ranks) if history is None else history
+    last = first + max(map(len, curves.values())) - 1
+    for each in [rank] if rank is not None else range(ranks):
+        for steps in (range(first, last), [last]):  # a speed needs two arrivals
+            records: list[Any] = [
+                [100 + step * every_s, step, False, reduce, 1.0, {name: float(values[step - first])}]
+                for step in steps
+                for name, values in curves.items()
+                if step - first < len(values)
+            ]
+            history.add(each, records)
+    return history
