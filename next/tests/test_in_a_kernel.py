@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import textwrap
+from pathlib import Path
+
+import pytest
+
 from tests.support import Notebook, out
 
+SHOWS = """
+import nbddp, sys
+from IPython.display import HTML, display
+assert "matplotlib" not in sys.modules
+display(HTML(f"<b>{nbddp.rank()}</b>"))
+import matplotlib.pyplot as plt
+for name in (None, "named"):
+    plt.figure(name), plt.plot([1, 2])
+plt.show()
+print(plt.get_fignums())
+"""
 
-def test_rank_0s_displays_and_figures_are_the_cells(notebook: Notebook) -> None:
-    notebook.ok("""
-        import nbddp
-        from IPython.display import HTML, display
-        import matplotlib.pyplot as plt
-        def show():
-            display(HTML(f"<b>{nbddp.rank()}</b>"))
-            plt.plot([1, 2])
-            plt.show()
-    """)
-    shown = notebook.ok("nbddp.run(show, nprocs=2, device='cpu')").data
-    assert [data["text/html"] for data in shown if "text/html" in data] == ["<b>0</b>"]
-    assert ["image/png" in data for data in shown].count(True) == 1
+
+@pytest.mark.parametrize("call", ["nbddp.run(show, ", "nbddp.run_script('show.py', "])
+def test_plt_show_shows_rank_0s_figures_and_closes_them(call: str, notebook: Notebook, in_folder: Path) -> None:
+    Path("show.py").write_text(SHOWS)
+    notebook.ok(f"import nbddp, os\nos.chdir({str(in_folder)!r})\ndef show():{textwrap.indent(SHOWS, '  ')}")
+    reply = notebook.ok(f"run = {call}nprocs=2, device='cpu')\nprint(run.logs(1))\nos.chdir('/')")
+    assert [data["text/html"] for data in reply.data if "text/html" in data] == ["<b>0</b>"]
+    assert ["image/png" in data for data in reply.data] == [False, True, True]
+    assert reply.shown.count("[]\n") == 2
 
 
 def test_input_asks_rank_0_and_every_rank_gets_its_own_answer(notebook: Notebook) -> None:

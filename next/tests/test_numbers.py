@@ -10,8 +10,9 @@ import pytest
 
 from nbddp.history.history import History
 from nbddp.panel import numbers, svg
-from nbddp.panel.charts import charts, cut, described, tile_label
+from nbddp.panel.charts import charts, described, tile_label
 from nbddp.panel.run_progress import notices, progress
+from nbddp.text import cut
 from tests.curves import logged
 
 

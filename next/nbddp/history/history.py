@@ -123,6 +123,12 @@ class History(Mapping[str, Series]):
                                 file.write(msgpack.packb({"name": name, "ops": ops, "rows": rows.tobytes()}))
 
     @property
+    def nbytes(self) -> int:
+        """The memory of its arrays."""
+        with self._lock:
+            return sum(block.nbytes for metric in self._metrics.values() for block in metric.blocks)
+
+    @property
     def over(self) -> bool:
         """Nothing more will be logged."""
         return self._generations[-1].broken_off is not None

@@ -67,6 +67,10 @@ class Columns:
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name][: self.size]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays.values())
+
     def resize(self, size: int) -> None:
         """New rows are zero."""
         for name, old in self._arrays.items():
@@ -113,6 +117,11 @@ class Block:
         self._combined_for: Any = None
         self._shown: Points
         self._shown_for: Any = None  # what its points depend on, but for the values
+        self._combined = Columns(steps=np.empty(0, int))
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self._combined.nbytes
 
     def add(self, rank: int, records: np.ndarray) -> None:
         self._shown_for = None

@@ -11,17 +11,19 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from nbddp.errors import NbddpError
-from nbddp.history.history import History
+from nbddp.kernel import earlier
 from nbddp.kernel.attempt import Attempt
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import Latch
 from nbddp.kernel.rank_state import RankState
 from nbddp.loggers.log_to import Destination, Sender
 from nbddp.messages import Settings
+from nbddp.panel import frontend, html
 from nbddp.panel.live import view_for
+from nbddp.panel.plotted import History
 from nbddp.panel.status import RankStatus, Source, Status, View
 from nbddp.process import server
 from nbddp.text import duration, first_line
@@ -49,7 +51,7 @@ class Run(Generic[R]):
         settings: Settings,
         log_to: Sequence[Destination] = (),
         *,
-        before: History | None = None,
+        subject: str = "",
         blocking: bool = True,
     ) -> None:
         self.name, self.nprocs = settings.name, settings.world_size
@@ -59,7 +61,8 @@ class Run(Generic[R]):
         self.error: BaseException | None = None
         self.restarts = 0
         self.remark = ""
-        self._settings, self._before, self._blocking = settings, before, blocking
+        self._settings, self._subject, self._blocking = settings, subject, blocking
+        self._before = earlier.before(subject)
         self._views: list[View] = []
         self._began = time.monotonic()
         self._ended: float | None = None
@@ -169,6 +172,16 @@ class Run(Generic[R]):
         why = f": {type(self.error).__name__}" if self.error is not None else ""
         return f"<Run {self.name}: {self.state}{why}, {self.nprocs} ranks, {duration(self.seconds)}>"
 
+    def _repr_html_(self) -> str | None:
+        """Its picture, but in a cell that shows it anyway."""
+        cell = frontend.cell_number()
+        if not self.history.latest() or (cell is not None and cell in [view.cell for view in self._views]):
+            return None
+        return html.picture(self.history, self._status(), self._before)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Run stays in the notebook; pass its value")
+
     # ------------------------------------------------------------------ for what carries it out
 
     def _show(self, kind: bool | str | None) -> None:
@@ -258,6 +271,7 @@ class Run(Generic[R]):
         self._detach()
         self.history.settle(broken_off=state != "finished")
         self._sender.finish()
+        earlier.keep(self._subject, self.history)
         self._done.set()
         for call in self._callbacks:
             with contextlib.suppress(RuntimeError):  # the event loop that waited is closed

@@ -53,7 +53,8 @@ def run_script(
     name = str(options.name or (file if module else os.path.basename(file)))
     settings = decide(name, options, attended=options.wait and notebook() is not None)
     words = tuple(_words(argv(rank) if callable(argv) else argv) for rank in range(settings.world_size))
-    launched = launch(settings, pack_call(name, script_main.run_script, (file, words, module), {}), options)
+    packed = pack_call(name, script_main.run_script, (file, words, module), {})
+    launched = launch(settings, packed, options, os.path.abspath(file))
     return launched.wait() if options.wait else launched
 
 

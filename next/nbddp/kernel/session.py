@@ -14,7 +14,7 @@ import torch
 
 from nbddp import payload
 from nbddp.errors import LaunchError, NbddpError
-from nbddp.kernel import failure
+from nbddp.kernel import earlier, failure
 from nbddp.kernel.advice import advice
 from nbddp.kernel.attempt import OF_A_SESSION, OF_AN_ANSWER, Attempt, Patience
 from nbddp.kernel.crew import Crew
@@ -105,7 +105,7 @@ class Session:
         asked = self._asked(None)
         name = check_call(fn, args, kwargs or {}, None)
         packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
-        run: Run[Any] = Run(dataclasses.replace(self._settings, name=name), self._log_to)
+        run: Run[Any] = Run(dataclasses.replace(self._settings, name=name), self._log_to, subject=earlier.function(fn))
         if self._options.show is not False:
             run._show(self._options.show)
         self._run, received, page = run, self._note_received(packed.by_value), self._page(0)
@@ -281,7 +281,7 @@ class Session:
     def _run_of(self, attempt: Attempt) -> Run[Any]:
         """Return the cell's run, which is made when there's something to show."""
         if self._run is None:
-            self._run = Run(dataclasses.replace(self._settings, name="cell"), self._log_to)
+            self._run = Run(dataclasses.replace(self._settings, name="cell"), self._log_to, subject=earlier.cell())
             self._run._take_part(self._crew, attempt)
             self._run.state, self._crew.metrics_to = "running", self._logged
             if self._options.show is not False:

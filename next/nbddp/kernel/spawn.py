@@ -11,6 +11,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from nbddp.errors import RankDied, RankError
 from nbddp.helpers import context
+from nbddp.kernel import earlier
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, device_and_count
 from nbddp.kernel.start import launch, pack_call
@@ -140,7 +141,8 @@ def spawn(
     with_rank = functools.partial(fn, _RankArgument()) if callable(fn) else fn
     name = check_call(with_rank, args, {}, None)
     settings = decide(name, options, contract=False)
-    going = SpawnContext(launch(settings, pack_call(name, with_rank, tuple(args), {}), options))
+    packed = pack_call(name, with_rank, tuple(args), {})
+    going = SpawnContext(launch(settings, packed, options, earlier.function(fn)))
     if not join:
         return going
     going.join()

@@ -12,7 +12,7 @@ from typing import Any
 
 from nbddp import errors, payload
 from nbddp.errors import LaunchError, NanLogged, NbddpError, PayloadError, RankDied, RankError, RunTimeout
-from nbddp.kernel import failure
+from nbddp.kernel import earlier, failure
 from nbddp.kernel.attempt import OF_A_RUN, Attempt, Patience
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.page import Page, notebook
@@ -53,13 +53,18 @@ def run(
     """
     name = check_call(fn, args, kwargs or {}, options.name)
     settings = decide(name, options, attended=options.wait and notebook() is not None)
-    launched = launch(settings, pack_call(name, fn, tuple(args), dict(kwargs or {})), options)
+    packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
+    launched = launch(settings, packed, options, earlier.function(fn))
     return launched.wait() if options.wait else launched
 
 
-def launch(settings: Settings, packed: Packed, options: Options) -> Run[Any]:
-    """Carry out a run, in the background if it's not waited for. Raises KeyboardInterrupt if it was stopped."""
-    launched: Run[Any] = Run(settings, destinations(options.log_to), blocking=options.wait)
+def launch(settings: Settings, packed: Packed, options: Options, subject: str) -> Run[Any]:
+    """Carry out a run, in the background if it's not waited for. Raises KeyboardInterrupt if it was stopped.
+
+    Args:
+        subject: what it has in common with an earlier run that it's compared with.
+    """
+    launched: Run[Any] = Run(settings, destinations(options.log_to), subject=subject, blocking=options.wait)
     carry_out_it = functools.partial(carry_out, launched, settings, packed, options)
     try:
         if options.show is not False:

@@ -14,7 +14,7 @@ import numpy as np
 from nbddp.history.history import History
 from nbddp.history.points import Points
 from nbddp.panel import numbers
-from nbddp.text import plain
+from nbddp.text import cut, plain
 
 POINTS = 360  # of a line at most: about one per pixel
 MAX_CHARTS, MAX_LINES, MAX_MARKS, MAX_NAMED = 12, 8, 20, 8
@@ -26,7 +26,6 @@ _STAGE_FIRST = re.compile(rf"(?:(?P<before>.*)/)?{_STAGE}[/_.\- ]+(?P<rest>.+)",
 _STAGE_LAST = re.compile(rf"(?P<rest>.+?)[/_.\- ]+{_STAGE}", re.IGNORECASE)
 _RATE = re.compile(r"((?:.*[/ ])?(?:lr|learning_rate))(?:[/\-]|_?(?=\d+$))(.+)", re.IGNORECASE)  # of a parameter group
 _TITLES = {"acc": "Accuracy", "lr": "Learning rate", "ppl": "Perplexity"}
-_NAME_CHARS = 24
 # Readable on white and on near-black: the same colors live and saved, in every theme.
 COLORS = ("#3b7df0", "#e0661f", "#22994f", "#a457e0", "#1492ac", "#d63f7c", "#b07a10", "#7c8696")
 GRAY, RED, AMBER = "#8a8a8a", "#d9453d", "#b07a10"
@@ -105,11 +104,6 @@ def _parted(name: str) -> tuple[str, str]:
 
 def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def cut(text: str, chars: int = _NAME_CHARS) -> str:
-    """Names differ at both ends: ``encoder.lay…tention.weight``."""
-    return text if len(text) <= chars else f"{text[: chars // 2 - 1]}…{text[-(chars // 2) :]}"
 
 
 def charts(

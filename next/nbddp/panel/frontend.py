@@ -55,6 +55,12 @@ def is_executed() -> bool:
     return not hosted and bool(_PYTHON_CLIENT.fullmatch(str(request.get("header", {}).get("msg_id", ""))))
 
 
+def cell_number() -> int | None:
+    """The execution count of the running cell; None in a terminal or a script."""
+    current = shell()
+    return current.execution_count if current is not None else None
+
+
 def cell_id() -> str:
     """The page's id of the running cell, which stays the same when the cell is run again; "" if not known."""
     return str(_request().get("metadata", {}).get("cellId", ""))

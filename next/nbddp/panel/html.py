@@ -10,11 +10,11 @@ from html import escape
 from nbddp.history.history import History
 from nbddp.history.progress import RankProgress
 from nbddp.panel import numbers, svg
-from nbddp.panel.charts import AMBER, GRAY, RED, Chart, capital, charts, cut, described, tile_label
+from nbddp.panel.charts import AMBER, GRAY, RED, Chart, capital, charts, described, tile_label
 from nbddp.panel.run_progress import Progress, lagging, notices, progress
 from nbddp.panel.status import RankStatus, Status
 from nbddp.panel.text_view import restarted
-from nbddp.text import LINE_CHARS, duration, fold, plain
+from nbddp.text import LINE_CHARS, cut, duration, fold, plain
 
 _COLORS = {"starting": GRAY, "running": "#3b7df0", "finished": "#22994f", "failed": RED, "stopped": AMBER}
 _LINE = "rgba(128,128,128,.3)"

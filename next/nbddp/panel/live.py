@@ -37,6 +37,7 @@ class ExecutedView(TextView):
             return super()._write_end(status)
         from IPython.display import display
 
+        self.cell = frontend.cell_number()
         display(_bundle(self._source, status), raw=True)  # type: ignore[no-untyped-call]
         return None
 
@@ -51,6 +52,7 @@ class CellView:
     def __init__(self, source: Source, *, live: bool) -> None:
         self._source: Source | None = source
         self._is_live = live
+        self.cell = frontend.cell_number()
         self._place = f"nbddp-{uuid.uuid4().hex}" if live and frontend.shares_page() else ""
         self._panel: Any = None
         self._frames: Any = None

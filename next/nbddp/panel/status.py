@@ -83,7 +83,13 @@ class Source:
 
 
 class View(Protocol):
-    """Draws a run."""
+    """Draws a run.
+
+    Attributes:
+        cell: the number of the one that shows it; None in a terminal or a script.
+    """
+
+    cell: int | None
 
     def update(self) -> None:
         """Draw it as it is now; the last time when it's over."""

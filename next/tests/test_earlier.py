@@ -1,0 +1,158 @@
+"""The earlier run of the same function, script, or cell, in gray; and pictures of a history's curves."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import pickle
+import weakref
+from pathlib import Path
+
+import pytest
+
+import nbddp
+from nbddp.history.history import History
+from nbddp.kernel import earlier
+from tests.support import Cells, Notebook, run, start, wait_until
+
+TRAIN = """
+import nbddp, time
+def train(value=1.0, stop_at=None, forever=False):
+    for step in range(5):
+        if step == stop_at:
+            raise ValueError("bad batch")
+        nbddp.log(loss=value * step)
+    while forever:
+        time.sleep(0.01)
+def other():
+    nbddp.log(loss=9.0)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_runs_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(earlier, "_newest", {})
+
+
+def test_a_run_is_compared_with_the_newest_of_its_function_that_has_curves(cell: Cells) -> None:
+    names = cell(TRAIN)
+    first = run(names.train)
+    assert first._before is None
+    assert run(names.other)._before is None
+    second = run(names.train, 2.0)
+    assert second._before is first.history
+    with pytest.raises(nbddp.RankError):
+        run(names.train, 3.0, 0)
+    assert nbddp.last_run()._before is second.history
+    with pytest.raises(nbddp.RankError):
+        run(names.train, 4.0, 3)
+    failed = nbddp.last_run()
+    assert run(functools.partial(names.train, 5.0))._before is failed.history
+
+
+def test_a_run_that_goes_on_is_not_compared_with_until_it_was_stopped(cell: Cells) -> None:
+    names = cell(TRAIN)
+    going = start(names.train, 1.0, None, True)
+    wait_until(lambda: going.history.latest().get("loss") == 4.0)
+    assert run(names.train)._before is None
+    going.stop(0)
+    assert run(names.train)._before is going.history
+
+
+def test_a_script_is_compared_with_itself(in_folder: Path) -> None:
+    for name in ("a.py", "b.py"):
+        Path(name).write_text("import nbddp\nnbddp.log(x=1.0)\n")
+    one, two = (nbddp.run_script(path, nprocs=1, device="cpu", show=False) for path in ("a.py", "b.py"))
+    again = nbddp.run_script(in_folder / "a.py", nprocs=1, device="cpu", show=False)
+    assert [one._before, two._before, again._before] == [None, None, one.history]
+
+
+def test_one_history_of_the_newest_eight_functions_is_kept() -> None:
+    def over(*values: float) -> History:
+        history = History()
+        history.add(0, [[1.0, step, False, None, 1, {"loss": value}] for step, value in enumerate(values)])
+        history.settle()
+        return history
+
+    earlier.keep("", over(1.0))
+    earlier.keep("without a metric", over())
+    for number in range(10):
+        earlier.keep(f"f{number}", over(1.0))
+    assert list(earlier._newest) == [f"f{number}" for number in range(2, 10)]
+    replaced = weakref.ref(earlier.before("f2"))
+    earlier.keep("f2", newest := over(2.0))
+    assert earlier.before("f2") is newest
+    gc.collect()
+    assert replaced() is None
+    earlier.keep("f10", over(1.0))
+    assert list(earlier._newest) == [*(f"f{number}" for number in range(4, 10)), "f2", "f10"]
+
+
+def test_panel_and_picture_of_the_second_run_have_the_curves_of_the_first(notebook: Notebook) -> None:
+    notebook.ok(TRAIN)
+    look = """
+        run = nbddp.run(train, ({},), nprocs=2, device="cpu", show=False)
+        from nbddp.panel.charts import charts
+        source = run._source()
+        (chart,), _ = charts(source.history, source.before)
+        print([(line.ghost, line.last) for line in chart.lines], "before" in run._repr_html_())
+    """
+    assert notebook.ok(look.format(1.0)).shown == "[(False, 4.0)] False\n"
+    assert notebook.ok(look.format(2.0)).shown == "[(True, 4.0), (False, 8.0)] True\n"
+
+
+def test_a_cell_is_compared_with_itself_where_the_page_tells_which_it_is(own_notebook: Notebook) -> None:
+    own_notebook.ok("%load_ext nbddp")
+    client = own_notebook._client
+
+    def logs(cell_id: str) -> str:
+        message = client.session.msg("execute_request", {"code": _CELL, "silent": False, "store_history": True})
+        message["metadata"]["cellId"] = cell_id
+        client.shell_channel.send(message)
+        own_notebook.end_of(message["header"]["msg_id"])
+        return own_notebook.ok("print(nbddp.last_run()._before)").shown
+
+    assert logs("a") == logs("b") == "None\n"
+    assert logs("a") == "History(x: 1 points)\n"
+
+
+_CELL = "%%ddp -n 2 --device cpu\nimport nbddp\nnbddp.log(x=1.0)"
+
+# ---------------------------------------------------------------------------- pictures
+
+
+def test_a_plot_has_some_metrics_and_another_runs_curves_in_gray(cell: Cells) -> None:
+    names = cell("import nbddp\ndef train(): nbddp.log(loss=1.0, acc=0.5, lr=0.1)")
+    done = run(names.train)
+    html = done.history.plot("acc", "lr", before=done).data
+    assert [f"<b>{title}</b>" in html for title in ("Loss", "Accuracy", "Learning rate")] == [False, True, True]
+    assert "before" in html
+    assert done.history.plot(before=done.history).data.count("<img") == 3
+    assert "before" not in done.history.plot("acc").data
+    with pytest.raises(KeyError, match="no metric 'los' was logged; the metrics are: loss, acc, lr"):
+        done.history.plot("los")
+
+
+def test_a_loaded_history_can_be_drawn_and_one_without_metrics_shows_its_text(in_folder: Path) -> None:
+    history = nbddp.History()
+    assert history._repr_html_() is None
+    history.add(0, [[1.0, 0, False, None, 1, {"loss": 1.0}]])
+    history.save("run.metrics")
+    assert nbddp.History.load("run.metrics").plot().data == history.plot().data
+
+
+def test_a_run_shows_its_picture_at_a_cells_end_unless_the_cell_shows_it_anyway(notebook: Notebook) -> None:
+    notebook.ok(TRAIN)
+    shown = notebook.ok("run = nbddp.run(train, nprocs=2, device='cpu', show='picture')\nrun")
+    assert "text/html" not in shown.data[-1]
+    assert "<img" in notebook.ok("run").data[-1]["text/html"]
+    assert "<img" in notebook.ok("nbddp.run(train, nprocs=2, device='cpu', show=False)").data[-1]["text/html"]
+    assert "text/html" not in notebook.ok("nbddp.run(print, nprocs=1, device='cpu')").data[-1]
+
+
+def test_a_run_stays_in_the_notebook(cell: Cells) -> None:
+    done = run(cell("def train(): return 1").train)
+    with pytest.raises(TypeError, match="a Run stays in the notebook; pass its value"):
+        pickle.dumps(done)
+    with pytest.raises(nbddp.PayloadError, match="a Run stays in the notebook; pass its value"):
+        run(print, done)

@@ -1,0 +1,238 @@
+"""A run as lines of text: in a terminal, a script, a notebook that a program executes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbddp.history.history import History
+from nbddp.panel.status import Source, Status
+from nbddp.panel.text_view import TextView
+from tests.support import script
+
+REASON = "RankDied: rank 1 of 2 was killed by SIGKILL"
+TRAIN = """
+import nbddp
+def train():
+    for step in range(20):
+        nbddp.log(loss=1 / (step + 1), reduce="mean")
+    nbddp.barrier()
+    print("done")
+"""
+
+
+def log(history: History, name: str, steps: Iterable[int], rank: int = 0, reduce: str | None = None) -> None:
+    history.add(rank, [[float(step), step, False, reduce, 1, {name: float(step)}] for step in steps])
+
+
+class Followed:
+    """A run without processes, and its view, on a clock that's set."""
+
+    def __init__(self, history: History) -> None:
+        self.history, self.now = history, 0.0
+        self.status = Status("train", "starting", 0.0, "2 processes · gloo")
+        self._view = TextView(Source(history, lambda: self.status), clock=lambda: self.now)
+
+    def becomes(self, state: str, now: float, **changes: Any) -> None:
+        self.now = now
+        self.status = dataclasses.replace(self.status, state=state, seconds=now, **changes)
+        self._view.update()
+
+
+def test_a_line_in_two_seconds_tells_the_progress_and_one_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    history = History()
+    run = Followed(history)
+    for tenth in range(60):
+        log(history, "loss", [tenth])
+        run.becomes("running", tenth / 10)
+    run.becomes("running", 9.0)  # with nothing new
+    run.becomes("running", 12.0)
+    run.becomes("finished", 38.0)
+    run.becomes("finished", 39.0)
+    lines = ["train: step 20 · loss 20", "train: step 40 · loss 40", "train: step 59 · loss 59"]
+    assert capsys.readouterr().out.splitlines() == [*lines, "train: finished after 0:38 · 2 processes · gloo · loss 59"]
+
+
+def test_loops_and_time_left_come_before_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    history = History()
+    history.add(0, [{"bar": [0, "Epoch", 2, 5], "time": 1.0}, {"bar": [0, "Epoch", 3, 5], "time": 2.0}])
+    log(history, "loss", [70])
+    run = Followed(history)
+    run.becomes("running", 0.0)
+    run.becomes("running", 3.0)
+    assert capsys.readouterr().out == "train: epoch 4/5 · step 70 · 2.0 s left · loss 70\n"
+
+
+def test_progress_and_time_left_are_the_slowest_ranks_in_panel_and_text(capsys: pytest.CaptureFixture[str]) -> None:
+    history = History(3)
+    for rank, speed in enumerate((10, 4, 10)):
+        for at in (1, 2):
+            history.add(rank, [{"bar": [0, "batch", speed * at, 100], "time": float(at)}])
+    run = Followed(history)
+    run.becomes("running", 0.0)
+    run.becomes("running", 3.0)
+    assert capsys.readouterr().out == "train: batch 8/100 · 0:23 left\n"
+
+
+def test_a_run_that_has_nothing_to_show_but_its_output_is_silent_unless_it_takes_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for seconds in (0.5, 30.0):
+        run = Followed(History())
+        run.becomes("starting", 20.0)
+        run.becomes("running", 20.0)
+        run.becomes("finished", 20.0 + seconds)
+    assert capsys.readouterr().out == "train: finished after 0:50 · 2 processes · gloo\n"
+
+
+def test_text_lines_report_a_restart_and_the_number_of_restarts_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    history = History()
+    run = Followed(history)
+    run.becomes("running", 1.0)
+    history.restart(REASON)
+    for state in ("starting", "running", "running", "finished"):
+        run.becomes(state, 38.0, restarts=1, max_restarts=3)
+    assert capsys.readouterr().out == (
+        f"train: restarted 1 of 3 after {REASON}\ntrain: finished after 0:38 · 2 processes · gloo · 1 restart\n"
+    )
+
+
+def test_a_hang_is_said_once_with_all_stacks(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Followed(History())
+    for seconds in (30, 31):
+        run.becomes("running", seconds, hang=f"Nothing for {seconds} s\n  File ...")
+    run.becomes("running", 32.0, hang="")
+    run.becomes("running", 70.0, hang="Nothing for 32 s")
+    assert capsys.readouterr().out == "train: Nothing for 30 s\n  File ...\ntrain: Nothing for 32 s\n"
+
+
+def test_the_end_tells_once_what_the_ranks_have_not_logged_alike_and_a_remark(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    history = History(2)
+    for rank, steps in enumerate(([0, 1, 2], [0, 2])):
+        log(history, "total", steps, rank, "sum")
+    history.settle()
+    run = Followed(history)
+    for _ in range(2):
+        run.becomes("finished", 1.0, remark="no rank took part in a collective")
+    told = "total: 1 of 3 steps were logged by only 1 of 2 ranks (the first is step 1); the sums leave out these steps"
+    end = "train: finished after 1.0 s · 2 processes · gloo · total 4"
+    assert capsys.readouterr().out.splitlines() == [f"train: {told}", end, "train: no rank took part in a collective"]
+
+
+def test_long_names_are_cut_in_the_middle_and_many_metrics_at_eight(capsys: pytest.CaptureFixture[str]) -> None:
+    history = History()
+    for name in ("a" * 100 + "\x1b[2J" + "b" * 100, *map(str, range(2, 11))):
+        log(history, name, [1])
+    run = Followed(history)
+    run.becomes("finished", 1.0)
+    metrics = capsys.readouterr().out.strip().split(" · ")[3:]
+    assert metrics == ["a" * 29 + "…" + "b" * 30 + " 1", *(f"{n} 1" for n in range(2, 9)), "and 2 more"]
+    log(history, "\x1b[2J", [1])
+    run.becomes("running", 5.0)
+    run.becomes("running", 8.0)
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_the_thread_of_a_run_in_the_background_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    history = History()
+    log(history, "loss", [1])
+    run = Followed(history)
+    thread = threading.Thread(target=run.becomes, args=("finished", 9.0))
+    thread.start()
+    thread.join()
+    assert capsys.readouterr().out == ""
+    run.becomes("finished", 9.0)
+    assert capsys.readouterr().out == "train: finished after 9.0 s · 2 processes · gloo · loss 1\n"
+
+
+# ---------------------------------------------------------------------------- real runs
+
+
+def test_a_script_says_how_a_run_ended_and_of_one_in_the_background_when_it_is_waited_for() -> None:
+    done = script(
+        f"""
+{TRAIN}
+if __name__ == "__main__":
+    nbddp.run(print, ("only printed",), nprocs=1, device="cpu")
+    nbddp.run(train, nprocs=2, device="cpu")
+    run = nbddp.run(train, nprocs=2, device="cpu", wait=False, name="second")
+    while not run.done(): pass
+    print("over")
+    run.wait()
+    run.wait()
+    run.show()
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (f"{name}: finished after # · 2 processes · gloo · loss 0.0500" for name in ("train", "second"))
+    lines = [_without_duration(line) for line in done.stdout.splitlines()]
+    assert lines == ["only printed", "done", first, "over", second, second]
+
+
+def _without_duration(line: str) -> str:
+    start, after, rest = line.partition(" after ")
+    return f"{start}{after}#{rest[rest.index(' ·') :]}" if after else line
+
+
+def test_importing_nbddp_in_a_plain_script_loads_no_widget() -> None:
+    done = script("""
+        import sys, nbddp, nbddp.kernel.start, nbddp.panel.live, nbddp.panel.plotted
+        print([m for m in ("anywidget", "ipywidgets", "matplotlib") if m in sys.modules])
+    """)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.fixture
+def executed(in_folder: Path) -> Callable[..., list[Any]]:
+    def execute(*cells: str) -> list[Any]:
+        """The outputs of each cell, as ``jupyter nbconvert --execute`` leaves them."""
+        new = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+        code = [{**new, "id": f"c{number}", "source": source} for number, source in enumerate((TRAIN, *cells))]
+        metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+        notebook = {"cells": code, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+        (in_folder / "test.ipynb").write_text(json.dumps(notebook))
+        command = ["jupyter", "nbconvert", "--to", "notebook", "--execute", "--inplace", "test.ipynb"]
+        subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+        after = json.loads((in_folder / "test.ipynb").read_text())
+        assert "widgets" not in after["metadata"]
+        return [cell["outputs"] for cell in after["cells"]][1:]
+
+    return execute
+
+
+def shown(outputs: list[Any]) -> list[Any]:
+    """Text as it is, and of what's displayed the types."""
+    return ["".join(out["text"]) if "text" in out else (out["output_type"], {*out["data"]}) for out in outputs]
+
+
+PICTURE = {"text/html", "text/plain"}
+
+
+def test_an_executed_notebook_keeps_the_picture_and_no_dead_widget(executed: Callable[..., list[Any]]) -> None:
+    call = "nbddp.run(train, nprocs=2, device='cpu'{})"
+    at_once, background, waited, silent = executed(
+        call.format(""), f"run = {call.format(', wait=False')}", "run.wait()", call.format(", show=False")
+    )
+    assert shown(at_once)[:2] == ["done\n", ("display_data", PICTURE)]
+    text, html = ("".join(at_once[1]["data"][kind]) for kind in ("text/plain", "text/html"))
+    assert text.startswith("train: finished after")
+    assert "data:image/svg+xml" in html
+    assert "Finished" in html
+    assert [set(out["data"]) for out in at_once[2:]] == [{"text/plain"}], "the run's value has no second picture"
+    assert not background
+    assert [kind for kind, _ in shown(waited)] == ["display_data", "execute_result"]
+    assert set(waited[0]["data"]) == PICTURE
+    assert set(waited[1]["data"]) == {"text/plain"}
+    assert shown(silent) == [("execute_result", PICTURE)], "a run that isn't shown shows itself at the cell's end"
