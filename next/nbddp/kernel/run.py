@@ -17,7 +17,7 @@ from nbddp.errors import NbddpError
 from nbddp.kernel import earlier
 from nbddp.kernel.attempt import Attempt
 from nbddp.kernel.crew import Crew
-from nbddp.kernel.interrupts import Latch
+from nbddp.kernel.interrupts import Latch, interrupts_held
 from nbddp.kernel.rank_state import RankState
 from nbddp.loggers.log_to import Destination, Sender
 from nbddp.messages import Settings
@@ -26,7 +26,8 @@ from nbddp.panel.live import view_for
 from nbddp.panel.plotted import History
 from nbddp.panel.status import RankStatus, Source, Status, View
 from nbddp.process import server
-from nbddp.text import duration, first_line
+from nbddp.process.gauges import Memory
+from nbddp.text import duration, first_line, in_a_line, write_line
 
 R = TypeVar("R")
 STOP_GRACE_S = 5.0
@@ -69,6 +70,7 @@ class Run(Generic[R]):
         self._values: list[Any] = []
         self._crew: Crew | None = None
         self._last_ranks: tuple[RankStatus, ...] = ()  # when it was over
+        self._memory: dict[int, Memory] = {}  # of a rank that has ended, what it used last
         self._attempt: Attempt | None = None
         self._stop_grace_s: float | None = None  # asked for before there was anything to stop
         self._where = ""  # the ranks were, when they were stopped
@@ -149,7 +151,7 @@ class Run(Generic[R]):
         """Return its error, as ``concurrent.futures.Future``."""
         if not self._done.wait(timeout):
             raise TimeoutError(f"{self.name} still runs after {timeout} s")
-        self._draw()  # the thread that follows it may not have, and updates come in while a cell runs
+        self._draw_the_end()  # the thread that follows it may not have, and updates come in while a cell runs
         return self.error
 
     def done(self) -> bool:
@@ -191,7 +193,15 @@ class Run(Generic[R]):
 
     def _draw(self) -> None:
         for view in list(self._views):
-            view.update()
+            try:
+                view.update()
+            except Exception as error:  # of a front end, or our own: the run goes on
+                self._views.remove(view)
+                write_line(f"[nbddp: {self.name} is no longer drawn here: {in_a_line(error)}]")
+
+    @interrupts_held()
+    def _draw_the_end(self) -> None:
+        self._draw()
 
     def _source(self) -> Source:
         return Source(self.history, self._status, self._before, self._tail, self._ask_to_stop)
@@ -215,7 +225,7 @@ class Run(Generic[R]):
         )
 
     def _rank_statuses(self, crew: Crew | None) -> tuple[RankStatus, ...]:
-        memory = crew.memory() if crew is not None and self.state == "running" else {}
+        self._memory |= crew.memory() if crew is not None else {}
         found = []
         for number in range(self.nprocs):
             device = self._settings.device
@@ -226,13 +236,17 @@ class Run(Generic[R]):
             elif self.state in ("failed", "stopped") and state != "finished":
                 state = "stopped"
             waits = "for input" if crew is not None and crew.ranks[number].prompt is not None else ""
-            resident, gpu = memory.get(number, (None, None))
+            resident, gpu = self._memory.get(number, (None, None))
             found.append(RankStatus(number, device, state, resident, gpu, waits=waits))
         return tuple(found)
 
     def _tail(self, rank: int, chars: int) -> str:
-        """The end of what that rank has printed."""
-        return self.logs(rank)[-chars:]
+        """The end of what that rank has printed, since the last restart."""
+        for state, begin, end in reversed(self._parts):
+            if state.number == rank:
+                start = max(begin, min(end, state.output.size) - 16 * chars)  # a rewritten bar takes many bytes
+                return state.output.text(start, end)[-chars:]
+        return ""
 
     def _ask_to_stop(self, grace_s: float = STOP_GRACE_S) -> None:
         self._stop_grace_s = grace_s

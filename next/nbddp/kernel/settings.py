@@ -18,6 +18,7 @@ import torch.distributed as dist
 from nbddp.errors import LaunchError
 from nbddp.helpers import context
 from nbddp.messages import Settings
+from nbddp.panel import frontend
 from nbddp.text import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -140,6 +141,9 @@ def _check(options: Options, contract: bool) -> None:
             raise LaunchError(f"env has {key!r}: a name must not be empty or contain '=', nor a zero byte")
         if contract and key in _CONTRACT:
             raise LaunchError(f"env sets {key}, which nbddp sets to each rank's own value. Leave it out")
+    for where, kind in (("show=", options.show), (f"{frontend.VARIABLE}=", os.environ.get(frontend.VARIABLE))):
+        if isinstance(kind, str) and kind and kind not in frontend.KINDS:
+            raise LaunchError(f"{where}{kind!r} is not known: use {', '.join(frontend.KINDS)}")
     gpus = options.gpus
     if gpus is not None and not (gpus and isinstance(gpus, (list, tuple, range)) and all(type(i) is int for i in gpus)):
         raise LaunchError(f"gpus is a list of device numbers, e.g. gpus=[0, 1], not {gpus!r}")

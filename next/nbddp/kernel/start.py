@@ -15,6 +15,7 @@ from nbddp.errors import LaunchError, NanLogged, NbddpError, PayloadError, RankD
 from nbddp.kernel import earlier, failure
 from nbddp.kernel.attempt import OF_A_RUN, Attempt, Patience
 from nbddp.kernel.crew import Crew
+from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page, notebook
 from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.run import Run
@@ -65,17 +66,13 @@ def launch(settings: Settings, packed: Packed, options: Options, subject: str) -
         subject: what it has in common with an earlier run that it's compared with.
     """
     launched: Run[Any] = Run(settings, destinations(options.log_to), subject=subject, blocking=options.wait)
-    carry_out_it = functools.partial(carry_out, launched, settings, packed, options)
-    try:
-        if options.show is not False:
+    if options.show is not False:
+        with interrupts_to(launched._ask_to_stop):
             launched._show(options.show)
-        if not options.wait:
-            threading.Thread(target=carry_out_it, name=f"nbddp-{settings.name}", daemon=True).start()
-            return launched
-    except BaseException:  # interrupted while the panel was imported
-        packed.block.close()
-        launched._conclude("stopped")
-        raise
+    carry_out_it = functools.partial(carry_out, launched, settings, packed, options)
+    if not options.wait:
+        threading.Thread(target=carry_out_it, name=f"nbddp-{settings.name}", daemon=True).start()
+        return launched
     carry_out_it()
     if launched.state == "stopped":
         raise errors.interrupt(launched._stopped_text())
@@ -151,7 +148,7 @@ def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Optio
             ours.__cause__ = error
             run._conclude("failed", ours)
         break
-    run._draw()
+    run._draw_the_end()
 
 
 def open_and_call(

@@ -23,20 +23,20 @@ KINDS = ("panel", "picture", "text")
 VARIABLE = "NBDDP_PANEL"  # names the kind of view
 
 
-def kind(*, asked: bool = False) -> str:
+def kind(show: bool | str | None = None) -> str:
     """How a run can be shown here: ``"panel"``, ``"picture"`` (HTML without scripts), or ``"text"``.
 
     Args:
-        asked: the user asks for something else than text, if there's a notebook.
+        show: a kind; or True: something else than text, if there's a notebook.
     """
-    if wanted := os.environ.get(VARIABLE):
+    if marimo() is None and shell() is None:
+        return "text"
+    if wanted := (show if isinstance(show, str) else "") or os.environ.get(VARIABLE):
         return wanted
     if marimo() is not None:
         return "panel" if marimo().app_meta().mode in ("edit", "run") else "picture"
-    if shell() is None:
-        return "text"
     if is_executed():
-        return "picture" if asked else "text"
+        return "picture" if show else "text"
     return "picture" if any(map(os.environ.get, _HOSTED)) else "panel"
 
 
@@ -76,6 +76,16 @@ def kernel_id() -> str:
     file = str(getattr(getattr(getattr(shell(), "kernel", None), "parent", None), "connection_file", ""))
     match = re.fullmatch(r"kernel-(.+)\.json", os.path.basename(file))
     return match[1] if match else ""
+
+
+def say_busy() -> None:
+    """Say again that the running cell is busy.
+
+    JupyterLab asks ipykernel 7 for a subshell when a widget opens, and takes its "idle" afterwards for the kernel's.
+    """
+    kernel: Any = getattr(shell(), "kernel", None)
+    if hasattr(kernel, "_publish_status") and threading.current_thread() is threading.main_thread():
+        kernel._publish_status("busy", "shell", parent=_request())  # private, as of ipykernel 7.4
 
 
 def has_stdin() -> bool:

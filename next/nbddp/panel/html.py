@@ -105,7 +105,8 @@ def _charts(
 
 def _image(chart: Chart, width: int, *, log: bool) -> str:
     data = base64.b64encode(svg.draw(chart, width, log=log).encode()).decode()
-    values = ", ".join(f"{line.label} {numbers.metric(line.last)}".strip() for line in chart.lines)
+    lines = sorted(chart.lines, key=lambda line: line.ghost)
+    values = ", ".join(f"{line.label} {numbers.metric(line.last)}".strip() for line in lines)
     alt = escape(f"{cut(chart.title)}: {values}")
     image = f'<img src="data:image/svg+xml;base64,{data}" alt="{alt}" style="display:block;width:100%;margin:2px 0 0">'
     share = "100%" if width > 400 else "49%"  # smaller where the page is narrow; one above the other on a phone

@@ -21,12 +21,14 @@ _LIVE = 16  # panels of finished runs that stay live
 _finished: collections.deque[Any] = collections.deque()
 
 
-def view_for(source: Source, kind: bool | str | None = None) -> View:
+def view_for(source: Source, show: bool | str | None = None) -> View:
     """The view of a run that was asked for, or the best one here."""
-    kind = kind if isinstance(kind, str) else frontend.kind(asked=bool(kind))
+    kind, status = frontend.kind(show), source.status()
+    if frontend.marimo() and not (status.blocking or status.over):
+        kind = "text"  # an output there belongs to the running cell
     if kind == "text":
         return ExecutedView(source) if frontend.is_executed() else TextView(source)
-    return CellView(source, live=kind == "panel")
+    return CellView(source, is_live=kind == "panel")
 
 
 class ExecutedView(TextView):
@@ -46,18 +48,18 @@ class CellView:
     """A run in a cell's output, from the first process on.
 
     In JupyterLab and Notebook 7 the output is a picture, and the panel's script takes its place in the page: the saved
-    file holds the picture alone. Elsewhere the output is the panel, and in the end the picture.
+    file holds only the picture. Elsewhere the output is the panel, and in the end the picture; or always a picture.
     """
 
-    def __init__(self, source: Source, *, live: bool) -> None:
+    def __init__(self, source: Source, *, is_live: bool) -> None:
         self._source: Source | None = source
-        self._is_live = live
+        self._is_live = is_live
         self.cell = frontend.cell_number()
-        self._place = f"nbddp-{uuid.uuid4().hex}" if live and frontend.shares_page() else ""
+        self._place = f"nbddp-{uuid.uuid4().hex}" if is_live and frontend.shares_page() else ""
         self._panel: Any = None
-        self._frames: Any = None
         self._handle: Any = None
         self._due = 0.0  # the next picture
+        self._drawn: object = None  # what the last one shows
         self._lock = threading.Lock()
 
     def update(self) -> None:
@@ -65,40 +67,44 @@ class CellView:
             if (source := self._source) is None:
                 return
             if self._is_live and self._panel is None:
-                self._open(source)  # the first import takes seconds, in which the run goes on
+                from nbddp.panel.widget import Panel  # this takes seconds, in which the run goes on
+
+                self._panel = Panel(self._place, frontend.kernel_id())
+                self._panel.on_msg(self._hear)
             status = source.status()
-            if self._panel is not None and (frame := self._frames.next(status)):
-                self._panel.frame = frame
-                self._panel.logs = {str(rank.rank): source.tail(rank.rank, _LOG_CHARS) for rank in status.ranks}
+            if self._panel is not None:
+                self._panel.update(source, status)
             if status.over or time.monotonic() >= self._due:
-                self._update_picture(source, status)
+                self._draw(source, status)
             if status.over:
                 self._leave()
 
-    def _open(self, source: Source) -> None:
-        from nbddp.panel.widget import Frames, Panel
+    def _hear(self, panel: Any, content: dict[str, Any], buffers: Any) -> None:
+        """The page speaks, on any thread."""
+        if content.get("kind") == "stop" and (source := self._source) is not None:
+            source.stop()
 
-        self._frames = Frames(source.history, source.before)
-        self._panel = Panel(place=self._place, kernel_id=frontend.kernel_id())
-
-        def hear(_: Any, content: dict[str, Any], __: Any) -> None:
-            if content.get("kind") == "stop":
-                source.stop()
-
-        self._panel.on_msg(hear)
-
-    def _update_picture(self, source: Source, status: Status) -> None:
-        data = _bundle(source, status, self._place)
-        first = self._handle is None
+    def _draw(self, source: Source, status: Status) -> None:
+        """Renew the picture. Where it's all there is, pages get the changes, and some services keep each one."""
         if self._is_live:
-            self._due = time.monotonic() + (_FIRST_S if first else _PICTURE_S)
-        else:
-            self._due = time.monotonic() + max(1.0, len(data["text/html"]) / _BYTES_PER_S)
-        if self._is_live and not self._place and not status.over:
-            if not first:
-                return
-            data = self._panel._repr_mimebundle_()[0] | data
-        self._show(data, over=status.over)
+            self._due = time.monotonic() + (_PICTURE_S if self._handle else _FIRST_S)
+            data = _bundle(source, status, self._place)
+            frontend.say_busy()
+            if not self._place and not status.over:
+                self._due = float("inf")  # it's for readers that show no widget
+                data = self._panel._repr_mimebundle_()[0] | data
+            return self._show(data, over=status.over)
+        ranks = [(rank.state, rank.waits) for rank in status.ranks]
+        now = (
+            dataclasses.replace(status, seconds=0.0, ranks=()),
+            ranks,
+            [rank.arrived_at for rank in source.history.ranks],
+        )
+        if now != self._drawn:
+            self._drawn = now
+            data = _bundle(source, status, points=300 if status.over else 100)
+            self._due = time.monotonic() + max(1.0, sum(map(len, data.values())) / _BYTES_PER_S)
+            self._show(data, over=status.over)
 
     def _show(self, data: dict[str, Any], *, over: bool) -> None:
         if marimo := frontend.marimo():
@@ -113,19 +119,16 @@ class CellView:
             self._handle.update(data, raw=True)
 
     def _leave(self) -> None:
-        """The run goes; the panel stays in a page that it shares, until there are many."""
-        self._source = None
+        """Let the run go; the panel stays in a page that it shares, until there are many."""
         if self._panel is not None:
             _finished.append(self._panel)
+        self._source = self._panel = None
         while len(_finished) > (_LIVE if self._place else 0):
-            _finished.popleft().close()
+            _finished.popleft().leave()
 
 
-_LOG_CHARS = 6_000
-
-
-def _bundle(source: Source, status: Status, place: str = "") -> dict[str, str]:
+def _bundle(source: Source, status: Status, place: str = "", points: int = 300) -> dict[str, str]:
     if not status.over:
         status = dataclasses.replace(status, remark=f"as of {time.strftime('%H:%M:%S')}, still running")
-    picture = html.picture(source.history, status, source.before, name=place, tail=source.tail)
+    picture = html.picture(source.history, status, source.before, name=place, points=points, tail=source.tail)
     return {"text/html": picture, "text/plain": end_line(source.history, status)}

@@ -1,0 +1,59 @@
+"""One server, one browser, and one notebook for all tests here; each test runs further cells of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support import wait_until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from tests.browser.lab import Lab, Sheet
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> None:
+    """In place of the one that looks at this process: the runs are a kernel's."""
+
+
+@pytest.fixture(scope="package")
+def started_browser() -> Iterator[Browser]:
+    """Skips where there's none; CI has one."""
+    if os.environ.get("CI") != "true":
+        pytest.importorskip("playwright.sync_api")
+    from tests.browser.lab import browser, chromium
+
+    if chromium() is None and os.environ.get("CI") != "true":
+        pytest.skip("there is no Chromium")
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="package")
+def lab(started_browser: Browser) -> Iterator[Lab]:
+    from tests.browser.lab import Lab
+
+    with Lab() as started:
+        yield started
+
+
+@pytest.fixture(scope="package")
+def _opened(lab: Lab, started_browser: Browser) -> Iterator[Sheet]:
+    page = started_browser.new_page(viewport={"width": 1100, "height": 900})
+    yield lab.open(page)
+    page.close()
+
+
+@pytest.fixture
+def sheet(_opened: Sheet) -> Iterator[Sheet]:
+    yield _opened
+    if _opened.is_busy():
+        _opened.lab.interrupt()
+        wait_until(lambda: not _opened.is_busy())
+    wait_until(lambda: not _opened.ranks(), what="the ranks are gone")
+    assert [problem for problem in _opened.problems if "nbddp" in problem] == []
