@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -21,7 +21,7 @@ t = torch.ones(2)
 @pytest.fixture(scope="module")
 def _kernel() -> Iterator[Notebook]:
     with Notebook() as notebook:
-        notebook.ok("%load_ext nbddp\nlr = 3\nclass Net: pass\n%ddp open -n 3 --device cpu")
+        notebook.ok("%load_ext nbddp\nimport nbddp\nlr = 3\nclass Net: pass\n%ddp open -n 3 --device cpu")
         notebook.ok(BEGIN)
         yield notebook
 
@@ -73,7 +73,7 @@ def test_option_o_brings_a_name_back_and_a_typo_is_named(ranks: Notebook) -> Non
     ranks.ok("%%ddp -o a,b --ranks 1\na = rank\nb = [a, a]")
     assert ranks.ok("%%local\na, b").shown == "(1, [1, 1])\n"
     reply = ranks.cell("%%ddp -o acuracy\naccuracy = 1")
-    assert (reply.ename, reply.shown) == ("UsageError", "UsageError: -o acuracy: the cell binds no such name\n")
+    assert reply.shown == "UsageError: -o acuracy: the cell binds no such name; did you mean accuracy?\n"
 
 
 def test_magics_shell_commands_help_and_await_work_on_the_ranks(ranks: Notebook) -> None:
@@ -133,8 +133,64 @@ def test_a_failure_of_all_ranks_names_them(ranks: Notebook) -> None:
     assert "ranks 0 to 2 of 3" in reply.traceback or "ranks 0, 1 and 2 of 3" in reply.traceback
 
 
-def test_an_interrupt_ends_the_cell_and_the_ranks_stay(ranks: Notebook) -> None:
-    assert interrupted(ranks, "print('begun', flush=True)\ntime.sleep(60)", "begun").ename == "KeyboardInterrupt"
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "time.sleep(60)",
+        "dist.all_reduce(t) if rank else time.sleep(60)",
+        "while True: pass",
+        "for _ in torch.utils.data.DataLoader(range(10**9), num_workers=1): pass",
+        "with torch.no_grad():\n    dist.barrier() if rank else time.sleep(60)",
+    ],
+)
+def test_an_interrupt_ends_the_cell_and_the_ranks_stay(ranks: Notebook, wait: str) -> None:
+    before = ranks_of(ranks.pid)
+    reply = interrupted(ranks, f"print('begun', flush=True)\n{wait}", "begun")
+    assert (reply.ename, reply.seconds < 5) == ("KeyboardInterrupt", True)
+    assert ranks.ok("torch.is_grad_enabled()").shown == "True\n"
+    assert ranks_of(ranks.pid) == before
+
+
+def test_a_failure_frees_the_others_and_the_next_call_works(ranks: Notebook) -> None:
+    waits = (
+        "dist.barrier()",
+        "dist.recv(t, 0)",
+        "nbddp.all_gather({'an': 'object'})",
+        "time.sleep(60)",
+        "while True: pass",
+        "for _ in torch.utils.data.DataLoader(range(10**9), num_workers=1): pass",
+    )
+    for wait in waits:
+        reply = ranks.cell(f"if rank == 0:\n    time.sleep(0.1)\n    raise ValueError('the first')\n{wait}")
+        assert (reply.evalue, reply.seconds < 5) == ("the first", True), wait
+        assert ranks.ok("nbddp.all_reduce(1)").shown == "3\n"
+
+
+def test_failures_in_ddp_leave_the_training_as_if_they_had_never_been(ranks: Notebook) -> None:
+    ranks.ok("""
+        import itertools
+        def build():
+            torch.manual_seed(3)
+            net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).double()
+            model = nbddp.wrap(net)
+            return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        def step(number, fails_in=""):
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 8), float(rank + number)).double()).square().mean()
+            if fails_in == "forward" and rank == number % 3: raise ValueError("boom")
+            loss.backward()
+            if fails_in == "backward" and rank == number % 3: raise ValueError("boom")
+            optimizer.step()
+    """)
+    for failing in (False, True):
+        ranks.ok("model, optimizer = build()")
+        for number in range(5):
+            if failing:
+                assert ranks.cell(f"step({number}, 'forward')").evalue == "boom"
+            ranks.ok(f"step({number})")
+        ranks.ok(f"weights_{failing} = torch.cat([p.detach().flatten() for p in model.parameters()])")
+    assert ranks.ok("torch.equal(*nbddp.all_gather(weights_True)[:2])").shown == "True\n"
+    assert ranks.ok("torch.allclose(weights_True, weights_False, rtol=1e-12)").shown == "True\n"
 
 
 def test_an_interrupt_in_training_leaves_equal_models(ranks: Notebook) -> None:
@@ -197,6 +253,66 @@ def test_functions_return_the_notebooks_classes_one_after_the_other_and_nothing_
     assert ranks.ok("%%local\n[type(both[0]) is Second, type(both[1]) is First]").shown == "[True, True]\n"
     assert ranks.cell("%%local\nsession.run(fails)").ename == "RankError"
     assert ranks.ok("%%local\nsession.run(lambda: None).values").shown == "[None, None, None]\n"
+
+
+def test_what_a_call_binds_is_there_for_the_next_call_in_the_same_processes(ranks: Notebook) -> None:
+    ranks.ok("""%%local
+        import os, nbddp
+        session = get_ipython().magics_manager.registry["DdpMagics"].session
+        def bind(value):
+            import __main__
+            __main__.bound = value
+            return os.getpid()
+        def read():
+            import __main__
+            return __main__.bound, os.getpid()
+    """)
+    ranks.ok("%%local\npids = session.run(bind, ['here']).values")
+    reply = ranks.ok("%%local\nsession.run(read).values == [('here', pid) for pid in pids]")
+    assert reply.shown == "True\n"
+    assert ranks.ok("bound").shown == "'here'\n"
+
+
+def test_each_call_has_its_own_curves_output_and_steps(ranks: Notebook) -> None:
+    ranks.ok("for _ in range(3): nbddp.log(loss=1.0)\nprint('loss', rank)")
+    ranks.ok("%%local\nfirst = nbddp.last_run()")
+    ranks.ok("%%ddp --as second\nfor _ in range(2): nbddp.log(acc=1.0)\nprint('acc', rank)\nrank * 10")
+    assert ranks.ok("%%local\nlen(first.history['loss'].steps), first.logs(1)").shown == "(3, 'loss 1\\n')\n"
+    shown = ranks.ok("%%local\nsecond.history['acc'].steps.tolist(), second.logs(1)").shown
+    assert shown == "([0, 1], 'acc 1\\n')\n"
+    assert ranks.ok("%%local\nsecond.values, 'loss' in second.history").shown == "([0, 10, 20], False)\n"
+
+
+def test_a_cell_that_takes_a_while_or_fails_is_a_run(ranks: Notebook) -> None:
+    ranks.ok("%%local\nbefore = nbddp.last_run()")
+    ranks.ok("1")
+    assert ranks.ok("%%local\nnbddp.last_run() is before").shown == "True\n"
+    ranks.ok("time.sleep(0.6)")
+    assert ranks.ok("%%local\nnbddp.last_run().state, nbddp.last_run() is before").shown == "('finished', False)\n"
+    ranks.cell("1 / 0")
+    assert ranks.ok("%%local\nstr(nbddp.last_run().error)").shown == "'division by zero'\n"
+
+
+def test_ddp_and_other_lines_in_one_cell_are_refused(ranks: Notebook) -> None:
+    assert "%ddp close goes into a cell of its own" in ranks.cell("x = 1\n%ddp close").traceback
+    assert "leave out --nprocs 2" in ranks.cell("%%ddp -n 2\n1").shown
+
+
+def test_cells_of_px_and_distributed_run_with_their_first_line_changed(ranks: Notebook) -> None:
+    def of_another(first: str, body: str) -> str:
+        words = {"%%px": "%%ddp", "%%distributed": "%%ddp", "--targets": "--ranks"}
+        if first.startswith("%%rank"):
+            return ranks.ok(f"%%ddp --ranks {first.removeprefix('%%rank').strip(' []')}\n{body}").shown
+        return ranks.ok(" ".join(words.get(word, word) for word in first.split()) + f"\n{body}").shown
+
+    assert of_another("%%px", "a = 5\nb = 10\na + b") == "15\n"
+    assert of_another("%%px --targets 1", "a = 7\nrank") == "1\n"
+    assert of_another("%%px", "a") == "5\n[rank 1] 7\n"
+    assert of_another("%%distributed", "print(f'Rank {rank * 0}')") == "Rank 0\n"
+    of_another("%%rank [0,1]", "model = torch.nn.Linear(10, 10)")
+    of_another("%%rank [2]", "model = torch.nn.Linear(10, 10)")
+    of_another("%%distributed", "for param in model.parameters():\n    dist.broadcast(param.data, src=0)")
+    assert of_another("%%px", "len(set(nbddp.all_gather(model.weight.sum().item())))") == "1\n"
 
 
 def test_metrics_of_a_cell_are_a_run(ranks: Notebook) -> None:
@@ -314,8 +430,16 @@ def test_a_close_that_is_interrupted_has_closed_the_session(notebook: Notebook) 
 
 
 def test_a_killed_kernel_takes_its_session_along(own_notebook: Notebook) -> None:
-    own_notebook.ok("%load_ext nbddp\n%ddp open -n 2 --device cpu")
-    pids = ranks_of(own_notebook.pid)
-    assert len(pids) == 2
-    os.kill(own_notebook.pid, signal.SIGKILL)
-    wait_until_alone(own_notebook.pid)
+    _open_and_end(own_notebook, own_notebook.kill)
+
+
+@pytest.mark.long
+def test_a_restarted_kernel_takes_its_session_along(own_notebook: Notebook) -> None:
+    _open_and_end(own_notebook, own_notebook.restart)
+
+
+def _open_and_end(notebook: Notebook, end: Callable[[], None]) -> None:
+    notebook.ok("%load_ext nbddp\n%ddp open -n 2 --device cpu")
+    assert len(ranks_of(notebook.pid)) == 2
+    end()
+    wait_until_alone(notebook.pid)

@@ -199,7 +199,9 @@ class Attempt:
         if self._plan or self.released or self.stopping:
             return
         failed = [rank for rank in self._ranks if rank.failed]
-        if not failed:
+        if any(rank.has_quit for rank in failed):
+            self.stop(self._patience.after_interrupts_s[0])
+        if not failed or self.stopping:
             return
         self._failed_at = self._failed_at or time.monotonic()
         if time.monotonic() > self._failed_at + _CONSEQUENCE_WINDOW_S or not all(

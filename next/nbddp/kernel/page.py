@@ -51,6 +51,11 @@ class Page:
         """Write text into the cell."""
         write(text)
 
+    def tell(self, text: str) -> None:
+        """Write text that isn't an answer to the user: nothing if they want no output."""
+        if not self._quiet:
+            write(text)
+
     def show_differences(self, ranks: Sequence[RankState]) -> None:
         """Before a prompt: show what ranks that ask have printed, if the speaker hasn't shown the same."""
         before = self._since_prompt
@@ -119,3 +124,17 @@ def notebook() -> Any:
     """Return this process's IPython; None in a script."""
     found = sys.modules.get("IPython")
     return found.get_ipython() if found is not None else None
+
+
+def keep_ipythons_debugger_closed() -> None:
+    """With ``%pdb on``, it would open in the notebook for the error that this cell is about to raise."""
+    shell = notebook()
+    if shell is None or not shell.call_pdb:
+        return
+
+    def restore(*_: object) -> None:
+        shell.events.unregister("post_run_cell", restore)
+        shell.call_pdb = True
+
+    shell.call_pdb = False
+    shell.events.register("post_run_cell", restore)

@@ -84,6 +84,11 @@ class RankState:
         return self.failure is not None and self.failure.kind == "KeyboardInterrupt"
 
     @property
+    def has_quit(self) -> bool:
+        """Whether the user has left its debugger with ``q``, which stops all ranks."""
+        return self.failure is not None and self.failure.kind == "BdbQuit"
+
+    @property
     def failed_at(self) -> float:
         return self.exited_at - _EXIT_DELAY_S if self.report is None else self.report.at
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from nbddp.errors import LaunchError
 from nbddp.helpers import context
+from nbddp.kernel.page import notebook
 from nbddp.messages import Settings
 from nbddp.panel import frontend
 from nbddp.text import did_you_mean
@@ -116,7 +117,7 @@ def decide(name: str, options: Options, *, contract: bool = True, attended: bool
         argv=tuple(arguments(name)),
         sys_path=tuple(part or os.getcwd() for part in sys.path if isinstance(part, str)),
         autolog=options.autolog,
-        post_mortem=bool(options.pdb) and attended,
+        post_mortem=bool(getattr(notebook(), "call_pdb", False) if options.pdb is None else options.pdb) and attended,
         contract=contract,
         max_restarts=options.max_restarts,
     )

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbddp import errors, payload
-from nbddp.errors import LaunchError, NanLogged, NbddpError, PayloadError, RankDied, RankError, RunTimeout
+from nbddp.errors import CellError, LaunchError, NanLogged, NbddpError, PayloadError, RankDied, RankError, RunTimeout
 from nbddp.kernel import earlier, failure
 from nbddp.kernel.attempt import OF_A_RUN, Attempt, Patience
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import interrupts_to
-from nbddp.kernel.page import Page, notebook
+from nbddp.kernel.page import Page, keep_ipythons_debugger_closed, notebook
 from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
@@ -31,8 +31,9 @@ _SIDE_BY_SIDE = (
     "To train one model, wrap it: nbddp.wrap(model)"
 )
 _SEE_PARTIAL = ". Everything else that the ranks returned is in this error's .partial, by rank"
-_RESTARTED = (RankError, RankDied, LaunchError)
+_RESTARTED = (RankError, RankDied, CellError, LaunchError)
 Machines = Callable[[], Sequence[Any]]
+Call = Callable[..., None]  # open_and_call, or what a cell has in its place
 
 
 @takes_options
@@ -59,7 +60,7 @@ def run(
     return launched.wait() if options.wait else launched
 
 
-def launch(settings: Settings, packed: Packed, options: Options, subject: str) -> Run[Any]:
+def launch(settings: Settings, packed: Packed, options: Options, subject: str, call: Call | None = None) -> Run[Any]:
     """Carry out a run, in the background if it's not waited for. Raises KeyboardInterrupt if it was stopped.
 
     Args:
@@ -69,11 +70,13 @@ def launch(settings: Settings, packed: Packed, options: Options, subject: str) -
     if options.show is not False:
         with interrupts_to(launched._ask_to_stop):
             launched._show(options.show)
-    carry_out_it = functools.partial(carry_out, launched, settings, packed, options)
+    carry_out_it = functools.partial(carry_out, launched, settings, packed, options, call=call)
     if not options.wait:
         threading.Thread(target=carry_out_it, name=f"nbddp-{settings.name}", daemon=True).start()
         return launched
     carry_out_it()
+    if launched.error is not None:
+        keep_ipythons_debugger_closed()
     if launched.state == "stopped":
         raise errors.interrupt(launched._stopped_text())
     return launched
@@ -102,22 +105,25 @@ def carry_out(
     packed: Packed,
     options: Options,
     machines: Machines = lambda: [LocalMachine()],
+    call: Call | None = None,
 ) -> None:
     """Carry out a run, with its restarts, on this thread. All that may be raised is in ``run.error`` afterwards."""
     with packed.block:
         try:
-            _carry_out(run, settings, packed, options, machines)
+            _carry_out(run, settings, packed, options, machines, call or open_and_call)
         finally:
             if not run.done():  # interrupted between two lines of ours
                 run._conclude("stopped")
 
 
-def _carry_out(run: Run[Any], settings: Settings, packed: Packed, options: Options, machines: Machines) -> None:
+def _carry_out(
+    run: Run[Any], settings: Settings, packed: Packed, options: Options, machines: Machines, call: Call
+) -> None:
     first: NbddpError | None = None
     deadline = time.monotonic() + (options.timeout or float("inf"))
     while True:
         try:
-            open_and_call(
+            call(
                 run,
                 dataclasses.replace(settings, restart_count=run.restarts),
                 packed,
@@ -186,14 +192,6 @@ def call_and_collect(
     Args:
         received: how many of the notebook's classes and functions, of all in ``packed``, the ranks have got before.
     """
-
-    def look(attempt: Attempt) -> None:
-        if run.state == "starting" and all(rank.interruptible for rank in crew.ranks):
-            run.state = "running"
-        if stop_on_nan and run.history.first_nan and not attempt.stopping:
-            attempt.stop(patience.after_interrupts_s[0])
-        run._draw()
-
     order = Function(run.name, received)
     attempt = Attempt(
         crew,
@@ -203,11 +201,31 @@ def call_and_collect(
         patience,
         payload=packed.block,
         deadline=deadline,
-        look=look,
+        look=functools.partial(look, run, crew, patience, stop_on_nan),
         steps=run._steps,
     )
     run._take_part(crew, attempt)
     attempt.follow()
+    raise_if_stopped(run, attempt, timeout, stop_on_nan)
+    if any(rank.failed for rank in crew.ranks):
+        failed = failure.first(crew.ranks)
+        raise failure.error_of(failed, run.name, crew.ranks, packed.by_value, crew.device, attempt.where)
+    run._values = values(run.name, crew, packed)
+    if len(crew.ranks) > 1 and not any(rank.report.met for rank in crew.ranks if rank.report):
+        run.remark = _SIDE_BY_SIDE.format(len(crew.ranks))
+
+
+def look(run: Run[Any], crew: Crew, patience: Patience, stop_on_nan: bool, attempt: Attempt) -> None:
+    """Look at a run while it goes on."""
+    if run.state == "starting" and all(rank.interruptible for rank in crew.ranks):
+        run.state = "running"
+    if stop_on_nan and run.history.first_nan and not attempt.stopping:
+        attempt.stop(patience.after_interrupts_s[0])
+    run._draw()
+
+
+def raise_if_stopped(run: Run[Any], attempt: Attempt, timeout: float | None, stop_on_nan: bool) -> None:
+    """Raise why it was stopped, if it was: for a NaN, by the timeout, or by the user."""
     if stop_on_nan and (nan := run.history.first_nan):
         metric, step, rank = nan
         raise NanLogged(metric, step, [rank])
@@ -218,12 +236,6 @@ def call_and_collect(
         )
     if attempt.was_stopped:
         raise KeyboardInterrupt
-    if any(rank.failed for rank in crew.ranks):
-        failed = failure.first(crew.ranks)
-        raise failure.error_of(failed, run.name, crew.ranks, packed.by_value, crew.device, attempt.where)
-    run._values = values(run.name, crew, packed)
-    if len(crew.ranks) > 1 and not any(rank.report.met for rank in crew.ranks if rank.report):
-        run.remark = _SIDE_BY_SIDE.format(len(crew.ranks))
 
 
 def values(name: str, crew: Crew, packed: Packed) -> list[Any]:

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import builtins
 import contextlib
-import shlex
-from typing import Any
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from nbddp.kernel.run import Run, runs
+from nbddp.kernel.run import Run, last_run, runs
 from nbddp.kernel.script import run_script
-from nbddp.kernel.session import Session
+from nbddp.kernel.session import Session, launch_cell
+from nbddp.kernel.settings import CPU_NPROCS, Options, device_and_count
 from nbddp.magic import options, reads, routing
+from nbddp.magic.options import Parser
 from nbddp.payload import pack
+from nbddp.process import gauges
 from nbddp.text import did_you_mean
 
-_RANKS = ("--ranks", {"type": options.numbers, "default": None})
-_OUT = ("-o", {"default": "", "metavar": "NAMES"})
+_AS = ("--as", {"dest": "keep", "default": "", "metavar": "NAME"})
+_BACKGROUND = ("--background", {"action": "store_true", "default": False})
 _TORCHRUN = (
     ("--standalone", {"action": "store_true"}),  # it always is
     ("--nproc-per-node --nproc_per_node", {"type": options.processes, "dest": "nprocs"}),
     ("-m --module", {"action": "store_true", "default": False}),
 )
-_ARGV = ("argv", {"nargs": argparse.REMAINDER})
+_DEFAULTS, _OPEN = Parser("%ddp"), Parser("%ddp open")
+_SCRIPT = Parser("%ddp run", _AS, _BACKGROUND, *_TORCHRUN, ("script", {}), ("argv", {"nargs": argparse.REMAINDER}))
+_CELL = Parser(
+    "%%ddp",
+    ("-o --out", {"type": options.names, "default": [], "metavar": "NAMES"}),
+    ("--ranks", {"type": options.numbers, "default": None, "metavar": "0,1"}),
+    _AS,
+    _BACKGROUND,
+)
 
 
 @magics_class
@@ -37,72 +48,130 @@ class DdpMagics(Magics):
         session: the one that is open.
     """
 
-    session: Session | None = None
+    session: ClassVar[Session | None] = None
     shell: Any
-    _opened_with: dict[str, Any]
+    _opened_with: ClassVar[dict[str, Any]]
+    _defaults: ClassVar[dict[str, Any]] = {}
 
     @line_magic
-    def ddp(self, line: str) -> Run[None] | None:
-        """%ddp open -n 4, close, push NAMES, pull NAMES, logs [RANK], stacks, status; run train.py ARGS."""
-        command, *words = shlex.split(line) or ["status"]
-        act = getattr(self, f"_{command}", None) if command in _COMMANDS else None
-        if act is None:
-            raise UsageError(
-                f"%ddp {command} is unknown{did_you_mean(command, _COMMANDS)}. There are: {', '.join(_COMMANDS)}"
-            )
-        result: Run[None] | None = act(words)
-        return result
+    def ddp(self, line: str) -> Any:
+        """Open a session, run scripts, look after runs, and set defaults.
+
+        ::
+
+          %ddp open -n 4           from here on, every cell runs on four ranks; %%local runs one in the notebook
+          %ddp push NAMES          send them to the ranks
+          %ddp pull NAMES          bring them back, from rank 0
+          %ddp close               end the ranks
+          %ddp run [options] train.py --lr 0.1     a script on every rank, as torchrun does
+          %ddp status              the session, and the runs
+          %ddp stop                end all runs
+          %ddp logs [RANK]         what the session's ranks have printed; without one, those of the newest run
+          %ddp stacks              where each rank of the newest run is now
+          %ddp show                the newest run
+          %ddp devices             the devices that runs can use
+          %ddp -n 4 --device cpu   defaults for %%ddp, %ddp open, and %ddp run; --reset removes them
+        """
+        command, *words = options.split(line) or ["status"]
+        if command.startswith("-"):
+            return self._set_defaults([command, *words])
+        if command not in _COMMANDS:
+            hint = did_you_mean(command, _COMMANDS)
+            raise UsageError(f"%ddp {command} is unknown{hint}. There are: {', '.join(_COMMANDS)}")
+        return getattr(self, f"_{command}")(words)
 
     @cell_magic("ddp")  # type: ignore[arg-type]
-    def on_ranks(self, line: str, cell: str) -> None:
-        """Run a cell on the ranks: %%ddp [-n N] [-o NAMES] [--ranks 0,1] and the options of run()."""
-        given = options.parse("%%ddp", line, _RANKS, _OUT)
-        names = [name for name in given.o.replace(",", " ").split() if name]
-        if names and (missing := set(names) - reads.names_bound(ast.parse(self.shell.transform_cell(cell)))):
-            raise UsageError(f"-o {', '.join(sorted(missing))}: the cell binds no such name")
-        if self.session is not None:
-            if given.options:
-                raise UsageError(f"a session is open, with its own options: leave out {', '.join(given.options)}")
-            self._run_cell(self.session, cell, given.ranks, names)
-            return
-        with Session(**given.options) as session:
-            with contextlib.suppress(SyntaxError):  # the ranks show it
-                session.push(**self._read_by(cell))
-            self._run_cell(session, cell, given.ranks, names)
+    def on_ranks(self, line: str, cell: str) -> Run[Any] | None:
+        """Run the cell on every rank: one fresh process per GPU, or those of the session that's open.
 
-    def _run_cell(self, session: Session, cell: str, ranks: list[int] | None, names: list[str]) -> None:
-        session.cell(cell, ranks)
-        for name in names:
-            self.shell.user_ns[name] = session.pull(name, rank=min(ranks or [0]))
-        if session.lost and session is self.session:
+        Fresh ranks get copies of the notebook's variables that the cell reads; what it binds stays there, but for the
+        names of -o, which come back from rank 0. nbddp, torch, dist, rank, world_size, and device are there. --as keeps
+        the cell's run, --background doesn't wait for it, and --ranks runs it on some ranks only; the other options are
+        those of nbddp.run().
+        ::
+
+          %%ddp -n 2 -o model
+          model = nbddp.wrap(Net())
+          for x, y in nbddp.loader(train_set, 64, shuffle=True):
+              ...
+        """
+        given = _CELL.parse(options.split(line))
+        if missing := set(given.out) - (found := reads.words(cell)):
+            name = min(missing)
+            raise UsageError(f"-o {name}: the cell binds no such name{did_you_mean(name, found)}")
+        source = routing.below(f"%%ddp {line}", cell)
+        with self._kept_as(given.keep):
+            if self.session is not None:
+                pdb = given.options.pop("pdb", False)
+                if given.options or given.background:
+                    refused = options.text(given.options) or "--background"
+                    raise UsageError(f"a session is open, with its own options: leave out {refused}")
+                self.in_session(source, given.ranks, given.out, pdb=pdb, keep=bool(given.keep))
+                return None
+            chosen = Options(**{**self._defaults, **given.options, "wait": not given.background})
+            values = {}
+            with contextlib.suppress(SyntaxError):  # the ranks show it
+                values = self._read_by(cell, given.out)
+            into, keep = self.shell.user_ns, bool(given.keep) or given.background
+            run = launch_cell(source, values, given.out, into, given.ranks, keep=keep, options=chosen)
+            return run if given.background else None
+
+    def in_session(self, source: str, ranks: list[int] | None = None, out: Sequence[str] = (), **how: bool) -> None:
+        """Run a cell on the ranks of the session that's open, as every cell then."""
+        session = self._the_session()
+        session.cell(source, ranks, **how)
+        if out:
+            session._bring(out, self.shell.user_ns, min(ranks or [0]))
+        if session.lost:
             DdpMagics.session = None
 
-    def _read_by(self, cell: str) -> dict[str, Any]:
-        """Return the notebook's names that a fresh cell reads. What it may bind is left out if it can't be sent."""
+    @contextlib.contextmanager
+    def _kept_as(self, name: str) -> Iterator[None]:
+        """Bind the run that begins meanwhile to a name of the notebook, also if it fails."""
+        before = last_run()
+        try:
+            yield
+        finally:
+            if name and (run := last_run()) is not before:
+                self.shell.user_ns[name] = run
+
+    def _read_by(self, cell: str, out: Sequence[str]) -> dict[str, Any]:
+        """Return the notebook's names that a fresh cell reads, or brings back unless it binds them itself.
+
+        What it may bind is left out if it can't be sent.
+        """
         shell, source = self.shell, self.shell.transform_cell(cell)
         found = {
             name: shell.user_ns[name]
-            for name in reads.names_read(source) - vars(builtins).keys()
+            for name in reads.names_read(source, out) - vars(builtins).keys()
             if name in shell.user_ns and shell.user_ns_hidden.get(name) is not shell.user_ns[name]
         }
-        for name in found.keys() & reads.names_bound(ast.parse(source)):
+        for name in found.keys() & reads.names_bound(source):
             if not _can_be_sent(found[name]):
                 del found[name]
         return found
 
     # ------------------------------------------------------------------ %ddp ...
 
-    def _open(self, words: list[str]) -> None:
-        given = options.parse("%ddp open", shlex.join(words))
+    def _set_defaults(self, words: list[str]) -> None:
+        if words == ["--reset"]:
+            self._defaults.clear()
+        else:
+            self._defaults.update(_DEFAULTS.parse(words).options)
+        print(f"defaults: {options.text(self._defaults) or 'none'}")
+
+    def _open(self, words: list[str]) -> Session:
+        chosen = {**self._defaults, **_OPEN.parse(words).options}
         if self.session is not None and not self.session.lost:
-            if given.options == self._opened_with:  # Run All again: as a kernel keeps its names
+            if chosen == self._opened_with:  # Run All again: as a kernel keeps its names
                 print(f"the session of {self.session.nprocs} ranks is open; %ddp close ends it")
-                return
+                return self.session
             raise UsageError("a session is open: %ddp close ends it")
         if self.session is not None:
             self.session.close()  # it's lost, but its other ranks are there
-        DdpMagics.session, DdpMagics._opened_with = Session(**given.options), given.options
+        DdpMagics.session, DdpMagics._opened_with = Session(**chosen), chosen
         print(f"cells run on {self._the_session().nprocs} ranks from here on, until %ddp close; %%local runs one here")
+        return self._the_session()
 
     def _close(self, _: list[str]) -> None:
         self._the_session().close()
@@ -114,21 +183,45 @@ class DdpMagics(Magics):
         self._the_session().push(**{word: self.shell.user_ns[word] for word in words})
 
     def _pull(self, words: list[str]) -> None:
-        session = self._the_session()
-        found = session.pull(*words)
-        self.shell.user_ns.update(zip(words, found if len(words) > 1 else [found]))
+        self._the_session()._bring(words, self.shell.user_ns)
 
     def _run(self, words: list[str]) -> Run[None]:
         """Run what follows ``torchrun`` on a command line, or options of run() and a script."""
-        line = shlex.join(words[words[:1] == ["torchrun"] :])
-        given = options.parse("%ddp run", line, *_TORCHRUN, ("script", {}), _ARGV)
-        return run_script(given.script, given.argv, module=given.module, **given.options)
+        given = _SCRIPT.parse(words[words[:1] == ["torchrun"] :])
+        chosen = {**self._defaults, **given.options, "wait": not given.background}
+        with self._kept_as(given.keep):
+            return run_script(given.script, given.argv, module=given.module, **chosen)
+
+    def _stop(self, _: list[str]) -> None:
+        going = [run for run in runs() if not run.done()]
+        for run in going:
+            run.stop()
+            print(run)
+        if not going:
+            print("nothing is running")
 
     def _logs(self, words: list[str]) -> None:
-        print(self._the_session().logs(int(words[0]) if words else 0), end="")
+        if not all(word.isdigit() for word in words) or len(words) > 1:
+            raise UsageError("%ddp logs takes one rank, or nothing")
+        if words and int(words[0]) >= (nprocs := (self.session or _newest()).nprocs):
+            raise UsageError(f"there is no rank {words[0]} (0 to {nprocs - 1})")
+        if self.session is not None and words:
+            print(self.session.logs(int(words[0])), end="")
+        else:
+            print(_newest().logs(*map(int, words)), end="")
 
     def _stacks(self, _: list[str]) -> None:
-        print(self._the_session().stacks())
+        print(_newest().stacks())
+
+    def _show(self, _: list[str]) -> None:
+        _newest().show()
+
+    def _devices(self, _: list[str]) -> None:
+        kind, count = device_and_count(Options())
+        lines = gauges.describe_gpus(count) if kind == "cuda" else [f"{count} of {kind}"]
+        if kind == "cpu":
+            lines = [f"no GPU: runs use {CPU_NPROCS} processes with gloo on a CPU with {os.cpu_count()} cores"]
+        print("\n".join(lines))
 
     def _status(self, _: list[str]) -> None:
         if self.session is None:
@@ -137,6 +230,8 @@ class DdpMagics(Magics):
         for each in shown:
             crew = each._crew  # another thread may end the run
             print(each, *(crew.overview() if crew is not None else ()), sep="\n  ")
+        if self._defaults:
+            print(f"defaults: {options.text(self._defaults)}")
 
     def _the_session(self) -> Session:
         if self.session is None:
@@ -144,7 +239,15 @@ class DdpMagics(Magics):
         return self.session
 
 
-_COMMANDS = ("open", "close", "push", "pull", "run", "logs", "stacks", "status")
+_COMMANDS = ("open", "close", "push", "pull", "run", "status", "stop", "logs", "stacks", "show", "devices")
+# ``%%ddp?`` shows the options.
+vars(DdpMagics)["on_ranks"].__doc__ += f"\n{_CELL.format_usage()}"
+
+
+def _newest() -> Run[Any]:
+    if (newest := last_run()) is None:
+        raise UsageError("there is no run yet")
+    return newest
 
 
 def _can_be_sent(value: object) -> bool:

@@ -1,11 +1,11 @@
-"""The options of ``%%ddp`` and ``%ddp open``: those of ``run``, as on a command line."""
+"""The options of ``%%ddp`` and ``%ddp``: those of ``run``, as on a command line."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
@@ -14,38 +14,65 @@ from nbddp.kernel.settings import Options
 
 _SHORT = {"nprocs": ("-n",), "gpus": ("-g",)}
 _NOT_HERE = {"env", "init_process_group", "wait", "log_to", "autolog", "show"}
+_NAMES = {field.name for field in dataclasses.fields(Options)}
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Parses a magic's words: options of ``run``, and some of its own.
+
+    Args:
+        magic: its name.
+        more: its own, as for ``add_argument``; spellings are separated by spaces.
+    """
+
+    def __init__(self, magic: str, *more: tuple[str, dict[str, Any]]) -> None:
+        super().__init__(magic, add_help=False, argument_default=argparse.SUPPRESS)
+        for name, how in more:
+            self.add_argument(*name.split(), **how)
+        for field in dataclasses.fields(Options):
+            if field.name not in _NOT_HERE:
+                parse_it = next((parse for kind, parse in _TYPES.items() if kind in str(field.type)), str)
+                how = {"action": "store_true"} if parse_it is bool else {"type": parse_it}
+                names = *_SHORT.get(field.name, ()), f"--{field.name.replace('_', '-')}"
+                self.add_argument(*names, dest=field.name, **how)
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Return what was given; the options of ``run`` in ``options``. Raises UsageError."""
+        given = self.parse_args(words)
+        given.options = {name: value for name, value in vars(given).items() if name in _NAMES}
+        return given
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message}")
 
 
-def parse(magic: str, line: str, *more: tuple[str, dict[str, Any]]) -> argparse.Namespace:
-    """Return the options of a line; those of ``run`` that were given are in ``options``. Raises UsageError.
+def split(line: str) -> list[str]:
+    """Return a line's words, as a shell does. Raises UsageError."""
+    try:
+        return shlex.split(line)
+    except ValueError as error:  # a quotation that doesn't end
+        raise UsageError(f"{line!r} can't be parsed: {error}") from None
 
-    Args:
-        magic: its name.
-        more: options of this magic only, as for ``add_argument``; spellings are separated by spaces.
-    """
-    parser = _Parser(magic, add_help=False, argument_default=argparse.SUPPRESS)
-    for name, how in more:
-        parser.add_argument(*name.split(), **how)
-    for field in dataclasses.fields(Options):
-        if field.name in _NOT_HERE:
-            continue
-        parse_it = next((parse for kind, parse in _TYPES.items() if kind in str(field.type)), str)
-        how = {"action": "store_true"} if parse_it is bool else {"type": parse_it}
-        parser.add_argument(*_SHORT.get(field.name, ()), f"--{field.name.replace('_', '-')}", dest=field.name, **how)
-    given = parser.parse_args(shlex.split(line))
-    names = {field.name for field in dataclasses.fields(Options)}
-    given.options = {name: value for name, value in vars(given).items() if name in names}
-    return given
+
+def text(options: dict[str, Any]) -> str:
+    """Return options as on a line."""
+    words = []
+    for name, value in options.items():
+        shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [shlex.quote(shown)])]
+    return " ".join(words)
 
 
 def numbers(text: str) -> list[int]:
     """Parse ``0,2``."""
     return [int(each) for each in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    """Parse ``model,loss``."""
+    if wrong := [each for each in text.split(",") if not each.isidentifier()]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no name")
+    return text.split(",")
 
 
 def processes(text: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from typing import Any, NamedTuple
 
 import psutil
@@ -35,6 +36,19 @@ def gpu_of(settings: Settings, local_rank: int) -> str:
     return visible[index] if index < len(visible) else str(index)
 
 
+def describe_gpus(count: int) -> list[str]:
+    """Return the number, the name, and the memory of each GPU that this process sees, as the driver tells them."""
+    settings = Settings("", count, "cuda", tuple(range(count)), environ=dict(os.environ))
+    lines = []
+    for index in range(count):
+        memory, name = _gpu_memory(gpu := gpu_of(settings, index)), ""
+        with contextlib.suppress(Exception):
+            name = _nvml().nvmlDeviceGetName(_handle(gpu))
+        used = f", {memory[0] >> 20:,} of {memory[1] >> 20:,} MiB used" if memory is not None else ""
+        lines.append(f"{index}: {name or 'GPU'}{used}")
+    return lines
+
+
 @functools.lru_cache(maxsize=1)
 def _nvml() -> Any:
     """NVIDIA's management library, which comes with the driver; None without one."""
@@ -46,11 +60,16 @@ def _nvml() -> Any:
     return None
 
 
+def _handle(gpu: str) -> Any:
+    nvml = _nvml()
+    return nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdigit() else nvml.nvmlDeviceGetHandleByUUID(gpu)
+
+
 def _gpu_memory(gpu: str) -> tuple[int, int] | None:
     if (nvml := _nvml()) is None:
         return None
     with contextlib.suppress(nvml.NVMLError):
-        handle = nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdigit() else nvml.nvmlDeviceGetHandleByUUID(gpu)
+        handle = _handle(gpu)
         found = nvml.nvmlDeviceGetMemoryInfo(handle)
         with contextlib.suppress(nvml.NVMLError):  # a driver before 510; as nvidia-smi: without what it has reserved
             found = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)

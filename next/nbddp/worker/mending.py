@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import socket
+import traceback
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 _INET = (socket.AF_INET, socket.AF_INET6)
 _BOUND_TO_GROUPS = {"ProcessGroup", "DeviceMesh", "FullyShardedDataParallel", "FSDPModule", "ZeroRedundancyOptimizer"}
@@ -49,6 +51,18 @@ def release(_: object = None) -> None:
             # gloo aborts without its listener
             if each.family in _INET and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 each.shutdown(socket.SHUT_RD)
+
+
+def end_loaders_of(error: BaseException) -> None:
+    """End the DataLoader workers of loops that the error has left.
+
+    Its traceback, which the debugger may want, keeps them; and when it's freed, torch may wait 5 s for each of them.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, _MultiProcessingDataLoaderIter) and not value._persistent_workers:
+                for worker in value._workers:
+                    worker.terminate()
 
 
 def mend(names: Mapping[str, Any], before: Any) -> list[str]:

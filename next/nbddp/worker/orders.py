@@ -6,11 +6,13 @@ import bdb
 import contextlib
 import dataclasses
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import comm
+import torch
 import torch.distributed as dist
 from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.utils.tokenutil import token_at_cursor
@@ -34,6 +36,15 @@ class Orders:
         self._metrics, self._post_mortem = metrics, post_mortem
         self._sigchld: Any = signal.SIG_DFL
         self._phase = "call"
+        self._last_value: Any = None  # of the last cell
+        self._shell.given = {
+            "nbddp": sys.modules["nbddp"],
+            "torch": torch,
+            "dist": dist,
+            "rank": context.rank(),
+            "world_size": context.world_size(),
+            "device": context.device(),
+        }
         self._before: Any = None  # the default group before the last failure
         self._handlers: dict[type, Callable[[Any, Block | None], Report]] = {
             messages.Function: self._function,
@@ -61,14 +72,18 @@ class Orders:
                 report = reports.exited(error, time.monotonic())
             except BaseException as error:
                 at = time.monotonic()  # before anything slow: the run reports its earliest failure
-                report = reports.failed(self._handled(error), self._phase, at)
+                mending.end_loaders_of(error := self._handled(error))
+                report = reports.failed(error, self._phase, at)
             log.flush()
             self._line.tell(report)
 
     def _handled(self, error: BaseException) -> BaseException:
-        if isinstance(error, bdb.BdbQuit):
-            return KeyboardInterrupt("stopped in the debugger")
-        if self._post_mortem and self._phase == "call" and isinstance(error, Exception):
+        if (
+            self._post_mortem
+            and self._phase == "call"
+            and isinstance(error, Exception)
+            and not isinstance(error, bdb.BdbQuit)
+        ):
             with contextlib.suppress(bdb.BdbQuit, KeyboardInterrupt), self._interruptible():
                 debugger.post_mortem(error)
         return error
@@ -82,6 +97,7 @@ class Orders:
             signal.signal(signal.SIGCHLD, self._sigchld)  # torch's raises when a DataLoader's worker dies
             yield
         finally:
+            sys.settrace(None)  # a debugger that has stepped so far
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
@@ -105,13 +121,20 @@ class Orders:
         log.enter(self._metrics)
         shell.speaks = context.rank() == order.speaker
         shell.begin(order.count)
+        if lends := order.pdb and not shell.call_pdb:
+            shell.call_pdb = True
         try:
             with self._interruptible():
                 shell.history_manager.store_inputs(order.count, order.source, order.source)
                 result = shell.run_cell(order.source)  # with store_history it would render each error, to store it
+                self._last_value = result.result
                 raised = result.error_before_exec or result.error_in_exec
         except KeyboardInterrupt as late:
             raised = late
+        if raised is not None:
+            mending.end_loaders_of(raised)
+        if lends:
+            shell.call_pdb = False
         at = time.monotonic()
         if raised is None and shell.has_shown_an_error:  # %tb
             print("\n".join(shell.render()))
@@ -128,10 +151,11 @@ class Orders:
         return self._answer(None)
 
     def _pull(self, order: messages.Pull, _: Block | None) -> Report:
-        names = self._shell.user_ns
+        names = {**self._shell.user_ns, "": self._last_value}
         if missing := [name for name in order.names if name not in names]:
             raise NameError(f"the ranks have no {missing[0]}", name=missing[0])
-        return reports.finished({name: names[name] for name in order.names}, "cannot be sent to the notebook")
+        found = {name: names[name] for name in order.names}
+        return reports.finished(found, "this cannot be sent to the notebook", found)
 
     def _complete(self, order: messages.Complete) -> dict[str, Any]:
         with provisionalcompleter():

@@ -6,8 +6,10 @@ import functools
 import signal
 import sys
 import threading
+import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import comm
@@ -15,6 +17,7 @@ from comm.base_comm import BaseComm
 from IPython.core import page, payloadpage
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
+from IPython.core.error import UsageError
 from IPython.core.formatters import DisplayFormatter
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
@@ -74,6 +77,7 @@ class Shell(InteractiveShell):
 
     Attributes:
         speaks: its displays are shown in the notebook.
+        given: the names that every cell has.
         value: the text of the last line's value.
         error: how IPython shows the last error, once :meth:`render` has been called.
         leaving: the user has called ``exit()``.
@@ -83,6 +87,7 @@ class Shell(InteractiveShell):
     system = InteractiveShell.system_raw  # its output goes where the rank's goes
     tell: Tell
     speaks = False
+    given: Mapping[str, Any] = MappingProxyType({})
     leaving = False
     value = ""
     error: list[str] | None = None
@@ -103,8 +108,8 @@ class Shell(InteractiveShell):
 
     def render(self) -> list[str]:
         """Render the last error: up to a second of work."""
-        render, self.error, self._render = self._render, None, None
-        if render is not None:
+        if (render := self._render) is not None:
+            self._render = None
             render()
         return self.error or []
 
@@ -115,7 +120,17 @@ class Shell(InteractiveShell):
 
     def begin(self, count: int) -> None:
         """Begin a cell."""
-        self.execution_count, self.value, self._render, self.leaving = count, "", None, False
+        self.execution_count, self.value, self.error, self._render, self.leaving = count, "", None, None, False
+        self._give()
+
+    def _give(self) -> None:
+        for name in self.given.keys() - self.user_ns.keys():
+            self.user_ns[name] = self.user_ns_hidden[name] = self.given[name]
+
+    def init_user_ns(self) -> None:
+        """Begin with the names of a kernel, also after ``%reset``."""
+        super().init_user_ns()  # type: ignore[no-untyped-call]
+        self._give()
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         sys.last_type, sys.last_value, sys.last_traceback = found = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
@@ -123,7 +138,8 @@ class Shell(InteractiveShell):
         shown = (*found[:2], found[1].__traceback__)
         self._render = functools.partial(super().showtraceback, shown, *args, **kwargs)
         if self.call_pdb and isinstance(found[1], Exception):
-            self._render()  # and opens the debugger
+            print("".join(traceback.format_exception_only(*found[:2])), end="")
+            self.render()  # and opens the debugger
         elif threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the cell has failed already
 
@@ -147,12 +163,17 @@ class Shell(InteractiveShell):
     def enable_gui(self, gui: Any = None) -> None: ...
 
 
+def _ddp(line: str) -> None:
+    raise UsageError(f"%ddp {line} goes into a cell of its own, which runs in the notebook")
+
+
 def make() -> Shell:
     """Make the shell, run a cell, and render an error: what each rank would otherwise do for its first one."""
     config = Config({"HistoryManager": {"enabled": False}})  # nor a thread that would not survive the fork
     module = types.ModuleType("__main__")
     shell = Shell.instance(config=config, user_module=module, user_ns=vars(module))
     shell.tell = lambda _: None
+    shell.register_magic_function(_ddp, "line", "ddp")  # type: ignore[arg-type]
     shell.run_cell("None")  # type: ignore[no-untyped-call]
     shell.run_cell("1 / 0")  # type: ignore[no-untyped-call]
     shell.render()

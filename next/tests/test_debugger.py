@@ -1,0 +1,215 @@
+"""The debugger under the cell: breakpoints, prompts of several ranks, after errors, in the background, in a session."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import nbddp
+from tests.support import Notebook, wait_until
+
+SOON_S = 2.0
+BOTH, ZERO, ONE = "ranks 0 and 1 (Pdb) ", "rank 0 (Pdb) ", "rank 1 (Pdb) "
+
+
+@pytest.fixture
+def cell(notebook: Notebook) -> Iterator[Notebook]:
+    notebook.ok("%load_ext nbddp\nimport nbddp, torch, time\nimport torch.distributed as dist")
+    notebook.ok("%ddp -n 2 --device cpu\ndef run(f, n=1, **o): return nbddp.run(f, nprocs=n, device='cpu', **o)")
+    yield notebook
+    notebook.ok("%ddp --reset")
+
+
+def test_a_breakpoint_opens_pdb_in_the_users_frame_with_the_cells_lines(cell: Notebook) -> None:
+    source = """
+    def inner(x):
+        y = x * 2
+        breakpoint()
+        return y
+    def outer():
+        return inner(nbddp.rank() + 20)
+    run(outer).value
+    """
+    talk = cell.talk(source, ["p x, y", "l", "w", "up", "p nbddp.rank()", "down", "pp [y]", "!y = 7", "c"])
+    assert talk.prompts == [ZERO] * 9
+    for text in ("(20, 40)", "def inner(x):", "return inner(nbddp.rank() + 20)", "[40]"):
+        assert text in talk.shown
+    assert "nbddp/worker" not in talk.shown
+    assert "multiprocessing" not in talk.shown
+    assert talk.result == "7"
+
+
+def test_stepping_until_return_and_into(cell: Notebook) -> None:
+    source = """
+    def double(x):
+        z = x * 2
+        return z
+    def f():
+        breakpoint()
+        start = 4
+        a = double(start)
+        b = a + 1
+        return b
+    run(f).value
+    """
+    talk = cell.talk(source, ["n", "n", "s", "r", "n", "n", "p a", "c"])
+    assert "--Call--" in talk.shown
+    assert "->8" in talk.shown
+    assert "-> breakpoint()" in talk.shown
+    assert talk.result == "9"
+
+
+def test_a_cell_is_stepped_from_line_to_line_to_its_last(cell: Notebook) -> None:
+    talk = cell.talk("%%ddp -n 1\nx = 20\nbreakpoint()\nx += 1\nx", ["n", "n", "p x", "n"])
+    assert [line for line in talk.shown.splitlines() if line.startswith("->")] == [
+        "-> breakpoint()",
+        "-> x += 1",
+        "-> x",
+    ]
+    assert (talk.shown.count("--"), talk.result) == (0, "21")
+
+
+def test_nbddp_breakpoint_stops_one_rank_under_a_condition(cell: Notebook) -> None:
+    source = """\
+    %%ddp
+    for i in range(6):
+        loss = torch.tensor(float("nan") if i == 4 else 1.0)
+        nbddp.breakpoint(rank=1, when=loss.isnan())
+        dist.barrier()
+    i
+    """
+    talk = cell.talk(source, ["p i", "c"])
+    assert (talk.prompts, talk.result) == ([ONE] * 2, "5")
+    assert "[rank 1] 4\n" in talk.shown
+
+
+def test_pdbs_torchs_and_no_breakpoints(cell: Notebook) -> None:
+    talk = cell.talk("%%ddp -n 1\nimport pdb\nx = 3\npdb.set_trace()\nx", ["w", "!x = 4", "c"])
+    assert (talk.prompts, talk.result) == ([ZERO] * 3, "4")
+    assert "IPython/" not in talk.shown
+    talk = cell.talk("%%ddp\ndist.breakpoint(rank=1)\ndist.barrier()\n5", ["p rank", "c"])
+    assert (talk.prompts, talk.result) == ([ONE] * 2, "5")
+    source = "%%ddp\nimport os\nos.environ['PYTHONBREAKPOINT'] = '0'\nbreakpoint()\nnbddp.breakpoint()\n7"
+    assert cell.talk(source, []).result == "7"
+
+
+def test_ranks_at_one_line_are_one_prompt_and_each_can_be_visited(cell: Notebook) -> None:
+    source = """\
+    %%ddp
+    x = torch.full((), 10.0 * rank)
+    breakpoint()
+    dist.all_reduce(x)
+    x.item()
+    """
+    answers = ["p rank", "rank 1", "p rank", "rank 5", "rank 0", "p x.item()", "rank all", "n", "c"]
+    talk = cell.talk(source, answers)
+    assert talk.prompts == [BOTH, BOTH, ONE, ONE, BOTH, ZERO, ZERO, BOTH, BOTH]
+    assert "[rank 1] 1\n" in talk.shown
+    assert "There is no rank 5 (0 to 1)" in talk.shown
+    assert talk.result == "10.0"
+
+
+def test_ranks_at_different_prompts_and_in_a_collective(cell: Notebook) -> None:
+    talk = cell.talk("%%ddp\nbreakpoint()\ndist.barrier()\n1", ["rank 0", "n", "n", "n", "c", "c"])
+    assert talk.prompts[:2] == [BOTH, ZERO]
+    assert ONE in talk.prompts  # rank 0 waits in the barrier
+    assert talk.result == "1"
+
+
+def test_q_ends_the_run_as_stop_does(cell: Notebook) -> None:
+    began = time.monotonic()
+    talk = cell.talk("%%ddp\nif rank == 0:\n    breakpoint()\ndist.barrier()\ntime.sleep(60)", ["q"])
+    assert talk.ename == "KeyboardInterrupt"
+    assert "was stopped" in talk.evalue
+    assert cell.talk("run(lambda: [breakpoint(), time.sleep(60)], 2)", ["q"]).ename == "KeyboardInterrupt"
+    assert cell.talk("nbddp.last_run().state", []).result == "'stopped'"
+    assert time.monotonic() - began < 2 * SOON_S
+
+
+def test_an_interrupt_at_the_prompt_ends_the_run_and_users_finally_runs(cell: Notebook, tmp_path: object) -> None:
+    source = f"""
+    def f():
+        try:
+            breakpoint()
+        finally:
+            open("{tmp_path}/finally", "w").close()
+    run(f)
+    """
+    assert cell.talk(source, ["p 1", cell.interrupt]).ename == "KeyboardInterrupt"
+    assert os.listdir(str(tmp_path)) == ["finally"]
+
+
+def test_pdb_opens_where_a_rank_failed_while_its_peers_wait(cell: Notebook) -> None:
+    source = """
+    def f(x):
+        scale = 3
+        if nbddp.rank() == 1:
+            return torch.nn.functional.linear(torch.ones(2, x), torch.ones(3, 5)) * scale
+        dist.all_reduce(torch.ones(1))
+    nbddp.run(f, (4,), nprocs=2, device="cpu", pdb=True)
+    """
+    talk = cell.talk(source, ["p x, scale", "w", "q"])
+    assert talk.prompts == [ONE] * 3
+    assert "(4, 3)" in talk.shown
+    assert "mat1 and mat2" in talk.shown
+    assert "nbddp/" not in talk.shown
+    assert (talk.ename, "rank 1 of 2" in talk.evalue) == ("RankError", True)
+
+
+def test_a_cells_error_opens_ipythons_debugger_with_pdb(cell: Notebook) -> None:
+    talk = cell.talk("%%ddp --pdb\nw = rank\nraise ValueError('boom')", ["p w + 40", "c"])
+    assert talk.prompts == ["ranks 0 and 1 ipdb> "] * 2
+    assert "ValueError: boom\n" in talk.shown
+    assert "[rank 1] 41\n" in talk.shown
+    assert talk.ename == "ValueError"
+    cell.ok("%pdb on")
+    talk = cell.talk("run(lambda a=0: 1 / a)", ["p a", "q"])
+    assert (talk.prompts, talk.ename) == ([ZERO] * 2, "RankError")  # and IPython's own stays closed
+    talk = cell.talk("%%ddp -n 1\n1 / 0", ["q"])
+    assert (talk.prompts, talk.ename) == (["rank 0 ipdb> "], "ZeroDivisionError")
+    assert cell.talk("get_ipython().call_pdb", []).result == "True"
+    cell.ok("%pdb off")
+
+
+def test_where_nobody_can_answer_the_run_goes_on_and_says_so_once(cell: Notebook) -> None:
+    cell.ok("%%ddp --background\nfor i in range(3):\n    breakpoint()\nprint('through')")
+    shown = cell.ok("print(nbddp.last_run().wait().logs())").shown
+    assert shown.count("debugger skipped: nobody can answer here") == 1
+    assert shown.count("through") == 2
+    assert cell.ok("nbddp.last_run()").shown.startswith("<Run In[")
+    # In a front end without stdin.
+    message = cell._client.execute("%%ddp\nfor i in range(3):\n    breakpoint()\n'value'", allow_stdin=False)
+    reply = cell.end_of(message)
+    assert reply.shown.count("debugger skipped: nobody can answer here") == 1
+    assert reply.shown.count("'value'") == 1
+
+
+def test_in_a_script_without_stdin_the_run_goes_on() -> None:
+    def f() -> int:
+        breakpoint()
+        return nbddp.rank()
+
+    run = nbddp.run(f, nprocs=2, device="cpu", pdb=True)
+    assert run.values == [0, 1]
+    assert run.logs().count("debugger skipped") == 1
+
+
+def test_a_session_lives_on_after_its_debugger(cell: Notebook) -> None:
+    cell.ok("%ddp open")
+    try:
+        cell.ok("x = torch.ones(1) * rank")
+        source = "%%ddp --pdb\ny = rank\nif rank == 1:\n    raise ValueError('s')\ndist.all_reduce(x)"
+        talk = cell.talk(source, ["p y", "q"])
+        assert (talk.prompts, talk.ename) == (["rank 1 ipdb> "] * 2, "ValueError")
+        talk = cell.talk("%debug", ["p y * 7", "q"])
+        assert "7\n" in talk.shown
+        assert cell.talk("breakpoint()\ny = 1\ndist.all_reduce(x)", ["q"]).ename == "KeyboardInterrupt"
+        talk = cell.talk("y = torch.ones(1)\nbreakpoint()\ndist.all_reduce(y)\ny.item()", ["n", "c"])
+        assert (talk.prompts, talk.result) == ([BOTH] * 2, "2.0")
+        assert "-> dist.all_reduce(y)" in talk.shown
+    finally:
+        cell.ok("%ddp close")
+    wait_until(lambda: "no session is open" in cell.ok("%ddp status").shown)

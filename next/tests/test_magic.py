@@ -1,0 +1,201 @@
+"""``%%ddp`` on fresh ranks and ``%ddp``: what a cell reads, keeps, returns, and says when it cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbddp.magic import reads
+from tests.support import GONE_S, Notebook, wait_until
+
+
+@pytest.fixture
+def magic(notebook: Notebook) -> Iterator[Notebook]:
+    """The shared notebook with the extension, two CPU ranks by default."""
+    notebook.ok("%load_ext nbddp\nimport nbddp, torch\n%ddp --nprocs 2 --device cpu")
+    yield notebook
+    notebook.ok("%ddp --reset")
+
+
+def test_the_cell_reads_the_notebooks_names_and_sets_none_of_them(magic: Notebook) -> None:
+    magic.ok("scale = 10\nx = 'mine'\ndef scaled(v): return v * scale")
+    assert magic.ok("%%ddp\nx = scaled(rank + 1)\nextra = x\nnbddp.all_gather(x)").shown == "[10, 20]\n"
+    assert magic.ok("x, 'extra' in globals()").shown == "('mine', False)\n"
+
+
+def test_rank_device_torch_and_dist_are_ready_in_the_cell(magic: Notebook) -> None:
+    source = (
+        "t = torch.ones(1, device=device)\ndist.all_reduce(t)\n(t.item(), rank * 0, world_size, nbddp.world_size())"
+    )
+    assert magic.ok(f"%%ddp -n 3\n%reset -f\n{source}").status == "ok"
+    assert magic.ok(f"%%ddp -n 3\n{source}").shown == "(3.0, 0, 3, 3)\n"
+    magic.ok("world_size = 'as I said'")
+    assert magic.ok("%%ddp\nworld_size").shown == "'as I said'\n"
+    magic.ok("del world_size")
+
+
+def test_names_asked_for_with_o_come_from_rank_0(magic: Notebook) -> None:
+    magic.ok("kept, best = [1], 41")
+    magic.ok("%%ddp -o weights,kept,best\nweights = torch.ones(2) * rank\nkept.append(2)\nfor best in []: pass")
+    assert magic.ok("weights.tolist(), kept, best").shown == "([0.0, 0.0], [1, 2], 41)\n"
+    magic.ok("%%ddp -o both,one\none = [rank]\nboth = [one, one]")
+    assert magic.ok("both[0] is one").shown == "True\n"
+
+
+def test_an_o_name_that_cannot_be_sent_is_named_and_the_others_come_back(magic: Notebook) -> None:
+    reply = magic.cell("%%ddp -o bad,loss\nloss = 0.125\nbad = (i for i in range(3))")
+    assert reply.evalue == "this cannot be sent to the notebook: bad: cannot pickle 'generator' object"
+    assert magic.ok("loss").shown == "0.125\n"
+
+
+def test_a_trained_model_comes_back_with_the_notebooks_class(magic: Notebook) -> None:
+    magic.ok("class Net(torch.nn.Linear): pass")
+    magic.ok("""\
+        %%ddp -o model,first
+        model = nbddp.wrap(Net(2, 1))
+        first = model.module.weight.detach().clone()
+        model(torch.ones(1, 2)).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= p.grad""")
+    assert magic.ok("type(model) is Net, (first - model.weight).round().tolist()").shown == "(True, [[1.0, 1.0]])\n"
+
+
+def test_an_error_points_at_the_cells_lines(magic: Notebook) -> None:
+    magic.ok("def broken(x):\n    raise KeyError('no such digit')")
+    reply = magic.cell("%%ddp --as failed\n\ndef half(x):\n    return broken(x)\n\nprint('before')\nhalf(1)  # here")
+    assert (reply.status, reply.ename) == ("error", "KeyError")
+    for text in ("7 half(1)  # here", "line 4, in half", "raise KeyError('no such digit')", "ranks 0 and 1 of 2"):
+        assert text in reply.traceback
+    assert "nbddp/" not in reply.traceback
+    assert magic.ok("failed.state, failed.logs(0), type(failed.error).__name__").shown == (
+        "('failed', 'before\\n', 'KeyError')\n"
+    )
+    assert "line 3" in magic.cell("%%local\n\n1 / 0").traceback
+
+
+def test_a_syntax_error_points_at_its_line(magic: Notebook) -> None:
+    reply = magic.cell("%%ddp\nx = 1\ny = = 2")
+    assert reply.ename == "SyntaxError"
+    assert "line 3" in reply.traceback
+    assert "y = = 2" in reply.traceback
+    assert "nbddp/" not in reply.traceback
+
+
+def test_an_unpicklable_variable_is_named(magic: Notebook) -> None:
+    magic.ok("log_file = open('/dev/null')\ndef note(): log_file.write('x')")
+    assert "this cannot be sent to the ranks: log_file" in magic.cell("%%ddp\nlog_file").evalue
+    assert "note → log_file" in magic.cell("%%ddp\nnote()").evalue
+    assert magic.ok("%%ddp\nif rank >= 0:\n    log_file = 7\nlog_file").shown == "7\n"
+
+
+def test_a_wrong_option_is_refused_before_a_process_starts(magic: Notebook) -> None:
+    for line, words in {
+        "--nprocs two": "invalid int value",
+        "--gpus a,b": "invalid numbers value",
+        "-o 1x": "'1x' is no name",
+        "--nonsense": "unrecognized arguments",
+        "-o 'x": "can't be parsed",
+    }.items():
+        reply = magic.cell(f"%%ddp {line}\nprint('it ran')")
+        assert reply.ename == "UsageError"
+        assert words in reply.shown
+        assert "it ran" not in reply.shown
+
+
+def test_a_background_cell_returns_its_run_at_once(magic: Notebook, tmp_path: Path) -> None:
+    waits = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    reply = magic.ok(f"%%ddp --background --as later -o answer\n{waits}\nprint('in its logs')\nanswer = 42\nanswer + 1")
+    (tmp_path / "go").touch()
+    assert reply.shown.startswith("<Run In[")
+    assert magic.ok("later.wait().values, answer, later.logs(1)").shown == "([43, 43], 42, 'in its logs\\n')\n"
+
+
+def test_ddp_stop_ends_a_background_cell_in_time(magic: Notebook) -> None:
+    magic.ok("%%ddp --background\nimport time\ntime.sleep(60)")
+    wait_until(lambda: "time.sleep(60)" in magic.ok("%ddp stacks").shown)
+    reply = magic.ok("%ddp stop")
+    assert "stopped" in reply.shown
+    assert reply.seconds < GONE_S
+    assert magic.ok("%ddp stop").shown == "nothing is running\n"
+
+
+def test_a_fresh_cell_has_the_time_and_the_restarts_of_a_run(magic: Notebook) -> None:
+    assert magic.cell("%%ddp --timeout 0.5\nimport time\ntime.sleep(60)").ename == "RunTimeout"
+    assert "\n1.0\n" in magic.ok("%%ddp --max-restarts 1\n1 / nbddp.restart_count()").shown
+
+
+def test_an_interrupt_ends_the_cell_and_the_next_one_runs(magic: Notebook) -> None:
+    running = magic.begin("%%ddp\nprint('begun', flush=True)\nimport time\ntime.sleep(60)")
+    magic.shown_so_far(running, "begun")
+    magic.interrupt()
+    reply = magic.end_of(running)
+    assert reply.ename == "KeyboardInterrupt"
+    assert "was stopped. It was here: both ranks are in line 4" in reply.evalue
+    assert magic.ok("%%ddp\n5").shown == "5\n"
+
+
+def test_magics_shell_commands_await_and_displays_work_in_a_fresh_cell(magic: Notebook) -> None:
+    source = (
+        "import asyncio\n!echo from the shell\nout = %sx echo captured\nawait asyncio.sleep(0.01)\ndisplay(out)\nout"
+    )
+    assert magic.ok(f"%%ddp\n{source}").shown.splitlines() == ["from the shell", "['captured']", "['captured']"]
+    magic.ok("def f(x): return x\nbig = 3")
+    assert "per loop" in magic.ok("%%ddp\n%timeit -n1 -r1 f(big)").shown
+    assert "per loop" in magic.ok("%%ddp\n%%timeit -n1 -r1\nf(big)").shown
+
+
+def test_what_is_shown_at_the_cells_end_is_shown_once(magic: Notebook) -> None:
+    for source in ("'value'", "display('value')", "print(\"'value'\")"):
+        assert magic.ok(f"%%ddp\n{source}").shown == "'value'\n"
+    assert magic.ok("%%ddp\n'value';").shown == ""
+
+
+def test_ddp_logs_and_show_print_output_and_metrics_of_the_run(magic: Notebook) -> None:
+    magic.ok("%%ddp\nprint('I am', rank)\nnbddp.log(loss=0.5)")
+    assert magic.ok("%ddp logs 1").shown == "I am 1\n"
+    assert magic.ok("%ddp logs").shown == "[rank 0] I am 0\n[rank 1] I am 1\n"
+    assert "there is no rank 2" in magic.cell("%ddp logs 2").shown
+    assert "loss 0.5" in magic.ok("%ddp show").shown
+    assert "processes" in magic.ok("%ddp devices").shown
+
+
+def test_defaults_hold_and_can_be_shown_overridden_and_reset(magic: Notebook) -> None:
+    magic.ok("%ddp --nprocs 3 --device cpu --seed 7")
+    assert magic.ok("%%ddp\nworld_size, torch.initial_seed() - rank").shown == "(3, 7)\n"
+    assert magic.ok("%%ddp -n 1\nworld_size").shown == "1\n"
+    assert "defaults: --nprocs 3 --device cpu --seed 7" in magic.ok("%ddp status").shown
+    assert magic.ok("%ddp --reset").shown == "defaults: none\n"
+
+
+def test_the_help_has_an_example_and_all_options(magic: Notebook) -> None:
+    text = magic.ok("print(get_ipython().object_inspect_text('%%ddp'))").shown
+    assert "%%ddp -n 2 -o model" in text
+    assert "--background" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("x = 1\nx + y", {"y"}),
+        ("x += 1", {"x"}),
+        ("for i in items:\n    total += i", {"items", "total", "i"}),
+        ("def f():\n    return model\nf()\nmodel = 3", {"model"}),
+        ("def f():\n    global n\n    n += 1\nf()", {"n"}),
+        ("def f(p):\n    with p as local:\n        return local", set()),
+        ("@keep\ndef f(a=default):\n    return hidden", {"keep", "default", "hidden"}),
+        ("class A:\n    lr = 1\n    def f(self):\n        return w\nlr", {"w", "lr"}),
+        ("model = make(x).to(device)\nto", {"make", "x", "device", "to"}),
+        ("[k * j for k in items]\nk", {"items", "j", "k"}),
+        ("if flag:\n    m = 1\nm", {"flag", "m"}),
+        ("import os.path as p\nos.x, p", {"os"}),
+        ("f'{name!r:>{width}}'", {"name", "width"}),
+        ("eval('x + y')", {"eval", "x", "y"}),
+        ("print('a text of words')", {"print"}),
+        ("await g()", {"g"}),
+    ],
+)
+def test_the_names_that_a_cell_reads_are_found(source: str, read: set[str]) -> None:
+    assert reads.names_read(source) - {"__name__"} == read
