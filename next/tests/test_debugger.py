@@ -108,7 +108,7 @@ def test_ranks_at_one_line_are_one_prompt_and_each_can_be_visited(cell: Notebook
     talk = cell.talk(source, answers)
     assert talk.prompts == [BOTH, BOTH, ONE, ONE, BOTH, ZERO, ZERO, BOTH, BOTH]
     assert "[rank 1] 1\n" in talk.shown
-    assert "There is no rank 5 (0 to 1)" in talk.shown
+    assert "There is no rank 5 here, only ranks 0 and 1.\n" in talk.shown
     assert talk.result == "10.0"
 
 

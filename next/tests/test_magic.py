@@ -105,6 +105,17 @@ def test_a_wrong_option_is_refused_before_a_process_starts(magic: Notebook) -> N
         assert "it ran" not in reply.shown
 
 
+def test_a_rank_that_there_will_not_be_is_refused_before_a_process_starts(magic: Notebook) -> None:
+    assert magic.cell("%%ddp --ranks 5\n1").evalue == "there is no rank 5 (0 to 1)"
+
+
+def test_stop_ends_a_cell_whose_names_are_still_on_their_way(magic: Notebook) -> None:
+    magic.ok("import time\nclass Slow:\n    def __reduce__(self): return time.sleep, (60,)\nslow = Slow()")
+    magic.ok("%%ddp --background --as sent\nslow")
+    magic.ok("time.sleep(0.3)\nbegan = time.monotonic(); sent.stop(0.5)")
+    assert magic.ok("sent.state, time.monotonic() - began < 5").shown == "('stopped', True)\n"
+
+
 def test_a_background_cell_returns_its_run_at_once(magic: Notebook, tmp_path: Path) -> None:
     waits = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
     reply = magic.ok(f"%%ddp --background --as later -o answer\n{waits}\nprint('in its logs')\nanswer = 42\nanswer + 1")

@@ -6,11 +6,12 @@ import random
 import shlex
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.error import UsageError
 
-from nbddp.magic import magic, options
+from nbddp.magic import magic, options, routing
 
 NAMES = st.lists(st.from_regex(r"[a-zé_][a-z0-9_]{0,5}", fullmatch=True), min_size=1, max_size=3)
 WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12).filter(
@@ -90,3 +91,10 @@ def test_any_line_is_parsed_or_refused_with_a_message(line: str) -> None:
         except UsageError as error:
             said = str(error)
         assert said.strip()
+
+
+@pytest.mark.timeout(20)
+def test_where_a_cell_belongs_is_known_at_once() -> None:
+    """Its comments and blank lines may be cut into lines in one way only."""
+    assert routing._OURS.match("# a comment\n\n" * 200 + "%ddp status")
+    assert not routing._OURS.match("# a comment\n \n" * 200 + "x = 1")

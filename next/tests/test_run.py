@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,3 +147,31 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant(cell: Cells) -
         nbddp.run_script("train.py", sed=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"Session\(\) got an unexpected keyword argument 'gpu'; did you mean gpus\?"):
         nbddp.Session(gpu=[0])  # type: ignore[call-arg]
+
+
+def test_the_end_of_what_a_rank_has_printed_is_as_a_terminal_shows_it_without_colors(cell: Cells) -> None:
+    def bar() -> None:
+        print("old\n10 %\r20 %\r\x1b[1mend\x1b[0m")
+
+    assert nbddp.run(bar, nprocs=1, device="cpu", show=False)._tail(0, 6) == "d\nend\n"
+
+
+def test_an_interrupt_while_metrics_are_sent_changes_no_outcome() -> None:
+    def send(step: int, metrics: dict[str, float]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.0)
+
+    def fail() -> None:
+        nbddp.log(loss=1.0)
+        raise ValueError("mine")
+
+    with pytest.raises(KeyboardInterrupt):
+        nbddp.run(fail, nprocs=1, device="cpu", log_to=send)
+    run = nbddp.last_run()
+    assert run is not None
+    assert (run.state, run.done(), type(run.error)) == ("failed", True, nbddp.RankError)
+
+
+@pytest.mark.parametrize("fn", [str.upper, dict.get], ids=["upper", "get"])
+def test_a_method_of_a_builtin_type_runs(fn: Any) -> None:
+    assert nbddp.run(fn, ("a",) if fn is str.upper else ({"a": 1}, "a"), nprocs=1, device="cpu").value in ("A", 1)

@@ -64,6 +64,19 @@ def test_names_from_before_are_sent_by_push_and_come_back_by_pull(ranks: Noteboo
     assert ranks.ok("%%local\nlr, type(net) is Net").shown == "(6, True)\n"
 
 
+def test_a_loader_that_cannot_start_is_a_failure_of_the_cell(ranks: Notebook) -> None:
+    """Its iterator is half made when the workers of failed loops are ended."""
+    failed = ranks.cell(
+        "class Batches:\n    def __iter__(self): raise ValueError('no batches')\n"
+        "list(torch.utils.data.DataLoader([1], batch_sampler=Batches(), num_workers=1))"
+    )
+    assert (failed.ename, failed.evalue) == ("ValueError", "no batches")
+
+
+def test_a_name_that_the_ranks_do_not_have_is_named(ranks: Notebook) -> None:
+    assert ranks.cell("%ddp pull nope").evalue == "the ranks have no nope"
+
+
 def test_a_local_cell_runs_in_the_notebook(ranks: Notebook) -> None:
     assert ranks.ok("%%local\nimport os\nos.getpid()").shown.strip() == str(ranks.pid)
     assert ranks.ok("os.getpid()").shown.splitlines()[0] != str(ranks.pid)

@@ -160,6 +160,7 @@ def test_the_thread_of_a_run_in_the_background_writes_nothing(capsys: pytest.Cap
 # ---------------------------------------------------------------------------- real runs
 
 
+@pytest.mark.long
 def test_a_script_says_how_a_run_ended_and_of_one_in_the_background_when_it_is_waited_for() -> None:
     done = script(
         f"""

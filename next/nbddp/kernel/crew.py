@@ -186,7 +186,7 @@ class Crew:
         self.send(Leave(), self.ranks)
         deadline = time.monotonic() + _LEAVE_S
         while any(rank.alive for rank in self.ranks) and (left := deadline - time.monotonic()) > 0 and not gives_up():
-            if self.take(left) is None and not any(thread.is_alive() for thread in self._threads):
+            if self.take(min(left, 1.0)) is None and not any(thread.is_alive() for thread in self._threads):
                 break  # nobody hears their ends
 
     @interrupts_held()

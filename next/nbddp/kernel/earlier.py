@@ -14,9 +14,10 @@ _newest: dict[str, History] = {}  # by subject; what ended last comes last
 
 
 def function(fn: Callable[..., Any]) -> str:
-    """The subject of its runs."""
+    """The subject of its runs; "" if its name doesn't tell which it is."""
     fn = getattr(fn, "func", fn)  # functools.partial
-    return f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return "" if "<lambda>" in name else f"{getattr(fn, '__module__', '')}.{name}"
 
 
 def cell() -> str:

@@ -109,7 +109,7 @@ class Prompt:
     def _choose(self, word: str) -> None:
         self._only = None if word == "all" else int(word)
         if self._only is not None and self._only not in {rank.number for rank in self._ranks}:
-            self._page.write(f"There is no rank {word} (0 to {len(self._ranks) - 1}).\n")
+            self._page.write(f"There is no rank {word} here, only {ranks_text([r.number for r in self._ranks])}.\n")
             self._only = None
 
 

@@ -27,7 +27,7 @@ from nbddp.panel.plotted import History
 from nbddp.panel.status import RankStatus, Source, Status, View
 from nbddp.process import server
 from nbddp.process.gauges import Memory
-from nbddp.text import duration, first_line, in_a_line, write_line
+from nbddp.text import duration, first_line, in_a_line, uncolored, write_line
 
 R = TypeVar("R")
 STOP_GRACE_S = 5.0
@@ -112,9 +112,7 @@ class Run(Generic[R]):
     def logs(self, rank: int | None = None) -> str:
         """Return what that rank has printed; of all ranks, each line with its rank."""
         if rank is None:
-            return "".join(
-                f"[rank {each}] {line}\n" for each in range(self.nprocs) for line in self.logs(each).splitlines()
-            )
+            return in_lines_of_ranks(self.nprocs, self.logs)
         parts = [(state, begin, end) for state, begin, end in self._parts if state.number == rank]
         if not 0 <= rank < self.nprocs:
             raise ValueError(f"there is no rank {rank} (0 to {self.nprocs - 1})")
@@ -151,7 +149,8 @@ class Run(Generic[R]):
         """Return its error, as ``concurrent.futures.Future``."""
         if not self._done.wait(timeout):
             raise TimeoutError(f"{self.name} still runs after {timeout} s")
-        self._draw_the_end()  # the thread that follows it may not have, and updates come in while a cell runs
+        with interrupts_held():
+            self._draw()  # the thread that follows it may not have, and updates come in while a cell runs
         return self.error
 
     def done(self) -> bool:
@@ -192,16 +191,12 @@ class Run(Generic[R]):
         self._draw()
 
     def _draw(self) -> None:
-        for view in list(self._views):
+        for view in self._views:
             try:
                 view.update()
             except Exception as error:  # of a front end, or our own: the run goes on
-                self._views.remove(view)
+                self._views = [each for each in self._views if each is not view]  # another thread may draw it, too
                 write_line(f"[nbddp: {self.name} is no longer drawn here: {in_a_line(error)}]")
-
-    @interrupts_held()
-    def _draw_the_end(self) -> None:
-        self._draw()
 
     def _source(self) -> Source:
         return Source(self.history, self._status, self._before, self._tail, self._ask_to_stop)
@@ -245,7 +240,7 @@ class Run(Generic[R]):
         for state, begin, end in reversed(self._parts):
             if state.number == rank:
                 start = max(begin, min(end, state.output.size) - 16 * chars)  # a rewritten bar takes many bytes
-                return state.output.text(start, end)[-chars:]
+                return uncolored(state.output.text(start, end))[-chars:]
         return ""
 
     def _ask_to_stop(self, grace_s: float = STOP_GRACE_S) -> None:
@@ -263,6 +258,7 @@ class Run(Generic[R]):
     def _take_part(self, crew: Crew, attempt: Attempt) -> None:
         """The next order to a crew is a part of this run, with its metrics. A stop() may have come before."""
         self._crew, self._attempt = crew, attempt
+        self._end_parts()
         self._parts += [(rank, begin, sys.maxsize) for rank, begin in zip(crew.ranks, attempt.printed_before)]
         crew.metrics_to = self.history.add
         if self._stop_grace_s is not None:
@@ -273,23 +269,46 @@ class Run(Generic[R]):
         self._crew = self._attempt = None
 
     def _conclude(self, state: str, error: BaseException | None = None) -> None:
+        """It's over; once. An interrupt ends only the wait for where its metrics go."""
+        if self._done.is_set():
+            return
+        try:
+            self._settle(state, error)
+            self._sender.finish()
+        finally:
+            self._say_its_over()
+
+    @interrupts_held()
+    def _settle(self, state: str, error: BaseException | None) -> None:
         if self._crew is not None:
             self._crew.metrics_to = lambda rank, records: None
-        self._parts = [(rank, begin, min(end, rank.output.size)) for rank, begin, end in self._parts]
+        self._end_parts()
         if self._attempt is not None and state == "stopped":
             self._where = self._attempt.where
         if self._attempt is not None and state != "finished":
             self._hang = self._attempt.locator.hang
-        self.state, self.error, self._ended = state, error, time.monotonic()
+        self.history.settle(broken_off=state != "finished")  # first: who sees the state draws the end
+        self.error = error
+        self.state, self._ended = state, time.monotonic()
         self._last_ranks = self._rank_statuses(self._crew)
         self._detach()
-        self.history.settle(broken_off=state != "finished")
-        self._sender.finish()
+
+    def _end_parts(self) -> None:
+        self._parts = [(rank, begin, min(end, rank.output.size)) for rank, begin, end in self._parts]
+
+    @interrupts_held()
+    def _say_its_over(self) -> None:
         earlier.keep(self._subject, self.history)
         self._done.set()
         for call in self._callbacks:
             with contextlib.suppress(RuntimeError):  # the event loop that waited is closed
                 call()
+        self._draw()
+
+
+def in_lines_of_ranks(count: int, logs: Callable[[int], str]) -> str:
+    """Join what this returns for each rank."""
+    return "".join(f"[rank {rank}] {line}\n" for rank in range(count) for line in logs(rank).splitlines())
 
 
 _runs: weakref.WeakValueDictionary[int, Run[Any]] = weakref.WeakValueDictionary()  # what carries a run out holds it

@@ -24,7 +24,7 @@ from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page, keep_ipythons_debugger_closed, notebook
 from nbddp.kernel.rank_state import RankState
-from nbddp.kernel.run import Run
+from nbddp.kernel.run import Run, in_lines_of_ranks
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
 from nbddp.kernel.start import Machines, call_and_collect, launch, look, pack_call, raise_if_stopped
 from nbddp.loggers.log_to import destinations
@@ -33,7 +33,7 @@ from nbddp.payload import Block, Packed, explain
 from nbddp.process.machine import LocalMachine
 from nbddp.text import in_a_line, ranks_text
 
-_ONLY_OF_RUNS = ("timeout", "max_restarts", "stop_on_nan", "wait", "pdb")
+ONLY_OF_RUNS = ("timeout", "max_restarts", "stop_on_nan", "wait", "pdb")
 _SHORT_S = 0.3  # a cell that takes longer is a run
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 
@@ -48,7 +48,7 @@ class Session:
 
     @takes_options
     def __init__(self, *, options: Options) -> None:
-        for name in _ONLY_OF_RUNS:
+        for name in ONLY_OF_RUNS:
             if getattr(options, name) != getattr(Options(), name):
                 raise LaunchError(f"{name}= is an option of run(), not of a session")
         self._begin(decide(options.name or "session", options, attended=True), options, self._machines)
@@ -82,11 +82,12 @@ class Session:
         self._crew = Crew(dataclasses.replace(settings, shell=_shell_settings()), machines())
         try:
             self._crew.open()
-            self._ask(CountCollectives(), self._crew.ranks, OF_A_SESSION)  # an interrupt ends ranks that aren't ready
+            if only is None:  # an interrupt ends ranks that aren't ready
+                self._ask(CountCollectives(), self._crew.ranks, OF_A_SESSION)
+                atexit.register(self.close)
         except BaseException:
             self.close()
             raise
-        atexit.register(self.close)
 
     _machines: Callable[[], Sequence[Any]] = staticmethod(lambda: [LocalMachine()])
 
@@ -103,7 +104,14 @@ class Session:
         asked = self._asked(ranks)
         self._run_cell(Cell(source, _number(), asked[0].number, pdb), asked, keep)
 
-    def _run_cell(self, cell: Cell, asked: Sequence[RankState], keep: bool) -> None:
+    def _run_cell(
+        self,
+        cell: Cell,
+        asked: Sequence[RankState],
+        keep: bool,
+        out: Sequence[str] = (),
+        into: dict[str, Any] | None = None,
+    ) -> None:
         page = self._page(max(cell.speaker, 0))
         self._call(cell, asked, page, keep=keep)
         run, answers = self._run, {rank.number: rank.report.answer for rank in asked if rank.report is not None}
@@ -112,6 +120,8 @@ class Session:
         if cell.speaker >= 0 and (shell := notebook()) is not None:
             for each in answers[cell.speaker].payload:
                 shell.payload_manager.write_payload(each)
+        if out and into is not None:
+            self._bring(out, into, asked[0].number)
         if run is not None:
             run._values = [self._value(rank, answers) if keep else None for rank in range(self.nprocs)]
         if any(answer.leaving for answer in answers.values()):
@@ -134,12 +144,12 @@ class Session:
         name = check_call(fn, args, kwargs or {}, None)
         packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
         run: Run[Any] = Run(dataclasses.replace(self._settings, name=name), self._log_to, subject=earlier.function(fn))
-        if self._options.show is not False:
-            run._show(self._options.show)
         self._run, received, page = run, self._note_received(packed.by_value), self._page(0)
         call: dict[str, Any] = {"patience": OF_A_SESSION, "received": received}
         with self._calling(), packed.block:
             try:
+                if self._options.show is not False:
+                    run._show(self._options.show)
                 call_and_collect(run, self._crew, Packed(packed.block, self._received), page, **call)
                 run._conclude("finished")
             except BaseException as error:
@@ -149,6 +159,7 @@ class Session:
                     self._write_notes(page, self._put_right(asked))
                 if not isinstance(error, NbddpError):
                     raise
+                keep_ipythons_debugger_closed()
             finally:
                 self._crew.metrics_to = self._logged
         return run.wait()
@@ -200,9 +211,9 @@ class Session:
         """Describe an object of rank 0, as a kernel replies."""
         return self._ask(Inspect(code, cursor, level), self._asked([0]))[0]  # type: ignore[no-any-return]
 
-    def logs(self, rank: int = 0) -> str:
-        """Return what that rank has printed since its start."""
-        return self._crew.ranks[rank].output.text()
+    def logs(self, rank: int | None = None) -> str:
+        """Return what that rank has printed since its start; of all ranks, each line with its rank."""
+        return in_lines_of_ranks(self.nprocs, self.logs) if rank is None else self._crew.ranks[rank].output.text()
 
     @property
     def is_busy(self) -> bool:
@@ -278,10 +289,11 @@ class Session:
         with self._calling():
             self._attempt = attempt
             try:
-                if self._only is not None and self._cell is not None:
-                    _show_lines_of(self._cell)
+                if self._only is not None:
                     self._only._take_part(self._crew, attempt)
-                elif self._only is None:
+                    if self._cell is not None:
+                        _show_lines_of(self._cell)
+                else:
                     self._crew.metrics_to = self._logged
                 while self._early:
                     self._logged(*self._early.pop(0))
@@ -313,10 +325,11 @@ class Session:
     def _conclude_run(self, state: str, error: BaseException | None) -> None:
         if self._only is not None:
             return  # what carries it out does
-        if self._run is not None:
-            self._run._conclude(state, error if state == "failed" else None)
-            self._run._draw_the_end()
-        self._crew.metrics_to = self._logged
+        try:
+            if self._run is not None:
+                self._run._conclude(state, error if state == "failed" else None)
+        finally:
+            self._crew.metrics_to = self._logged
 
     def _ask(self, order: Any, ranks: Sequence[RankState], patience: Patience = OF_AN_ANSWER) -> dict[int, Any]:
         """Give an order that doesn't run the user's code. Returns the answers."""
@@ -502,11 +515,11 @@ def launch_cell(
             session._push(packed)
             asked = session._asked(ranks)
             speaker = asked[0].number if options.wait else -1
-            session._run_cell(Cell(source, count, speaker, settings.post_mortem), asked, keep)
-            if out:
-                session._bring(out, into, asked[0].number)
+            session._run_cell(Cell(source, count, speaker, settings.post_mortem), asked, keep, out, into)
 
     settings = decide(options.name or f"In[{count}]", options, attended=options.wait)
+    if wrong := [number for number in ranks or () if not 0 <= number < settings.world_size]:
+        raise LaunchError(f"there is no rank {wrong[0]} (0 to {settings.world_size - 1})")
     launched = launch(settings, packed, options, earlier.cell(), call)
     return launched.wait() if options.wait else launched
 

@@ -137,10 +137,11 @@ def _carry_out(
             may_heal = isinstance(error, _RESTARTED) and not isinstance(error.__cause__, NbddpError)
             if may_heal and run.restarts < options.max_restarts and run._stop_grace_s is None:
                 first = first or error
+                run.history.restart(in_a_line(error))  # first: who sees the count reads the reason
                 run.restarts += 1
+                run._values = []
                 run.state = "starting"
                 run._detach()
-                run.history.restart(in_a_line(error))
                 continue
             if first is not None:
                 error.after_restarts(run.restarts, first)
@@ -154,7 +155,6 @@ def _carry_out(
             ours.__cause__ = error
             run._conclude("failed", ours)
         break
-    run._draw_the_end()
 
 
 def open_and_call(
@@ -172,7 +172,12 @@ def open_and_call(
         crew.open()
         page = Page(crew.ranks, quiet=options.show is False or not options.wait)
         call_and_collect(run, crew, packed, page, deadline, timeout=options.timeout, stop_on_nan=options.stop_on_nan)
-        crew.dismiss(gives_up=lambda: run._stop_grace_s is not None)
+
+        def is_stopped() -> bool:
+            run._draw()
+            return run._stop_grace_s is not None
+
+        crew.dismiss(gives_up=is_stopped)
 
 
 def call_and_collect(

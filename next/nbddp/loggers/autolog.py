@@ -47,7 +47,7 @@ class _Listener(MetaPathFinder):
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec: Any = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None:
+        if spec is not None and spec.loader is not None:  # else it's just a folder
             execute = spec.loader.exec_module
 
             def execute_and_hear(module: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ def destinations(to: Any) -> list[Destination]:
 
 def _destination(to: Any) -> Destination:
     name, flush = getattr(to, "__name__", type(to).__name__), getattr(to, "flush", lambda: None)
-    if not isinstance(to, type):
+    if not isinstance(to, (type, types.ModuleType)):  # mlflow's functions log into the present thread's run
         if add := getattr(to, "add_scalar", None):
             return Destination(name, lambda step, at, row: [add(*it, step, walltime=at) for it in row.items()], flush)
         if hasattr(to, "define_metric"):  # W&B: its own steps may only grow, so ours is a metric

@@ -14,7 +14,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from nbddp.kernel.run import Run, last_run, runs
 from nbddp.kernel.script import run_script
-from nbddp.kernel.session import Session, launch_cell
+from nbddp.kernel.session import ONLY_OF_RUNS, Session, launch_cell
 from nbddp.kernel.settings import CPU_NPROCS, Options, device_and_count
 from nbddp.magic import options, reads, routing
 from nbddp.magic.options import Parser
@@ -66,7 +66,7 @@ class DdpMagics(Magics):
           %ddp run [options] train.py --lr 0.1     a script on every rank, as torchrun does
           %ddp status              the session, and the runs
           %ddp stop                end all runs
-          %ddp logs [RANK]         what the session's ranks have printed; without one, those of the newest run
+          %ddp logs [RANK]         what the ranks have printed, of the session that's open or of the newest run
           %ddp stacks              where each rank of the newest run is now
           %ddp show                the newest run
           %ddp devices             the devices that runs can use
@@ -119,11 +119,13 @@ class DdpMagics(Magics):
     def in_session(self, source: str, ranks: list[int] | None = None, out: Sequence[str] = (), **how: bool) -> None:
         """Run a cell on the ranks of the session that's open, as every cell then."""
         session = self._the_session()
-        session.cell(source, ranks, **how)
-        if out:
-            session._bring(out, self.shell.user_ns, min(ranks or [0]))
-        if session.lost:
-            DdpMagics.session = None
+        try:
+            session.cell(source, ranks, **how)
+            if out:
+                session._bring(out, self.shell.user_ns, min(ranks or [0]))
+        finally:
+            if session._closed:  # by exit()
+                DdpMagics.session = None
 
     @contextlib.contextmanager
     def _kept_as(self, name: str) -> Iterator[None]:
@@ -161,7 +163,8 @@ class DdpMagics(Magics):
         print(f"defaults: {options.text(self._defaults) or 'none'}")
 
     def _open(self, words: list[str]) -> Session:
-        chosen = {**self._defaults, **_OPEN.parse(words).options}
+        defaults = {name: value for name, value in self._defaults.items() if name not in ONLY_OF_RUNS}
+        chosen = {**defaults, **_OPEN.parse(words).options}
         if self.session is not None and not self.session.lost:
             if chosen == self._opened_with:  # Run All again: as a kernel keeps its names
                 print(f"the session of {self.session.nprocs} ranks is open; %ddp close ends it")
@@ -205,10 +208,7 @@ class DdpMagics(Magics):
             raise UsageError("%ddp logs takes one rank, or nothing")
         if words and int(words[0]) >= (nprocs := (self.session or _newest()).nprocs):
             raise UsageError(f"there is no rank {words[0]} (0 to {nprocs - 1})")
-        if self.session is not None and words:
-            print(self.session.logs(int(words[0])), end="")
-        else:
-            print(_newest().logs(*map(int, words)), end="")
+        print((self.session or _newest()).logs(*map(int, words)), end="")
 
     def _stacks(self, _: list[str]) -> None:
         print(_newest().stacks())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
@@ -14,7 +13,7 @@ from nbddp.panel.charts import AMBER, GRAY, RED, Chart, capital, charts, describ
 from nbddp.panel.run_progress import Progress, lagging, notices, progress
 from nbddp.panel.status import RankStatus, Status
 from nbddp.panel.text_view import restarted
-from nbddp.text import LINE_CHARS, cut, duration, fold, plain
+from nbddp.text import LINE_CHARS, cut, duration, plain
 
 _COLORS = {"starting": GRAY, "running": "#3b7df0", "finished": "#22994f", "failed": RED, "stopped": AMBER}
 _LINE = "rgba(128,128,128,.3)"
@@ -34,7 +33,6 @@ _PICTURE_CHARTS = 6
 _PICTURE_POINTS, _LEAST_POINTS = 1_400, 24  # of all lines, of a line
 _IMAGES_BYTES = 70_000  # a picture has at most 100 kB
 _STACKS_CHARS, _OUTPUT_LINES, _OUTPUT_CHARS = 6_000, 12, 128 << 10
-_COLOR_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
 def parts(history: History, status: Status) -> dict[str, str]:
@@ -95,8 +93,9 @@ def _charts(
     history: History, names: Sequence[str], before: History | None, *, points: int = 300, log: bool = False
 ) -> str:
     points = min(points, _PICTURE_POINTS // max(1, min(48, len(names or history))))
+    most = max(_PICTURE_CHARTS, len(names))
     while True:
-        shown, rest = charts(history, before, names, max(_LEAST_POINTS, points), _PICTURE_CHARTS)
+        shown, rest = charts(history, before, names, max(_LEAST_POINTS, points), most)
         images = "".join(_image(chart, 708 if len(shown) == 1 else 350, log=log) for chart in shown)
         if len(images) <= _IMAGES_BYTES or points <= _LEAST_POINTS:
             return images + _note("", "", rest)
@@ -188,7 +187,7 @@ def _details(summary: str, text: str, *, is_open: bool) -> str:
 def _last_output(status: Status, tail: Callable[[int, int], str]) -> str:
     """What the failed rank printed last."""
     failed = status.failed_rank
-    if failed is None or not (text := _COLOR_CODES.sub("", fold(tail(failed, _OUTPUT_CHARS))).rstrip()):
+    if failed is None or not (text := tail(failed, _OUTPUT_CHARS).rstrip()):
         return ""
     host = next((f" on {_text(rank.host)}" for rank in status.ranks if rank.rank == failed and rank.host), "")
     lines = "\n".join(text.split("\n")[-_OUTPUT_LINES:])

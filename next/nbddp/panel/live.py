@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import threading
 import time
@@ -34,13 +35,13 @@ def view_for(source: Source, show: bool | str | None = None) -> View:
 class ExecutedView(TextView):
     """For a program that executes the notebook (papermill, nbconvert): lines of text, and the picture at the end."""
 
-    def _write_end(self, status: Status) -> None:
-        if not self._source.history.latest():
-            return super()._write_end(status)
+    def _write_end(self, source: Source, status: Status) -> None:
+        if not source.history.latest():
+            return super()._write_end(source, status)
         from IPython.display import display
 
         self.cell = frontend.cell_number()
-        display(_bundle(self._source, status), raw=True)  # type: ignore[no-untyped-call]
+        display(_bundle(source, status), raw=True)  # type: ignore[no-untyped-call]
         return None
 
 
@@ -124,7 +125,8 @@ class CellView:
             _finished.append(self._panel)
         self._source = self._panel = None
         while len(_finished) > (_LIVE if self._place else 0):
-            _finished.popleft().leave()
+            with contextlib.suppress(IndexError):  # another thread has taken it
+                _finished.popleft().leave()
 
 
 def _bundle(source: Source, status: Status, place: str = "", points: int = 300) -> dict[str, str]:

@@ -28,7 +28,8 @@ class TextView:
     """
 
     def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
-        self._source, self._clock = source, clock
+        self._source: Source | None = source
+        self._clock = clock
         self._thread = threading.get_ident()
         self.cell = frontend.cell_number()
         self._said = self._state = ""
@@ -37,11 +38,11 @@ class TextView:
         self._due = math.inf  # while it's starting
 
     def update(self) -> None:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or (source := self._source) is None:
             return  # it follows a run in the background: these lines would come in another cell
-        status, history = self._source.status(), self._source.history
+        status, history = source.status(), source.history
         before, self._state = self._state, status.state
-        if self._due == math.inf and status.state != "starting":
+        if self._due == math.inf and status.state == "running":
             self._due = self._clock() + _EVERY_S
         if status.restarts > self._restarts:
             self._restarts = status.restarts
@@ -50,9 +51,10 @@ class TextView:
             self._say(status, status.hang)
         self._hangs = bool(status.hang)
         if status.over:
-            is_short = before and not self._said and self._clock() < self._due and not history.latest()
-            if before != status.state and not is_short:
-                self._write_end(status)
+            self._source = None
+            short = self._clock() < self._due if self._due < math.inf else status.seconds < _EVERY_S
+            if not (before and short and not self._said and not history.latest()):
+                self._write_end(source, status)
         elif self._clock() >= self._due and (line := progress_line(history)) not in ("", self._said):
             self._say(status, line)
 
@@ -61,11 +63,11 @@ class TextView:
         for line in f"{status.name}: {text}".splitlines():
             write_line(plain(line))
 
-    def _write_end(self, status: Status) -> None:
+    def _write_end(self, source: Source, status: Status) -> None:
         self.cell = frontend.cell_number()  # of a run in the background, the one that waits
-        for text in notices(self._source.history):
+        for text in notices(source.history):
             self._say(status, text)
-        write_line(end_line(self._source.history, dataclasses.replace(status, error="")))  # which is raised
+        write_line(end_line(source.history, dataclasses.replace(status, error="")))  # which is raised
         if status.remark:
             self._say(status, status.remark)
 

@@ -60,8 +60,8 @@ def end_loaders_of(error: BaseException) -> None:
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in list(frame.f_locals.values()):
-            if isinstance(value, _MultiProcessingDataLoaderIter) and not value._persistent_workers:
-                for worker in value._workers:
+            if isinstance(value, _MultiProcessingDataLoaderIter) and not getattr(value, "_persistent_workers", True):
+                for worker in getattr(value, "_workers", ()):  # its __init__ may have failed
                     worker.terminate()
 
 

@@ -97,8 +97,8 @@ class Orders:
             signal.signal(signal.SIGCHLD, self._sigchld)  # torch's raises when a DataLoader's worker dies
             yield
         finally:
-            sys.settrace(None)  # a debugger that has stepped so far
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            sys.settrace(None)  # a debugger that has stepped so far
             self._sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _function(self, order: messages.Function, block: Block | None) -> Report:
@@ -153,7 +153,7 @@ class Orders:
     def _pull(self, order: messages.Pull, _: Block | None) -> Report:
         names = {**self._shell.user_ns, "": self._last_value}
         if missing := [name for name in order.names if name not in names]:
-            raise NameError(f"the ranks have no {missing[0]}", name=missing[0])
+            return dataclasses.replace(self._answer(None), lost=f"the ranks have no {missing[0]}", path=(missing[0],))
         found = {name: names[name] for name in order.names}
         return reports.finished(found, "this cannot be sent to the notebook", found)
 
