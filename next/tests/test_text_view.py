@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import json
 import subprocess
@@ -13,10 +14,11 @@ from typing import Any
 
 import pytest
 
+import nbddp
 from nbddp.history.history import History
 from nbddp.panel.status import Source, Status
 from nbddp.panel.text_view import TextView
-from tests.support import script
+from tests.support import Cells, script
 
 REASON = "RankDied: rank 1 of 2 was killed by SIGKILL"
 TRAIN = """
@@ -237,3 +239,24 @@ def test_an_executed_notebook_keeps_the_picture_and_no_dead_widget(executed: Cal
     assert set(waited[0]["data"]) == PICTURE
     assert set(waited[1]["data"]) == {"text/plain"}
     assert shown(silent) == [("execute_result", PICTURE)], "a run that isn't shown shows itself at the cell's end"
+
+
+def test_a_view_shows_in_which_line_a_rank_has_stopped(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = cell("""
+        def train():
+            name = input("name? ")
+            breakpoint()
+            return name
+    """)
+    seen = []
+
+    def answer(prompt: str) -> str:
+        run = nbddp.last_run()
+        assert run is not None
+        seen.append([rank.waits for rank in run._status().ranks])
+        return "Ada" if prompt == "name? " else "c"
+
+    monkeypatch.setattr(builtins, "input", answer)
+    run = nbddp.run(names.train, nprocs=2, device="cpu", show="text")
+    assert run.values == ["Ada", "Ada"]
+    assert seen == [["for input"] * 2, ["at line 4"] * 2]

@@ -131,7 +131,7 @@ class Crew:
         elif isinstance(thing.data, Report):
             rank.report, rank.prompt = rank.report or thing.data, None
         elif isinstance(thing.data, Asks):
-            rank.prompt, rank.asked_at = thing.data.prompt, time.monotonic()
+            rank.prompt, rank.paused_at, rank.asked_at = thing.data.prompt, thing.data.line, time.monotonic()
         elif isinstance(thing.data, Misses):
             self.send(Defined(thing.data.name, definition(thing.data.name)), [rank])
         elif isinstance(thing.data, Ready):

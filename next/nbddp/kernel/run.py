@@ -230,7 +230,9 @@ class Run(Generic[R]):
                 state = "failed"
             elif self.state in ("failed", "stopped") and state != "finished":
                 state = "stopped"
-            waits = "for input" if crew is not None and crew.ranks[number].prompt is not None else ""
+            waits = ""
+            if crew is not None and crew.ranks[number].prompt is not None:
+                waits = f"at line {line}" if (line := crew.ranks[number].paused_at) else "for input"
             resident, gpu = self._memory.get(number, (None, None))
             found.append(RankStatus(number, device, state, resident, gpu, waits=waits))
         return tuple(found)

@@ -88,14 +88,6 @@ def say_busy() -> None:
         kernel._publish_status("busy", "shell", parent=_request())  # private, as of ipykernel 7.4
 
 
-def has_stdin() -> bool:
-    """Whether somebody can answer an ``input()`` of this thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    kernel = getattr(shell(), "kernel", None)
-    return bool(getattr(kernel, "_allow_stdin", False)) if kernel else sys.stdin is not None and sys.stdin.isatty()
-
-
 def _request() -> dict[str, Any]:
     kernel: Any = getattr(shell(), "kernel", None)
     return kernel.get_parent() if hasattr(kernel, "get_parent") else {}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pdb
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
 
 from nbddp.messages import Answer, Asks, Defined, Envelope, Leave, Misses, Report
@@ -57,7 +60,7 @@ class Line:
         """Replace ``input()``, which the prompts of pdb, %debug and %pdb call: so this is the debugger, too."""
         if os.getpid() != self._pid:
             raise EOFError("a child process of a rank, such as a DataLoader worker, can't ask: use num_workers=0")
-        self.tell(Asks(str(prompt)))
+        self.tell(Asks(str(prompt), _debuggers_line()))
         redirect.printed.clear()  # up to here, the prompt shows where ranks differ
         if (line := self._answers.get()) is None:
             raise EOFError("nobody can answer here")
@@ -102,3 +105,13 @@ class Line:
             else:
                 self.orders.put((envelope.message, block))
         self.orders.put(None)
+
+
+def _debuggers_line() -> int:
+    """Return the line at which a debugger asks; 0 if none does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(asking := frame.f_locals.get("self"), pdb.Pdb):
+            return asking.stack[asking.curindex][1]
+        frame = frame.f_back
+    return 0
