@@ -50,11 +50,18 @@ class Line:
         return self.count < _FEW
 
     @property
-    def smooth(self) -> np.ndarray | None:
-        """The mean of the points around each point; None for a line that is smooth already."""
+    def is_noisy(self) -> bool:
+        """Its mean is drawn over it."""
+        if len(self.y) < 100:
+            return False
         with np.errstate(over="ignore"):
             turns = np.diff(np.sign(np.diff(self.y[np.isfinite(self.y)])))
-        if len(self.y) < 100 or np.count_nonzero(turns) < len(self.y) / 4:
+        return bool(np.count_nonzero(turns) >= len(self.y) / 4)
+
+    @property
+    def smooth(self) -> np.ndarray | None:
+        """The mean of the points around each point; None for a line that is smooth already."""
+        if not self.is_noisy:
             return None
         window = np.ones(2 * round(len(self.y) * SMOOTHING / 2) + 1)
         known = np.isfinite(self.y)

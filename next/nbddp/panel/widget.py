@@ -86,7 +86,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
 def _line(line: Line) -> dict[str, Any]:
     ys = np.concatenate([line.y, line.low, line.high])
     words = {"label": line.label, "color": line.color, "ghost": line.ghost, "dots": line.dots}
-    return {**words, "smooth": line.smooth is not None, "x": _packed(line.x, "<f8"), "ys": _packed(ys, "<f4")}
+    return {**words, "smooth": line.is_noisy, "x": _packed(line.x, "<f8"), "ys": _packed(ys, "<f4")}
 
 
 def _packed(numbers: np.ndarray, kind: str) -> str:
