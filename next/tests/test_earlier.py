@@ -101,6 +101,7 @@ def test_panel_and_picture_of_the_second_run_have_the_curves_of_the_first(notebo
     assert notebook.ok(look.format(2.0)).shown == "[(True, 4.0), (False, 8.0)] True\n"
 
 
+@pytest.mark.long
 def test_a_cell_is_compared_with_itself_where_the_page_tells_which_it_is(own_notebook: Notebook) -> None:
     own_notebook.ok("%load_ext nbddp")
     client = own_notebook._client

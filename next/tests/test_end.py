@@ -262,10 +262,11 @@ def test_a_killed_kernels_ranks_end_in_time_whatever_they_do(in_folder: Path) ->
     with Notebook() as notebook:
         # killed here and not by a fixture: what is left must be looked at with the kernel gone
         _begin_runs(notebook, in_folder, others)
+        notebook.ok("import nbddp\nopen_session = nbddp.Session(nprocs=2, device='cpu')")
         notebook.ok(f"os.chdir({str(in_folder)!r})" + _source(last))
         notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
         _wait_for_ranks(in_folder, last)
-        assert len(ranks_of(notebook.pid)) >= 2 * len(BODIES)
+        assert len(ranks_of(notebook.pid)) >= 2 * len(BODIES) + 2
         began = time.monotonic()
         notebook.kill()
         wait_until(lambda: not {p for p in marked_pids() - before if _runs(p) and p != notebook.pid}, 10)
@@ -278,6 +279,7 @@ def _runs(pid: int) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_a_restarted_kernel_leaves_no_ranks_and_can_run_again(own_notebook: Notebook, in_folder: Path) -> None:
     """Background runs and a cell that goes on; "swallow everything" ignores what ends other ranks."""
     _begin_runs(own_notebook, in_folder, ["sleep", "swallow everything"])
@@ -292,6 +294,7 @@ def test_a_restarted_kernel_leaves_no_ranks_and_can_run_again(own_notebook: Note
     assert reply.shown == "[5, 5]\n"
 
 
+@pytest.mark.long
 def test_a_script_with_a_background_run_ends_without_waiting_for_it(in_folder: Path) -> None:
     """multiprocessing would join the ranks at exit, forever."""
     began = _source("swallow everything") + (

@@ -130,7 +130,7 @@ def test_no_frame_is_sent_when_nothing_changed(page: Page) -> None:
     page.read(lambda kind, content, of: page.state["frame"]["over"])
     page.read(lambda kind, content, of: (kind, content.get("execution_state"), of) == ("status", "idle", message))
     quiet = page.changes[sent:-2]  # the ranks finish one after the other
-    assert sum("frame" in change for change in quiet) <= 2, "their memory may change"
+    assert sum("frame" in change for change in quiet) <= 5, "their memory may change; it's read once a second"
     assert 2 <= sum("head" in change for change in quiet) <= 4, "the clock goes on"
 
 

@@ -274,6 +274,7 @@ def test_the_notebooks_time_zone_and_arguments_are_the_ranks(cell: Cells, monkey
     assert run(names.train).values == [("09", ["train"])] * 2
 
 
+@pytest.mark.long
 def test_variables_that_are_read_when_python_or_torch_starts_count_for_a_run_of_their_own(cell: Cells) -> None:
     names = cell("""
         import os, sys, torch

@@ -442,6 +442,7 @@ def test_a_close_that_is_interrupted_has_closed_the_session(notebook: Notebook) 
     wait_until_alone(notebook.pid)
 
 
+@pytest.mark.long
 def test_a_killed_kernel_takes_its_session_along(own_notebook: Notebook) -> None:
     _open_and_end(own_notebook, own_notebook.kill)
 

@@ -18,7 +18,7 @@ import nbddp
 from nbddp.history.history import History
 from nbddp.panel.status import Source, Status
 from nbddp.panel.text_view import TextView
-from tests.support import Cells, script
+from tests.support import Cells, Notebook, script
 
 REASON = "RankDied: rank 1 of 2 was killed by SIGKILL"
 TRAIN = """
@@ -223,7 +223,19 @@ def shown(outputs: list[Any]) -> list[Any]:
 PICTURE = {"text/html", "text/plain"}
 
 
-def test_an_executed_notebook_keeps_the_picture_and_no_dead_widget(executed: Callable[..., list[Any]]) -> None:
+def test_an_executed_notebook_keeps_the_picture_and_no_dead_widget(notebook: Notebook) -> None:
+    """This client of the kernel is no page either."""
+    call = "run = nbddp.run(train, nprocs=2, device='cpu'{})"
+    notebook.ok(TRAIN)
+    at_once = notebook.ok(call.format(""))
+    assert at_once.shown.startswith("done\n")
+    assert [set(each) for each in at_once.data] == [PICTURE]
+    assert not notebook.ok(call.format(", wait=False")).data
+    assert [set(each) for each in notebook.ok("_ = run.wait()").data] == [PICTURE]
+
+
+@pytest.mark.long
+def test_nbconvert_keeps_the_picture_of_a_run_once(executed: Callable[..., list[Any]]) -> None:
     call = "nbddp.run(train, nprocs=2, device='cpu'{})"
     at_once, background, waited, silent = executed(
         call.format(""), f"run = {call.format(', wait=False')}", "run.wait()", call.format(", show=False")
