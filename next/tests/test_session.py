@@ -140,6 +140,12 @@ def test_a_failure_of_one_rank_ends_the_cell_with_its_lines(ranks: Notebook) -> 
     assert ranks.ok("kept").shown.splitlines()[0] == "[0]"
 
 
+def test_the_panel_of_a_failed_cell_shows_which_rank_failed_and_which_were_stopped(ranks: Notebook) -> None:
+    ranks.cell("nbddp.log(loss=1.0)\nif rank == 1: raise ValueError('mine')\ndist.barrier()")
+    states = "%%local\nrun = nbddp.last_run()\nrun.state, [each.state for each in run._status().ranks]"
+    assert ranks.ok(states).shown == "('failed', ['stopped', 'failed', 'stopped'])\n"
+
+
 def test_a_failure_of_all_ranks_names_them(ranks: Notebook) -> None:
     reply = ranks.cell("1 / 0")
     assert reply.ename == "ZeroDivisionError"

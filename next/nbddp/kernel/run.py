@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import collections
 import contextlib
+import dataclasses
 import functools
 import sys
 import time
@@ -226,9 +227,7 @@ class Run(Generic[R]):
             device = self._settings.device
             device += f":{self._settings.indices[number]}" if device != "cpu" else ""
             state = crew.ranks[number].state if crew is not None else "starting"
-            if number == getattr(self.error, "rank", None):
-                state = "failed"
-            elif self.state in ("failed", "stopped") and state != "finished":
+            if self.state in ("failed", "stopped") and state != "finished":
                 state = "stopped"
             waits = ""
             if crew is not None and crew.ranks[number].prompt is not None:
@@ -292,8 +291,16 @@ class Run(Generic[R]):
         self.history.settle(broken_off=state != "finished")  # first: who sees the state draws the end
         self.error = error
         self.state, self._ended = state, time.monotonic()
-        self._last_ranks = self._rank_statuses(self._crew)
+        self._note_ranks()
+        failed = getattr(error, "rank", None)
+        self._last_ranks = tuple(
+            dataclasses.replace(each, state="failed") if each.rank == failed else each for each in self._last_ranks
+        )
         self._detach()
+
+    def _note_ranks(self) -> None:
+        """Keep how its ranks are: what they're asked from now on isn't a part of it."""
+        self._last_ranks = self._last_ranks or self._rank_statuses(self._crew)
 
     def _end_parts(self) -> None:
         self._parts = [(rank, begin, min(end, rank.output.size)) for rank, begin, end in self._parts]

@@ -150,10 +150,12 @@ class Session:
             try:
                 if self._options.show is not False:
                     run._show(self._options.show)
+                self._put_right_first(asked, page)
                 call_and_collect(run, self._crew, Packed(packed.block, self._received), page, **call)
                 run._conclude("finished")
             except BaseException as error:
-                was_stopped, self._released = isinstance(error, KeyboardInterrupt), True
+                was_stopped, attempt = isinstance(error, KeyboardInterrupt), run._attempt
+                self._released |= attempt is not None and attempt.released
                 run._conclude("stopped" if was_stopped else "failed", None if was_stopped else error)
                 if all(rank.over for rank in asked):  # else it was the third interrupt
                     self._write_notes(page, self._put_right(asked))
@@ -299,15 +301,16 @@ class Session:
                     self._logged(*self._early.pop(0))
                 if keep:
                     self._record()
-                if self._released:  # and interrupted before it was put right
-                    self._write_notes(page, notes := self._put_right(ranks))
-                    if self.lost or self._released:
-                        raise NbddpError(notes[-1])
+                self._put_right_first(ranks, page)
                 attempt.follow()
                 self._released |= attempt.released
                 if self._only is not None:
                     raise_if_stopped(self._only, attempt, self._options.timeout, self._options.stop_on_nan)
                 if any(rank.failed for rank in ranks):
+                    if self._cell is not None:
+                        self._record()
+                    if self._run is not None:
+                        self._run._note_ranks()
                     error = self._error(attempt, ranks, order)
                 elif attempt.was_stopped:  # what follows in the cell must not run
                     self._write_notes(page, self._put_right(ranks))
@@ -315,8 +318,6 @@ class Session:
             except BaseException as broken:
                 self._conclude_run("stopped" if isinstance(broken, KeyboardInterrupt) else "failed", broken)
                 raise
-            if error is not None and self._cell is not None:
-                self._record()
             self._conclude_run("finished" if error is None else "stopped" if attempt.was_stopped else "failed", error)
         if error is not None:
             keep_ipythons_debugger_closed()
@@ -416,6 +417,7 @@ class Session:
             notes.append(f"The notebook has {missing[1]}: %ddp push {missing[1]}, or run its cell again")
         kind = KeyboardInterrupt if name == "KeyboardInterrupt" else CellError
         raised: CellError = type(name, (CellError, kind) if kind is KeyboardInterrupt else (CellError,), {})(text)
+        raised.rank = first.number
         raised.shown = [*(shown or [f"{name}: {text}"]), "", *notes]
         return raised
 
@@ -427,6 +429,13 @@ class Session:
     def _failed_alike(rank: RankState, first: RankState) -> bool:
         mine, other = rank.failure, first.failure
         return mine is not None and other is not None and (mine.kind, mine.text) == (other.kind, other.text)
+
+    def _put_right_first(self, ranks: Sequence[RankState], page: Page) -> None:
+        """Do what an interrupt may have ended after the last failure."""
+        if self._released:
+            self._write_notes(page, notes := self._put_right(ranks))
+            if self.lost or self._released:
+                raise NbddpError(notes[-1])
 
     @interrupts_to(lambda: None)
     def _put_right(self, ranks: Sequence[RankState]) -> list[str]:
