@@ -45,7 +45,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(attempt, "_RELEASE_S", 0.001)
     monkeypatch.setattr(attempt, "_AGAIN_S", NEVER_S)
     monkeypatch.setattr(prompt, "_OTHERS_S", 0.001)
-    monkeypatch.setitem(start.call_and_collect.__kwdefaults__, "patience", PATIENT)
+    monkeypatch.setattr(start, "OF_A_RUN", PATIENT)
     return monkeypatch
 
 
@@ -542,7 +542,7 @@ def test_a_rank_that_is_done_is_not_waited_for_and_does_not_count(quick: pytest.
 def test_a_late_answer_of_an_earlier_order_ends_no_later_one() -> None:
     machine = FakeMachine(steps(0, 10), steps(1, 12), finished(0), finished(1))
     attempt, crew, signals = followed(machine)
-    assert (attempt.stopping, signals, machine.sent) == (False, [], [])
+    assert (attempt.ending, signals, machine.sent) == ("", [], [])
     assert not any(rank.failed for rank in crew.ranks)
 
 
@@ -557,7 +557,7 @@ def test_a_late_answer_of_an_earlier_order_is_no_answer_to_the_next_stop(quick: 
     )
 
     def look(attempt: Attempt) -> None:
-        if crew.ranks[0].output.size and not attempt.stopping:
+        if crew.ranks[0].output.size and not attempt.ending:
             attempt.stop(NEVER_S)
 
     with order(machine, look=look) as (attempt_, crew):
@@ -587,7 +587,7 @@ def interrupts(machine: FakeMachine, most: int) -> Callable[[Attempt], None]:
 def test_an_interrupt_stops_the_ranks_and_the_handler_is_the_notebooks_again() -> None:
     before, machine = signal.getsignal(INT), FakeMachine()
     attempt, crew, signals = followed(machine, look=interrupts(machine, 1))
-    assert (attempt.stopping, attempt.interrupts, signals) == (True, 1, [([0, 1], INT)])
+    assert (attempt.ending, attempt.interrupts, signals) == ("stopped", 1, [([0, 1], INT)])
     assert all(rank.is_consequence for rank in crew.ranks)
     assert signal.getsignal(INT) is before
 
@@ -674,7 +674,7 @@ def test_an_interrupt_at_a_prompt_stops_the_ranks(prompts) -> None:
     machine = FakeMachine(message(0, Asks("name? ")))
     prompts(lambda: signal.raise_signal(INT))
     attempt, _, signals = followed(machine)
-    assert (attempt.stopping, attempt.interrupts, signals) == (True, 0, [([0, 1], INT)])
+    assert (attempt.ending, attempt.interrupts, signals) == ("stopped", 0, [([0, 1], INT)])
 
 
 # ----------------------------------------------------------------------------

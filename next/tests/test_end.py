@@ -114,10 +114,10 @@ def test_stop_runs_finally_blocks_and_keeps_what_was_logged(cell: Cells, in_fold
 @pytest.fixture
 def patient(notebook: Notebook) -> Iterator[Notebook]:
     """A notebook that gives its ranks a minute: what ends within seconds has not waited for that."""
-    notebook.ok("from nbddp.kernel import attempt, start\nbefore = start.call_and_collect.__kwdefaults__['patience']")
-    notebook.ok("start.call_and_collect.__kwdefaults__['patience'] = attempt.Patience(0.3, (60.0, 0.0))")
+    notebook.ok("from nbddp.kernel import attempt, start\nbefore = start.OF_A_RUN")
+    notebook.ok("start.OF_A_RUN = attempt.Patience(0.3, (60.0, 0.0))")
     yield notebook
-    notebook.ok("start.call_and_collect.__kwdefaults__['patience'] = before")
+    notebook.ok("start.OF_A_RUN = before")
 
 
 @pytest.mark.parametrize("how", ["kill", "killpg", "tree"])

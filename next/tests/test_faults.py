@@ -38,8 +38,8 @@ import faulthandler, gc, json, re, signal
 faulthandler.register(signal.SIGUSR1, open("stacks", "w"))
 from nbddp.kernel import attempt, start
 from tests.support import Surroundings
-patience = start.call_and_collect.__kwdefaults__["patience"]
-start.call_and_collect.__kwdefaults__["patience"] = attempt.Patience(0.3, ({GRACE_S}, 0.0))
+patience = start.OF_A_RUN
+start.OF_A_RUN = attempt.Patience(0.3, ({GRACE_S}, 0.0))
 session = run = None
 def in_words(value, run):
     history = run and {{name: series.values.tolist() for name, series in run.history.items()}}
@@ -82,7 +82,7 @@ def kernel(notebook: Notebook, in_folder: Path) -> Iterator[Notebook]:
     notebook.ok(f"import os; os.chdir({str(in_folder)!r})\n{SETUP}\nPROGRAMS = {faults.PROGRAMS!r}\nexec(PROGRAMS)")
     notebook.ok("path = 'first.pt'\nfor _ in range(2): again()\nbefore = Surroundings()")
     yield notebook
-    notebook.ok("start.call_and_collect.__kwdefaults__['patience'] = patience")
+    notebook.ok("start.OF_A_RUN = patience")
 
 
 def strike(kernel: Notebook, case: Case) -> None:

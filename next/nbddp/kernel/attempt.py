@@ -65,15 +65,15 @@ class Attempt:
     after its ``Patience``, those that still haven't reported.
 
     Args:
-        payload: goes with the order.
+        block: goes with the order.
         look: is called again and again.
         steps: returns the step that each rank has logged last.
 
     Attributes:
         printed_before: how much each rank of the crew had printed before.
-        stopping: it's being stopped: by an interrupt, ``stop()``, or its timeout.
+        ending: why ranks that haven't reported should: "failed" (another rank has), "late" (its deadline), or "stopped"
+            (an interrupt or ``stop()``), whichever came first; "" as long as they needn't.
         interrupts: how often the cell was interrupted.
-        failed: a rank has failed, before it was stopped.
         released: ranks have been asked to leave what they were doing, so the default group has to be replaced.
         where: where the ranks were when they were stopped, or a collective timed out; "" if nobody asked.
     """
@@ -86,13 +86,13 @@ class Attempt:
         page: Page,
         patience: Patience,
         *,
-        payload: Block | None = None,
+        block: Block | None = None,
         deadline: float = float("inf"),
         look: Callable[[Attempt], None] = lambda attempt: None,
         steps: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self._crew, self._ranks, self._page, self._patience = crew, ranks, page, patience
-        self._order, self._payload = order, payload
+        self._order, self._block = order, block
         self.printed_before = [rank.output.size for rank in crew.ranks]
         self._deadline = deadline
         self._look = look
@@ -100,28 +100,26 @@ class Attempt:
         self._plan: _Plan = []
         self._taken: dict[int, Steps] = {}
         self._failed_at: float | None = None
-        self._grace_s = 0.0
-        self.stopping = self.timed_out = self.released = self.failed = False
-        self._over = False
-        self.interrupts = 0
+        self._grace_s: float | None = None  # of stop(), as soon as it's asked for
+        self.ending, self.interrupts, self.released = "", 0, False
         self.locator = Locator(crew, ranks, steps)
         self.where = ""
 
     def follow(self) -> None:
         """Give the order. Return when every rank has reported or ended."""
         with interrupts_to(self._interrupted), contextlib.ExitStack() as stack:
-            stack.callback(self._forget_the_plan)
-            self._crew.call(self._order, self._payload, self._ranks)
+            stack.callback(self._replace_plan, [])  # it refers to this attempt, which would live until gc comes
+            self._crew.give(self._order, self._block, self._ranks)
             while self._waiting():
                 due = self._plan[0][0] - time.monotonic() if self._plan else POLL_S
                 self._note(self._crew.take(min(POLL_S, max(0.0, due))))
                 self._look(self)
                 self._end_what_has_failed()
-                if not (self.stopping or self.failed):  # where they stood stays known
+                if not self.ending:  # where they stood stays known
                     self.locator.look_for_a_stall()
                 self._end_what_is_late()
                 if not self._plan and self._crew.inbox.empty():  # the rank that asks may have ended
-                    self._prompt.serve(lambda: self.stop(self._patience.after_interrupts_s[0]))
+                    self._prompt.serve(self.stop)
                 while self._plan and self._plan[0][0] <= time.monotonic():
                     self._plan.pop(0)[1](self._waiting())
             if all(rank.was_interrupted for rank in self._ranks):
@@ -129,34 +127,35 @@ class Attempt:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether somebody has stopped it, and no rank had failed before."""
-        return (self.stopping or self.interrupts > 0) and not self.failed
+        """Whether it was stopped, and no rank had failed before."""
+        return self.ending in ("stopped", "late")
 
-    def stop(self, grace_s: float) -> None:
-        """End the order: after the same optimizer step if all ranks train, otherwise where they are."""
-        again, self.stopping = self.stopping, True
-        self._grace_s = min(grace_s, self._grace_s) if again else grace_s
-        if again or grace_s <= 0:
-            return self._replace_plan(self._to_stop(0.0))
+    def stop(self, grace_s: float | None = None) -> None:
+        """End the order: after the same optimizer step if all ranks train, otherwise where they are.
+
+        Args:
+            grace_s: until they are killed; None: as after an interrupt.
+        """
+        self.ending, before_s = self.ending or "stopped", self._grace_s
+        grace_s = self._patience.after_interrupts_s[0] if grace_s is None else grace_s
+        self._grace_s = grace_s if before_s is None else min(grace_s, before_s)
+        if before_s is not None or grace_s <= 0:
+            return self._replace_plan(self._to_stop(0.0, self._grace_s))
         if self._waiting():
             self.where = self.where or hang.summary(self.locator.locate(_WHERE_S))
         self._taken = {}
         self._crew.send(CountSteps(), [rank for rank in self._waiting() if rank.interruptible])
-        self._replace_plan(self._to_stop(_COUNT_S))
+        self._replace_plan(self._to_stop(_COUNT_S, grace_s))
 
     def stacks(self) -> str:
         """Return where the ranks are, to another thread than the one that follows them; "" if they are done."""
         answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._crew.inbox.put(lambda: answers.put(self.locator.report()))
         deadline = time.monotonic() + _ANSWER_S
-        while not self._over and time.monotonic() < deadline:
+        while self._waiting() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 return answers.get(timeout=POLL_S)
-        return "" if self._over else "no answer: the cell waits for a line, or for ranks that give none"
-
-    def _forget_the_plan(self) -> None:
-        self._over = True
-        self._plan.clear()  # it refers to this attempt, which would live until the garbage collector comes
+        return "no answer: the cell waits for a line, or for ranks that give none" if self._waiting() else ""
 
     def _waiting(self) -> list[RankState]:
         return [rank for rank in self._ranks if not rank.over]
@@ -168,12 +167,13 @@ class Attempt:
             raise KeyboardInterrupt
         grace_s = self._patience.after_interrupts_s[self.interrupts - 1]
         if grace_s < math.inf:
+            self.ending = self.ending or "stopped"
             self._crew.inbox.put(functools.partial(self.stop, grace_s))
 
     def _wait_for_own_interrupt(self) -> None:
         """VS Code interrupts all processes below the kernel first, then the kernel itself."""
         deadline = time.monotonic() + _OWN_INTERRUPT_S
-        while not self.stopping and (left := deadline - time.monotonic()) > 0:
+        while self._grace_s is None and (left := deadline - time.monotonic()) > 0:
             self._note(self._crew.take(left))
 
     def _note(self, event: Event | None) -> None:
@@ -187,27 +187,26 @@ class Attempt:
     def _note_taken(self, rank: int, taken: Steps) -> None:
         self._taken[rank] = taken
         waiting = self._waiting()
-        if not self.stopping or self.released or not {rank.number for rank in waiting} <= self._taken.keys():
+        grace_s = self._grace_s
+        if grace_s is None or self.released or not {rank.number for rank in waiting} <= self._taken.keys():
             return
         steps, patience_s = [self._taken[rank.number] for rank in waiting], 0.0
         if all(each.taken > 1 and each.ago_s < 2 * each.pace_s + 0.2 for each in steps):  # all of them train
             patience_s = 2 * max(each.pace_s for each in steps) + _SAME_STEP_S
             self._crew.send(StopAfter(max(each.taken for each in steps) + 1), waiting)
-        self._replace_plan(self._to_stop(patience_s))
+        self._replace_plan(self._to_stop(patience_s, grace_s))
 
     def _end_what_has_failed(self) -> None:
-        if self._plan or self.released or self.stopping:
-            return
         failed = [rank for rank in self._ranks if rank.failed]
-        if any(rank.has_quit for rank in failed):
-            self.stop(self._patience.after_interrupts_s[0])
-        if not failed or self.stopping:
+        if any(rank.has_quit for rank in failed) and not self.ending:
+            self.stop()
+        if not failed or self.ending:
             return
         self._failed_at = self._failed_at or time.monotonic()
         if time.monotonic() > self._failed_at + _CONSEQUENCE_WINDOW_S or not all(
             rank.is_consequence for rank in failed
         ):
-            self.failed = True
+            self.ending = "failed"
             self._locate_after_a_timeout(failure.first(failed))
             kill_s, interrupt_s = self._patience.after_failure_s, 2 * _RELEASE_S
             interrupts = [(interrupt_s, self._interrupt), (interrupt_s + _AGAIN_S, self._interrupt)]
@@ -220,12 +219,12 @@ class Attempt:
                 self.where = hang.summary(locations, stalled=True)
 
     def _end_what_is_late(self) -> None:
-        if time.monotonic() > self._deadline and not self.stopping and not self.failed:
-            self.timed_out, self.where = True, self.locator.report()
-            self.stop(self._patience.after_interrupts_s[0])
+        if time.monotonic() > self._deadline and not self.ending:
+            self.ending, self.where = "late", self.locator.report()
+            self.stop()
 
-    def _to_stop(self, after_s: float) -> _Plan:
-        kill_s = self._grace_s and after_s + self._grace_s
+    def _to_stop(self, after_s: float, grace_s: float) -> _Plan:
+        kill_s = grace_s and after_s + grace_s
         actions = [(0.0, self._interrupt), (_RELEASE_S, self._release), (_RELEASE_S + _AGAIN_S, self._interrupt)]
         return [*((after_s + later_s, action) for later_s, action in actions), (kill_s, self._crew.kill)]
 

@@ -19,7 +19,7 @@ from nbddp.history.records import RecordReader
 from nbddp.kernel.interrupts import interrupts_held
 from nbddp.kernel.rank_state import RankState
 from nbddp.messages import Asks, Called, Defined, Leave, Misses, Ready, Report, Settings
-from nbddp.payload import Block, definition
+from nbddp.payload import Block, Packed, definition
 from nbddp.process.gauges import Memory
 from nbddp.process.machine import Event
 
@@ -43,6 +43,7 @@ class Crew:
     Attributes:
         ranks: what is known about each.
         inbox: what the machines tell, and requests.
+        definitions: what the ranks have been sent by value, in order; see payload.
         metrics_to: gets decoded records, with the rank.
         on_exit: called when a rank has ended, on another thread, while this one waits for the user; otherwise None.
         moved_at: when a rank has last said, printed, or logged something, or was told something.
@@ -51,6 +52,7 @@ class Crew:
     def __init__(self, settings: Settings, machines: Sequence[Any]) -> None:
         self.ranks = [RankState(number) for number in range(settings.world_size)]
         self.inbox: queue.SimpleQueue[Event | Request] = queue.SimpleQueue()
+        self.definitions: list[Any] = []
         self.metrics_to: Callable[[int, list[Any]], None] = lambda rank, records: None
         self.on_exit: Callable[[], None] | None = None
         self.moved_at = time.monotonic()
@@ -102,13 +104,19 @@ class Crew:
         """The type of the ranks' devices."""
         return self._settings.device
 
-    def call(self, order: Any, payload: Block | None, ranks: Sequence[RankState]) -> None:
+    def note_definitions(self, packed: Packed) -> int:
+        """Note what the ranks are about to be sent by value. Returns how much they have been sent before."""
+        before = len(self.definitions)
+        self.definitions += packed.by_value
+        return before
+
+    def give(self, order: Any, block: Block | None, ranks: Sequence[RankState]) -> None:
         """Give an order, to which each of these ranks will answer with a report."""
         self.moved_at = time.monotonic()
         for rank in ranks:
             rank.begin_order()
         for machine in self._machines:
-            machine.call(order, payload, _numbers(ranks))
+            machine.call(order, block, _numbers(ranks))
 
     def take(self, wait_s: float) -> Event | None:
         """Wait for one thing, and note it: what a rank has done, or what another thread asks for."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import codecs
 import functools
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbddp import messages
 from nbddp.kernel.rank_state import RankState
 from nbddp.messages import Ran
+from nbddp.panel.frontend import ipython
 from nbddp.process.machine import Event
 from nbddp.text import write
 
@@ -80,7 +80,7 @@ class Page:
             self.write("\n".join([*lines[:_MAX_LINES], *left_out, ""]))
 
     def _display(self, said: messages.Display) -> None:
-        if shell := notebook():
+        if shell := ipython():
             shell.display_pub.publish(
                 data=said.data, metadata=said.metadata, transient=said.transient, update=said.update
             )
@@ -88,14 +88,14 @@ class Page:
             self.write(said.data.get("text/plain", "") + "\n")
 
     def _clear(self, said: messages.Clear) -> None:
-        if shell := notebook():
+        if shell := ipython():
             shell.display_pub.clear_output(said.wait)
 
     def _result(self, said: messages.Result) -> None:
-        hook: Any = getattr(notebook(), "displayhook", None)
+        hook: Any = getattr(ipython(), "displayhook", None)
         if not hasattr(hook, "pub_socket"):  # no kernel
             return self.write(said.data.get("text/plain", "") + "\n")
-        shown = {"execution_count": notebook().execution_count - 1, "data": said.data, "metadata": said.metadata}
+        shown = {"execution_count": ipython().execution_count - 1, "data": said.data, "metadata": said.metadata}
         hook.session.send(hook.pub_socket, "execute_result", shown, parent=hook.parent_header, ident=hook.topic)
 
     def _widget_says(self, said: messages.WidgetSays) -> None:
@@ -120,15 +120,9 @@ _SHOWN: dict[type, Callable[[Page, Any], None]] = {
 }
 
 
-def notebook() -> Any:
-    """Return this process's IPython; None in a script."""
-    found = sys.modules.get("IPython")
-    return found.get_ipython() if found is not None else None
-
-
 def keep_ipythons_debugger_closed() -> None:
     """With ``%pdb on``, it would open in the notebook for the error that this cell is about to raise."""
-    shell = notebook()
+    shell = ipython()
     if shell is None or not shell.call_pdb:
         return
 

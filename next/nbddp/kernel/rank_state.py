@@ -94,16 +94,16 @@ class RankState:
     def failed_at(self) -> float:
         return self.exited_at - _EXIT_DELAY_S if self.report is None else self.report.at
 
-    def value(self, known: Sequence[Any] = ()) -> Any:
+    def value(self, definitions: Sequence[Any] = ()) -> Any:
         """Unpack what it has reported, once: a value or an exception. Raises what unpickling raises.
 
         Args:
-            known: classes and functions that were sent by value, to which it may refer.
+            definitions: all that the ranks have been sent, to which it may refer; see payload.
         """
         if self.report is None or self.report.block is None:
             return None
         with self.report.block:
-            return payload.unpack(self.report.block, known=known).value
+            return payload.unpack(self.report.block, known=definitions).value
 
     def close(self) -> None:
         """Let go of what it has reported, if nobody has unpacked it."""

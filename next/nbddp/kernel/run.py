@@ -1,4 +1,4 @@
-"""``Run``: the record of one call, with its state, history, output, and error; and the handle to stop it."""
+"""``Run``: what's known of a function, script, or cell on the ranks, and the handle to stop it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _EXIT_S = 5.0  # for runs that are stopped because the notebook ends
 
 
 class Run(Generic[R]):
-    """One call on all ranks.
+    """A function, script, or cell on all ranks.
 
     Attributes:
         name: of the function or cell.
@@ -261,7 +261,6 @@ class Run(Generic[R]):
         self._crew, self._attempt = crew, attempt
         self._end_parts()
         self._parts += [(rank, begin, sys.maxsize) for rank, begin in zip(crew.ranks, attempt.printed_before)]
-        crew.metrics_to = self.history.add
         if self._stop_grace_s is not None:
             self._ask_to_stop(self._stop_grace_s)
 
@@ -281,8 +280,6 @@ class Run(Generic[R]):
 
     @interrupts_held()
     def _settle(self, state: str, error: BaseException | None) -> None:
-        if self._crew is not None:
-            self._crew.metrics_to = lambda rank, records: None
         self._end_parts()
         if self._attempt is not None and state == "stopped":
             self._where = self._attempt.where

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbddp.errors import LaunchError
-from nbddp.kernel.page import notebook
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, decide, takes_options, working_directory
 from nbddp.kernel.start import launch, pack_call
@@ -51,7 +50,7 @@ def run_script(
         raise LaunchError(f"{file} does not exist; the notebook's working directory is {working_directory()}")
     options = dataclasses.replace(options, init_process_group=False)
     name = str(options.name or (file if module else os.path.basename(file)))
-    settings = decide(name, options, attended=options.wait and notebook() is not None)
+    settings = decide(name, options)
     words = tuple(_words(argv(rank) if callable(argv) else argv) for rank in range(settings.world_size))
     packed = pack_call(name, script_main.run_script, (file, words, module), {})
     launched = launch(settings, packed, options, os.path.abspath(file))

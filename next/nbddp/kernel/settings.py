@@ -1,4 +1,4 @@
-"""The options of a run, checked, and what they decide: one record that every rank gets as it is."""
+"""The options of a run, checked, and what they decide: settings that every rank gets as they are."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from nbddp.errors import LaunchError
 from nbddp.helpers import context
-from nbddp.kernel.page import notebook
 from nbddp.messages import Settings
 from nbddp.panel import frontend
+from nbddp.panel.frontend import ipython
 from nbddp.text import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,6 +53,11 @@ class Options:
     autolog: bool = True
     pdb: bool | None = None
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the cell shows nothing of what the ranks print."""
+        return self.show is False or not self.wait
+
 
 def takes_options(function: F) -> F:
     """Decorate a function whose last parameter is ``options``: it is called with the options by name."""
@@ -75,16 +80,18 @@ def takes_options(function: F) -> F:
     return cast(F, with_options)
 
 
-def decide(name: str, options: Options, *, contract: bool = True, attended: bool = False) -> Settings:
+def decide(name: str, options: Options, *, contract: bool = True, cells: bool = False) -> Settings:
     """Check the options, and choose the values of those that are None. Raises LaunchError: says what to do instead.
 
     Args:
         contract: the ranks get torchrun's environment variables.
-        attended: somebody is there to use the debugger, while which the other ranks have to wait.
+        cells: the ranks run cells, and show things as the notebook does.
     """
     if context.is_rank():
         raise LaunchError("this code is already running on a rank: call the function itself")
     _check(options, contract)
+    # Somebody is there to use the debugger, while which the other ranks have to wait.
+    attended = contract and options.wait and ipython() is not None
     device, count = device_and_count(options)
     nprocs = _nprocs(options, device, count)
     backend = _backend(options.backend, device) if options.init_process_group else None
@@ -116,11 +123,25 @@ def decide(name: str, options: Options, *, contract: bool = True, attended: bool
         cwd=working_directory(),
         argv=tuple(arguments(name)),
         sys_path=tuple(part or os.getcwd() for part in sys.path if isinstance(part, str)),
+        shell=_shell_settings() if cells else {},
         autolog=options.autolog,
-        post_mortem=bool(getattr(notebook(), "call_pdb", False) if options.pdb is None else options.pdb) and attended,
+        post_mortem=bool(getattr(ipython(), "call_pdb", False) if options.pdb is None else options.pdb) and attended,
         contract=contract,
         max_restarts=options.max_restarts,
     )
+
+
+def _shell_settings() -> dict[str, Any]:
+    """Return how the notebook's IPython shows things."""
+    shell = ipython()
+    if shell is None:
+        return {}
+    return {
+        "is_kernel": "IPKernelApp" in shell.config,
+        "colors": shell.colors,
+        "ast_node_interactivity": shell.ast_node_interactivity,
+        "call_pdb": shell.call_pdb,
+    }
 
 
 def _check(options: Options, contract: bool) -> None:

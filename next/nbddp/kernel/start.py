@@ -1,4 +1,4 @@
-"""``run``: a crew that is opened for one call."""
+"""``run``: fresh ranks for one function, script, or cell, with their restarts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 from nbddp import errors, payload
 from nbddp.errors import CellError, LaunchError, NanLogged, NbddpError, PayloadError, RankDied, RankError, RunTimeout
 from nbddp.kernel import earlier, failure
-from nbddp.kernel.attempt import OF_A_RUN, Attempt, Patience
+from nbddp.kernel.attempt import OF_A_RUN, Attempt
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import interrupts_to
-from nbddp.kernel.page import Page, keep_ipythons_debugger_closed, notebook
+from nbddp.kernel.page import Page, keep_ipythons_debugger_closed
 from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, check_call, decide, takes_options
 from nbddp.loggers.log_to import destinations
 from nbddp.messages import Function, Settings
-from nbddp.payload import Packed, explain
+from nbddp.payload import Block, Packed, explain
 from nbddp.process.machine import LocalMachine
 from nbddp.text import in_a_line
 
@@ -33,7 +33,7 @@ _SIDE_BY_SIDE = (
 _SEE_PARTIAL = ". Everything else that the ranks returned is in this error's .partial, by rank"
 _RESTARTED = (RankError, RankDied, CellError, LaunchError)
 Machines = Callable[[], Sequence[Any]]
-Call = Callable[..., None]  # open_and_call, or what a cell has in its place
+Work = Callable[[Run[Any], Crew, Packed, Options, float], None]  # on an open crew, until a deadline: call(), a cell
 
 
 @takes_options
@@ -54,13 +54,13 @@ def run(
         KeyboardInterrupt: it was interrupted or stopped.
     """
     name = check_call(fn, args, kwargs or {}, options.name)
-    settings = decide(name, options, attended=options.wait and notebook() is not None)
+    settings = decide(name, options)
     packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
     launched = launch(settings, packed, options, earlier.function(fn))
     return launched.wait() if options.wait else launched
 
 
-def launch(settings: Settings, packed: Packed, options: Options, subject: str, call: Call | None = None) -> Run[Any]:
+def launch(settings: Settings, packed: Packed, options: Options, subject: str, work: Work | None = None) -> Run[Any]:
     """Carry out a run, in the background if it's not waited for. Raises KeyboardInterrupt if it was stopped.
 
     Args:
@@ -70,7 +70,7 @@ def launch(settings: Settings, packed: Packed, options: Options, subject: str, c
     if options.show is not False:
         with interrupts_to(launched._ask_to_stop):
             launched._show(options.show)
-    carry_out_it = functools.partial(carry_out, launched, settings, packed, options, call=call)
+    carry_out_it = functools.partial(carry_out, launched, settings, packed, options, work=work)
     if not options.wait:
         threading.Thread(target=carry_out_it, name=f"nbddp-{settings.name}", daemon=True).start()
         return launched
@@ -92,11 +92,16 @@ def pack_call(
     for_job: bool = False,
 ) -> Packed:
     """Pack a call. Raises PayloadError with the user's name of what can't be sent."""
+    named = {name: fn, **{f"args[{index}]": arg for index, arg in enumerate(args)}, **kwargs}
+    return pack((fn, args, kwargs), named, f"{name} {failure}", for_job=for_job)
+
+
+def pack(obj: object, named: Mapping[str, Any], what: str, *, for_job: bool = False) -> Packed:
+    """Pack an object. Raises PayloadError: says what can't be sent, and its part, which has this name."""
     try:
-        return payload.pack((fn, args, kwargs), for_job=for_job)
+        return payload.pack(obj, for_job=for_job)
     except Exception as error:  # whatever a user's __reduce__ raises
-        named = {name: fn, **{f"args[{index}]": arg for index, arg in enumerate(args)}, **kwargs}
-        raise explain.explained(named, error, what=f"{name} {failure}") from error
+        raise explain.explained(dict(named), error, what=what) from error
 
 
 def carry_out(
@@ -105,32 +110,30 @@ def carry_out(
     packed: Packed,
     options: Options,
     machines: Machines = lambda: [LocalMachine()],
-    call: Call | None = None,
+    work: Work | None = None,
 ) -> None:
     """Carry out a run, with its restarts, on this thread. All that may be raised is in ``run.error`` afterwards."""
     with packed.block:
         try:
-            _carry_out(run, settings, packed, options, machines, call or open_and_call)
+            _carry_out(run, settings, packed, options, machines, work or call)
         finally:
             if not run.done():  # interrupted between two lines of ours
                 run._conclude("stopped")
 
 
 def _carry_out(
-    run: Run[Any], settings: Settings, packed: Packed, options: Options, machines: Machines, call: Call
+    run: Run[Any], settings: Settings, packed: Packed, options: Options, machines: Machines, work: Work
 ) -> None:
     first: NbddpError | None = None
     deadline = time.monotonic() + (options.timeout or float("inf"))
     while True:
         try:
-            call(
-                run,
-                dataclasses.replace(settings, restart_count=run.restarts),
-                packed,
-                options,
-                machines,
-                deadline,
-            )
+            crew = Crew(dataclasses.replace(settings, restart_count=run.restarts), machines())
+            with contextlib.ExitStack() as stack:
+                stack.callback(crew.end)
+                crew.open()
+                work(run, crew, packed, options, deadline)
+                crew.dismiss(gives_up=functools.partial(_is_stopped, run))
             run._conclude("finished")
         except NbddpError as error:
             # Not what a helper has raised: the same would happen again.
@@ -157,108 +160,75 @@ def _carry_out(
         break
 
 
-def open_and_call(
-    run: Run[Any],
-    settings: Settings,
-    packed: Packed,
-    options: Options,
-    machines: Machines,
-    deadline: float,
-) -> None:
-    """Open a crew, call, close. Raises how it failed, or KeyboardInterrupt if it was stopped."""
-    crew = Crew(settings, machines())
-    with contextlib.ExitStack() as stack:
-        stack.callback(crew.end)
-        crew.open()
-        page = Page(crew.ranks, quiet=options.show is False or not options.wait)
-        call_and_collect(run, crew, packed, page, deadline, timeout=options.timeout, stop_on_nan=options.stop_on_nan)
-
-        def is_stopped() -> bool:
-            run._draw()
-            return run._stop_grace_s is not None
-
-        crew.dismiss(gives_up=is_stopped)
+def _is_stopped(run: Run[Any]) -> bool:
+    run._draw()
+    return run._stop_grace_s is not None
 
 
-def call_and_collect(
+def call(run: Run[Any], crew: Crew, packed: Packed, options: Options, deadline: float) -> None:
+    """Call the function on an open crew, and take what the ranks return. Raises how it failed."""
+    page = Page(crew.ranks, quiet=options.is_quiet)
+    order = Function(run.name, crew.note_definitions(packed))
+    attempt = follow_part(run, crew, order, crew.ranks, page, packed.block, options, deadline)
+    take_values(run, crew, attempt)
+
+
+def follow_part(
     run: Run[Any],
     crew: Crew,
-    packed: Packed,
+    order: Any,
+    ranks: Sequence[RankState],
     page: Page,
-    deadline: float = float("inf"),
-    *,
-    timeout: float | None = None,
-    patience: Patience = OF_A_RUN,
-    stop_on_nan: bool = False,
-    received: int = 0,
-) -> None:
-    """Call the function on an open crew, and take its values. Raises how it failed.
+    block: Block | None,
+    options: Options,
+    deadline: float,
+) -> Attempt:
+    """Follow an order that's a part of a run on fresh ranks. Raises why it was stopped, if it was.
 
-    Args:
-        received: how many of the notebook's classes and functions, of all in ``packed``, the ranks have got before.
+    Raises:
+        NanLogged, RunTimeout, KeyboardInterrupt: for a NaN, by the timeout, or by the user.
     """
-    order = Function(run.name, received)
-    attempt = Attempt(
-        crew,
-        order,
-        crew.ranks,
-        page,
-        patience,
-        payload=packed.block,
-        deadline=deadline,
-        look=functools.partial(look, run, crew, patience, stop_on_nan),
-        steps=run._steps,
-    )
+
+    def look(attempt: Attempt) -> None:
+        if run.state == "starting" and all(rank.interruptible for rank in crew.ranks):
+            run.state = "running"
+        if options.stop_on_nan and run.history.first_nan and not attempt.ending:
+            attempt.stop()
+        run._draw()
+
+    attempt = Attempt(crew, order, ranks, page, OF_A_RUN, block=block, deadline=deadline, look=look, steps=run._steps)
+    crew.metrics_to = run.history.add
     run._take_part(crew, attempt)
     attempt.follow()
-    raise_if_stopped(run, attempt, timeout, stop_on_nan)
-    if any(rank.failed for rank in crew.ranks):
-        failed = failure.first(crew.ranks)
-        raise failure.error_of(failed, run.name, crew.ranks, packed.by_value, crew.device, attempt.where)
-    run._values = values(run.name, crew, packed)
-    if len(crew.ranks) > 1 and not any(rank.report.met for rank in crew.ranks if rank.report):
-        run.remark = _SIDE_BY_SIDE.format(len(crew.ranks))
-
-
-def look(run: Run[Any], crew: Crew, patience: Patience, stop_on_nan: bool, attempt: Attempt) -> None:
-    """Look at a run while it goes on."""
-    if run.state == "starting" and all(rank.interruptible for rank in crew.ranks):
-        run.state = "running"
-    if stop_on_nan and run.history.first_nan and not attempt.stopping:
-        attempt.stop(patience.after_interrupts_s[0])
-    run._draw()
-
-
-def raise_if_stopped(run: Run[Any], attempt: Attempt, timeout: float | None, stop_on_nan: bool) -> None:
-    """Raise why it was stopped, if it was: for a NaN, by the timeout, or by the user."""
-    if stop_on_nan and (nan := run.history.first_nan):
+    if options.stop_on_nan and (nan := run.history.first_nan):
         metric, step, rank = nan
         raise NanLogged(metric, step, [rank])
-    if attempt.timed_out:
+    if attempt.ending == "late":
         raise RunTimeout(
-            f"{run.name} was still {run.state} after its timeout of {timeout} s and was stopped. "
+            f"{run.name} was still {run.state} after its timeout of {options.timeout} s and was stopped. "
             f"It was here: {attempt.where}"
         )
     if attempt.was_stopped:
         raise KeyboardInterrupt
+    return attempt
 
 
-def values(name: str, crew: Crew, packed: Packed) -> list[Any]:
-    """Return what the ranks returned. Raises PayloadError if not all of it could be sent."""
+def take_values(run: Run[Any], crew: Crew, attempt: Attempt) -> None:
+    """Take what the ranks have returned. Raises the first failure, or PayloadError if not all of it could be sent."""
+    if any(rank.failed for rank in crew.ranks):
+        raise failure.error_of(failure.first(crew.ranks), run.name, crew, attempt.where)
     found, lost = [], []
     for rank in crew.ranks:
-        found.append(_value(name, rank, packed.by_value))
+        try:
+            found.append(rank.value(crew.definitions))
+        except Exception as error:  # of a user's __setstate__, or a module that only the ranks have
+            raise PayloadError(f"what {run.name} returned cannot be unpickled here: {in_a_line(error)}") from error
         if rank.report is not None and rank.report.lost:
             lost.append(rank.report)
     if lost:
-        error = PayloadError(lost[0].lost + _SEE_PARTIAL, lost[0].path)
-        error.partial = found
-        raise error
-    return found
-
-
-def _value(name: str, rank: RankState, known: Sequence[Any]) -> Any:
-    try:
-        return rank.value(known)
-    except Exception as error:  # of a user's __setstate__, or a module that only the ranks have
-        raise PayloadError(f"what {name} returned cannot be unpickled here: {in_a_line(error)}") from error
+        incomplete = PayloadError(lost[0].lost + _SEE_PARTIAL, lost[0].path)
+        incomplete.partial = found
+        raise incomplete
+    run._values = found
+    if len(found) > 1 and not any(rank.report.met for rank in crew.ranks if rank.report):
+        run.remark = _SIDE_BY_SIDE.format(len(found))

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
+from nbddp.kernel.cells import launch_cell
 from nbddp.kernel.run import Run, last_run, runs
 from nbddp.kernel.script import run_script
-from nbddp.kernel.session import ONLY_OF_RUNS, Session, launch_cell
+from nbddp.kernel.session import ONLY_OF_RUNS, Session
 from nbddp.kernel.settings import CPU_NPROCS, Options, device_and_count
 from nbddp.magic import options, reads, routing
 from nbddp.magic.options import Parser
@@ -116,13 +117,11 @@ class DdpMagics(Magics):
             run = launch_cell(source, values, given.out, into, given.ranks, keep=keep, options=chosen)
             return run if given.background else None
 
-    def in_session(self, source: str, ranks: list[int] | None = None, out: Sequence[str] = (), **how: bool) -> None:
+    def in_session(self, source: str, ranks: Sequence[int] | None = None, out: Sequence[str] = (), **how: bool) -> None:
         """Run a cell on the ranks of the session that's open, as every cell then."""
         session = self._the_session()
         try:
-            session.cell(source, ranks, **how)
-            if out:
-                session._bring(out, self.shell.user_ns, min(ranks or [0]))
+            session._cell(source, ranks, out, self.shell.user_ns, **how)
         finally:
             if session._closed:  # by exit()
                 DdpMagics.session = None
@@ -186,7 +185,8 @@ class DdpMagics(Magics):
         self._the_session().push(**{word: self.shell.user_ns[word] for word in words})
 
     def _pull(self, words: list[str]) -> None:
-        self._the_session()._bring(words, self.shell.user_ns)
+        session = self._the_session()
+        session._bring(words, self.shell.user_ns, session._living())
 
     def _run(self, words: list[str]) -> Run[None]:
         """Run what follows ``torchrun`` on a command line, or options of run() and a script."""

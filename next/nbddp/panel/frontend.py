@@ -13,9 +13,14 @@ _PYTHON_CLIENT = re.compile(r".+_\d+")
 _HOSTED = ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE", "DATABRICKS_RUNTIME_VERSION")
 
 
+def ipython() -> Any:
+    """This process's IPython, in a notebook or a terminal; None in a script."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+
 def shell() -> Any:
-    """The notebook kernel's shell; None in a terminal or a script."""
-    current = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    """The notebook kernel's IPython; None in a terminal or a script."""
+    current = ipython()
     return current if getattr(current, "kernel", None) is not None else None
 
 

@@ -105,7 +105,7 @@ class Orders:
         assert block is not None
         log.enter(self._metrics)
         with self._interruptible():
-            function, args, kwargs = main_module.unpack(block, order.received)
+            function, args, kwargs = main_module.unpack(block, order.before)
             self._phase = "call"
             self._line.tell(messages.Called())
             with main_module.completed_by(self._line.definition):
@@ -147,7 +147,7 @@ class Orders:
     def _push(self, order: messages.Push, block: Block | None) -> Report:
         assert block is not None
         with self._interruptible():
-            self._shell.user_ns.update(main_module.unpack(block, order.received))
+            self._shell.user_ns.update(main_module.unpack(block, order.before))
         return self._answer(None)
 
     def _pull(self, order: messages.Pull, _: Block | None) -> Report:
