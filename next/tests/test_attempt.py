@@ -494,19 +494,19 @@ def test_a_flood_of_metrics_does_not_hold_up_a_stop() -> None:
 # ---------------------------------------------------------------------------- after the same optimizer step
 
 
-def test_ranks_that_train_stop_after_the_same_step_without_an_interrupt(quick: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("taken", [11, 0])
+def test_ranks_that_train_stop_after_the_same_step_without_an_interrupt(quick: pytest.MonkeyPatch, taken: int) -> None:
     quick.setattr(attempt, "_COUNT_S", NEVER_S)
     quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
-    when = {CountSteps: [steps(0, 10), steps(1, 12)], StopAfter: interrupted(1, 0)}
+    when = {CountSteps: [steps(0, taken), steps(1, 12)], StopAfter: interrupted(1, 0)}
     machine = FakeMachine(when=when)
     assert followed(machine, called=stop)[2] == []
     assert machine.sent == [CountSteps(), StopAfter(13)]
 
 
-@pytest.mark.parametrize("place", [steps(1, 1), steps(1, 12, 5.0)], ids=["the first step", "no step for long"])
-def test_a_rank_that_does_not_train_has_all_interrupted_at_once(quick: pytest.MonkeyPatch, place: Event) -> None:
+def test_a_rank_that_does_not_train_has_all_interrupted_at_once(quick: pytest.MonkeyPatch) -> None:
     quick.setattr(attempt, "_COUNT_S", NEVER_S)
-    machine = FakeMachine(when={CountSteps: [steps(0, 10), place]})
+    machine = FakeMachine(when={CountSteps: [steps(0, 10), steps(1, 12, 5.0)]})
     assert followed(machine, called=stop)[2] == [([0, 1], INT)]
     assert StopAfter(13) not in machine.sent
 

@@ -29,9 +29,9 @@ from nbddp.process.machine import Event
 _CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
 _ANSWER_S = 5.0  # for the thread that follows to ask the ranks where they are
 _WHERE_S = 0.1  # for the ranks to say where they are, when somebody waits for their end
-_COUNT_S = 0.2  # for the ranks to say how many optimizer steps they have taken
+_COUNT_S = 0.5  # for the ranks to say how many optimizer steps they have taken
 _OWN_INTERRUPT_S = 0.5  # for the cell's, after the ranks'
-_SAME_STEP_S = 0.5  # and twice what a step takes: for the ranks to come to the step after which they stop
+_SAME_STEP_S = 1.0  # and twice what a step takes: for the ranks to come to the step after which they stop
 _RELEASE_S = 0.03  # between failure, release, and interrupt: a rank that waits for others may fail with a better text
 _AGAIN_S = 1.0  # until ranks that have swallowed an interrupt get another one
 
@@ -191,8 +191,9 @@ class Attempt:
         if grace_s is None or self.released or not {rank.number for rank in waiting} <= self._taken.keys():
             return
         steps, patience_s = [self._taken[rank.number] for rank in waiting], 0.0
-        if all(each.taken > 1 and each.ago_s < 2 * each.pace_s + 0.2 for each in steps):  # all of them train
-            patience_s = 2 * max(each.pace_s for each in steps) + _SAME_STEP_S
+        pace_s = max((each.pace_s for each in steps if each.taken), default=0.0)
+        if any(each.taken for each in steps) and all(each.ago_s < 2 * pace_s + 0.2 for each in steps):  # they train
+            patience_s = 2 * pace_s + _SAME_STEP_S
             self._crew.send(StopAfter(max(each.taken for each in steps) + 1), waiting)
         self._replace_plan(self._to_stop(patience_s, grace_s))
 
