@@ -311,6 +311,18 @@ def test_a_broken_file_is_refused_and_not_unpickled(cell: Cells, tmp_path: Path,
     assert Path("unpickled").exists()
 
 
+def test_a_result_whose_bytes_are_damaged_is_refused_in_one_way(tmp_path: Path) -> None:
+    """There's no checksum, but what its bytes raise, whatever it is, arrives as one error."""
+    path = tmp_path / "result"
+    with nbddp.payload.pack({"x": torch.arange(40.0), "text": ["a", (1, 2.5)]}).block as block:
+        whole = bytes(block.view())
+    for end in range(0, len(whole) - 40 * 4, 5):  # without the tensor's numbers
+        with nbddp.payload.Block.of([(0, memoryview(whole[:end]))], end) as cut:
+            job_file.write(path, job_file.RESULT, cut)
+        with pytest.raises(nbddp.PayloadError, match="cannot be unpickled here"):
+            nbddp.load_result(path)
+
+
 @pytest.mark.parametrize(
     ("words", "environ", "told"),
     [

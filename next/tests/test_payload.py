@@ -408,7 +408,7 @@ def test_a_mapped_file_may_be_larger_than_the_memory_and_must_be_the_one_that_wa
     with nbddp.payload.pack(names.small).block as block:  # the array is no file's any more
         assert block.nbytes > 1 << 20
     with pytest.raises(RuntimeError, match=r"small\.bin was replaced or cut off after it was sent"):
-        mapped.views([(("small.bin", 0, 1), 8)])
+        mapped.view(("small.bin", 0, 1), 8, {})
     del names
     cell.main.__dict__.clear()
 
@@ -439,11 +439,14 @@ def test_what_belongs_to_one_process_is_refused_with_what_to_write_instead(cell:
         sys.modules["lmdb"] = types.ModuleType("lmdb")  # it isn't installed here
         class Environment: ...
         sys.modules["lmdb"].Environment = Environment
+        @torch.library.custom_op("mine::double", mutates_args=())
+        def double(x: torch.Tensor) -> torch.Tensor: return 2 * x
         ddp = object.__new__(torch.nn.parallel.DistributedDataParallel)
         fork = multiprocessing.get_context("fork")
         make = multiprocessing.sharedctypes.synchronized  # as Value and Array do
         things = [make(ctypes.c_int(), fork.Lock(), fork), make((ctypes.c_double * 3)(), fork.Lock(), fork)]
-        things += [fork.Lock(), fork.Event(), mmap.mmap(-1, 8), Environment(), safe_open("w.safetensors", "pt"), ddp]
+        things += [fork.Lock(), fork.Event(), mmap.mmap(-1, 8), Environment(), safe_open("w.safetensors", "pt")]
+        things += [ddp, double]
         def train(): return thing
     """)
     texts = (
@@ -455,6 +458,7 @@ def test_what_belongs_to_one_process_is_refused_with_what_to_write_instead(cell:
         "an Environment is open in this process; send the file's path, and open it inside the function: lmdb.open(",
         "a safe_open is open in this process; send the file's path, and open it inside the function: safe_open(",
         "a DistributedDataParallel model belongs to this process's group; send model.module, and wrap it",
+        "a CustomOpDef is known to one process; define it in a module, and import it from there inside the function",
     )
     for thing, text in zip(names.things, texts, strict=True):
         cell.main.__dict__["thing"] = thing

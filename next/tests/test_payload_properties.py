@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 
 from nbddp import payload
@@ -190,6 +190,7 @@ class Description:
 
 @pytest.mark.filterwarnings("ignore")
 @CASES
+@example(torch.zeros(1).to(torch.float8_e5m2).requires_grad_(), False, False)
 @given(values(), st.booleans(), st.booleans())
 def test_any_value_arrives_as_it_was(value: Any, mapped: bool, back: bool) -> None:
     """To a rank or back, by a copy or by a mapping; also what plain pickle refuses, such as float8."""

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -105,6 +107,23 @@ def test_default_shares_are_equally_long_and_begin_with_that_order(
     assert len({len(share) for share in shares} | set(lengths)) == 1
     assert dealt[: len(expected)] == expected
     assert len(dealt) - len(expected) < ranks
+
+
+@given(st.integers(1, 60), RANKS, st.integers(1, 9), st.booleans(), st.booleans(), st.integers(0, 3))
+def test_shuffled_batches_are_those_of_torchs_distributed_sampler(
+    size: int, ranks: int, batch_size: int, drop_last: bool, split_batches: bool, epoch: int
+) -> None:
+    def compare(rank: int) -> None:
+        options: Any = {"shuffle": True, "drop_last": drop_last, "split_batches": split_batches}
+        loader: Any = nbddp.loader(range(size), batch_size * (ranks if split_batches else 1), **options)
+        theirs: Any = DistributedSampler(range(size), ranks, rank, seed=SEED)  # type: ignore[arg-type]
+        for each in (loader, theirs):
+            each.set_epoch(epoch)
+        expected: Any = DataLoader(range(size), batch_size, sampler=theirs, drop_last=drop_last)  # type: ignore[arg-type]
+        assert len(loader) == len(expected)
+        assert _batches(loader) == _batches(expected)
+
+    _on_ranks(ranks, compare)
 
 
 def _batches(loader: Any, most: int | None = None) -> list[list[int]]:

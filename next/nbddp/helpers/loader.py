@@ -150,16 +150,16 @@ class _StreamShare(_Place, IterableDataset[Any]):
 _NOT_RESUMED = "a stream that splits itself among ranks or workers can't be resumed here: save its own state_dict()"
 _SPLITS = "splits the samples among the ranks itself, pass the sampler of one GPU, or use torch's DataLoader"
 _READERS = {each.__code__ for each in (context.rank, context.world_size, dist.get_rank, dist.get_world_size)}
-_ENVIRON = type(os.environ).__getitem__.__code__
+_READERS.add(type(os.environ).__getitem__.__code__)
+_ASKED = "rank", "world_size", "get_rank", "get_world_size", "RANK", "WORLD_SIZE"
 
 
 def _note(reads: list[str], frame: Any, event: str, _: Any) -> None:
     """Note by which name the user's code, or a library, asks for its rank or the number of ranks: a profiler."""
-    if event == "call" and frame.f_code is _ENVIRON and frame.f_locals["key"] in ("RANK", "WORLD_SIZE"):
-        reads.append(frame.f_locals["key"])
-    elif event == "call" and frame.f_code in _READERS:
-        ours = frame.f_back.f_globals.get("__name__", "").startswith(("nbddp.", "torch."))
-        reads.extend([] if ours else [frame.f_code.co_name])
+    if event == "call" and frame.f_code in _READERS:
+        name = frame.f_locals.get("key", frame.f_code.co_name)  # a variable's, or the function's own
+        if name in _ASKED and not frame.f_back.f_globals.get("__name__", "").startswith(("nbddp.", "torch.")):
+            reads.append(name)
 
 
 class _Loader(DataLoader[Any]):

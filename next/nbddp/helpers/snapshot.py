@@ -59,7 +59,7 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
             if isinstance(error.__context__, OSError):  # torch's own error for a full disk says nothing of the disk
                 raise error.__context__ from None
             raise NbddpError(f"{os.fspath(path)} was not written: {_reason(error)}") from error
-    log.saved(os.path.abspath(path))
+    log.record(saved=os.path.abspath(path), step=max(log.last_steps().values(), default=None))
 
 
 @contextlib.contextmanager

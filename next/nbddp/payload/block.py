@@ -37,13 +37,7 @@ class Block:
             # Not mmap.mmap, which keeps a duplicate of the descriptor open as long as the mapping.
             mapped = torch.from_file(f"/proc/self/fd/{self.fd}", shared=False, size=self.nbytes, dtype=torch.uint8)
             return mapped.numpy().data
-        copy = bytearray(self.nbytes)
-        read = 0
-        while read < self.nbytes:
-            if not (more := os.preadv(self.fd, [memoryview(copy)[read:]], read)):
-                raise EOFError(f"a block of {self.nbytes} bytes ends after {read}")
-            read += more
-        return memoryview(copy)
+        return memoryview(bytearray(os.pread(self.fd, self.nbytes, 0)))
 
     def close(self) -> None:
         if self.fd >= 0:

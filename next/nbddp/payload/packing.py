@@ -13,7 +13,7 @@ import pickle
 import struct
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,15 +60,16 @@ def pack(
     files = [file for file in {code.co_filename for code in packer.codes} if not os.path.exists(file)]
     sources = {file: _lines_of(file, packer.codes) if for_job else linecache.getlines(file) for file in files}
     places = [None] * len(buffers) if back or for_job else mapped.places(buffers)
-    kinds = [(buffer.nbytes, buffer.readonly, place) for buffer, place in zip(buffers, places, strict=True)]
-    table = pickle.dumps((kinds, sources))
+    described, offset = [], 0
+    for buffer, place in zip(buffers, places, strict=True):
+        described.append((offset if place is None else place, buffer.nbytes, buffer.readonly))
+        offset += 0 if place else _aligned(buffer.nbytes)
+    table = pickle.dumps((described, sources))
     head = _SIZES.pack(len(table), stream.tell()) + table
-    parts, offset = [(0, memoryview(head)), (len(head), stream.getbuffer())], len(head) + stream.tell()
-    for buffer in (buffer for buffer, place in zip(buffers, places, strict=True) if place is None):
-        offset = _aligned(offset)
-        parts.append((offset, buffer))
-        offset += buffer.nbytes
-    return Packed(Block.of(parts, offset), [*map(_unless_closure, packer.by_value)])
+    first = _aligned(len(head) + stream.tell())
+    parts = [(first + at, buffer) for (at, *_), buffer in zip(described, buffers, strict=True) if isinstance(at, int)]
+    block = Block.of([(0, memoryview(head)), (len(head), stream.getbuffer()), *parts], first + offset)
+    return Packed(block, [*map(_unless_closure, packer.by_value)])
 
 
 def definition(name: str) -> Block | None:
@@ -87,12 +88,12 @@ def unpack(block: Block, *, known: Sequence[Any] = ()) -> Unpacked:
     memory = block.view()
     table_nbytes, stream_nbytes = _SIZES.unpack_from(memory)
     stream_at = _SIZES.size + table_nbytes
-    buffers, sources = pickle.loads(memory[_SIZES.size : stream_at])
+    described, sources = pickle.loads(memory[_SIZES.size : stream_at])
     for file, lines in sources.items():  # without a time: linecache.checkcache() leaves such an entry alone
         linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
     end = stream_at + stream_nbytes
-    stream = io.BytesIO(memory[stream_at:end])
-    value, named, by_value = Unpacker(stream, _views(memory, end, buffers), known).load()
+    stream, buffers = io.BytesIO(memory[stream_at:end]), _buffers(memory[_aligned(end) :], described)
+    value, named, by_value = Unpacker(stream, buffers, known).load()
     return Unpacked(value, named, [*map(_unless_closure, by_value)])
 
 
@@ -116,17 +117,10 @@ def _lines_of(file: str, codes: Iterable[types.CodeType]) -> list[str]:
     return kept
 
 
-def _views(
-    memory: memoryview, offset: int, buffers: list[tuple[int, bool, mapped.Place | None]]
-) -> Iterable[memoryview]:
-    of_files = iter(mapped.views((place, nbytes) for nbytes, _, place in buffers if place is not None))
-    for nbytes, readonly, place in buffers:
-        if place is not None:
-            view = next(of_files)
-        else:
-            offset = _aligned(offset)
-            view = memory[offset : offset + nbytes]
-            offset += nbytes
+def _buffers(memory: memoryview, described: list[tuple[int | mapped.Place, int, bool]]) -> Iterator[memoryview]:
+    files: dict[str, memoryview] = {}
+    for at, nbytes, readonly in described:
+        view = memory[at : at + nbytes] if isinstance(at, int) else mapped.view(at, nbytes, files)
         yield view.toreadonly() if readonly else view
 
 

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbddp.payload import libraries
 
+_byte_bounds: Any = np.byte_bounds if hasattr(np, "byte_bounds") else np.lib.array_utils.byte_bounds  # numpy 1
 device_here: str | torch.device = "cpu"  # where tensors go that were on an accelerator; a rank sets its own
 
 
@@ -76,9 +77,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if id(obj) in self._received and not getattr(obj, "__closure__", None):
             return _received, (self._received[id(obj)],)
         if (compiler := _compiler_of(obj)) is not None:
-            original = obj._torchdynamo_orig_callable
-            reduced = super().reducer_override(original)
-            reduced = _compiled(compiler, reduced if isinstance(reduced, tuple) else (_itself, (original,), None))
+            reduced = _compile, (_settings(compiler), obj._torchdynamo_orig_callable)
         else:
             reduced = super().reducer_override(obj)
         if isinstance(reduced, tuple):
@@ -117,28 +116,11 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return marshal.loads, (marshal.dumps(code),)  # cloudpickle 3.1.3 leaves out the file's name
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
+        same = self._storages.setdefault(storage._cdata, storage)  # torch may create several objects for one storage
+        if same is not storage:
+            return _itself, (same,)
         data = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())  # type: ignore[no-untyped-call]
         return _storage, (data.numpy(), storage.device.type != "cpu")
-
-    def _reduce_typed_storage(self, typed: torch.TypedStorage) -> Any:
-        return _typed_storage, (self._the_same(typed._untyped_storage), typed.dtype)
-
-    def _the_same(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return one Python object for each storage: torch may create several."""
-        return self._storages.setdefault(storage._cdata, storage)
-
-    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        if tensor.dtype not in torch.storage._new_dtypes():
-            return NotImplemented
-        # torch can't read its own stream of these dtypes.
-        make, args = tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
-        layout = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.requires_grad
-        plain = _tensor, (self._the_same(tensor.untyped_storage()), tensor.dtype, *layout)
-        if make is _rebuild_tensor_v3:
-            return plain
-        if args[0] is _rebuild_tensor_v3:  # a subclass, or one with attributes
-            return make, (plain[0], args[1], plain[1], args[3])
-        return make, args
 
     def _reduce_ddp(self, ddp: DistributedDataParallel) -> Any:
         if self._back:
@@ -147,11 +129,6 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             "a DistributedDataParallel model belongs to this process's group; "
             "send model.module, and wrap it inside the function: nbddp.wrap(model)"
         )
-
-    def _reduce_module(self, module: types.ModuleType) -> Any:
-        if type(module) is types.ModuleType:
-            return super().reducer_override(module)
-        return importlib.import_module, (module.__name__,)  # e.g. torch.backends.cudnn, a subclass of modules
 
     def _reduce_cached(self, cached: Any) -> Any:
         if cached.__module__ != "__main__":
@@ -164,10 +141,9 @@ _REDUCERS: tuple[tuple[Any, Any], ...] = (
     (types.CodeType, Packer._reduce_code),
     (np.memmap, lambda _, array: _mapped(array)),
     (ExitAutocall, lambda _, leave: (getattr, (sys, "exit"))),  # exit(), quit() of a notebook
-    (torch.Tensor, Packer._reduce_tensor),
     (torch.UntypedStorage, Packer._reduce_storage),
-    (torch.TypedStorage, Packer._reduce_typed_storage),
-    (types.ModuleType, Packer._reduce_module),
+    (torch.TypedStorage, lambda _, typed: (_typed_storage, (typed._untyped_storage, typed.dtype))),
+    (types.ModuleType, lambda _, module: _module(module)),
     (functools._lru_cache_wrapper, Packer._reduce_cached),
     (DistributedDataParallel, Packer._reduce_ddp),
     (type(os.environ), lambda _, environ: (getattr, (os, "environb" if environ is os.environb else "environ"))),
@@ -184,7 +160,7 @@ class Unpacker(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        return self._known_one if found is _received else found
+        return self._known_one if found is _received else _rebuild if found is _rebuild_tensor_v3 else found
 
     def _known_one(self, key: int | str) -> Any:
         return self._known[key] if isinstance(key, int) else getattr(sys.modules["__main__"], key)
@@ -226,27 +202,15 @@ def _compiler_of(obj: Any) -> Any:
     return context if type(context).__name__ == "OptimizeContext" else None  # its module is slow to import
 
 
-def _compiled(context: Any, reduced: tuple[Any, ...]) -> Any:
-    """Reduce what torch.compile has made to its original, as ``reduced``, and its settings."""
-    backend = context.callback
+def _settings(compiler: Any) -> dict[str, Any]:
+    backend = compiler.callback
     while inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "_torchdynamo_orig_callable", None)):
         backend = inner  # torch 2.6 has the second name
-    settings = {"backend": backend, "nopython": getattr(context, "fullgraph", False), "dynamic": context._dynamic}
-    make, args, state, *items = reduced
-    setter = items[-1] if items else None
-    return _compile, (settings, make, args), (setter, state), None, None, _complete_original
+    return {"backend": backend, "nopython": getattr(compiler, "fullgraph", False), "dynamic": compiler._dynamic}
 
 
-def _compile(settings: dict[str, Any], make: Any, args: tuple[Any, ...]) -> Any:
-    return torch._dynamo.optimize(**settings)(make(*args))
-
-
-def _complete_original(function: Any, state: tuple[Any, Any]) -> None:
-    set_state, values = state
-    original = function._torchdynamo_orig_callable
-    if set_state is not None:
-        set_state(original, values)
-        functools.update_wrapper(function, original)
+def _compile(settings: dict[str, Any], original: Any) -> Any:
+    return torch._dynamo.optimize(**settings)(original)
 
 
 def _main_globals() -> dict[str, Any]:
@@ -255,6 +219,12 @@ def _main_globals() -> dict[str, Any]:
 
 def _itself(obj: Any) -> Any:
     return obj
+
+
+def _module(module: types.ModuleType) -> Any:
+    if type(module) is types.ModuleType:
+        return NotImplemented
+    return importlib.import_module, (module.__name__,)  # e.g. torch.backends.cudnn, a subclass of modules
 
 
 def _cached(function: Any, parameters: dict[str, Any]) -> Any:
@@ -271,17 +241,14 @@ def _stream(stream: Any) -> Any:
 
 def _mapped(array: np.memmap[Any, Any]) -> Any:
     """Reduce a view of a file to a plain array over the bytes between its first and its last, one buffer."""
-    root: Any = array
-    while isinstance(root.base, np.ndarray):
-        root = root.base
-    if not array.size or not isinstance(root.base, mmap.mmap):  # e.g. array + 1, which numpy calls a memmap, too
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if not array.size or not isinstance(base, mmap.mmap):  # e.g. array + 1, which numpy calls a memmap, too
         return _itself, (np.array(array),)
-    reach = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
-    first = array.ctypes.data + sum(min(0, each) for each in reach) - root.ctypes.data
-    last = array.ctypes.data + sum(max(0, each) for each in reach) - root.ctypes.data + array.itemsize
-    within = np.asarray(root).ravel("K").view(np.uint8)[first:last]
-    offset = array.ctypes.data - root.ctypes.data - first
-    return np.ndarray, (array.shape, array.dtype, within, offset, array.strides)
+    whole, (low, high) = np.frombuffer(base, np.uint8), _byte_bounds(array)
+    within = whole[low - whole.ctypes.data : high - whole.ctypes.data]
+    return np.ndarray, (array.shape, array.dtype, within, array.ctypes.data - low, array.strides)
 
 
 def _storage(data: Any, was_on_device: bool) -> torch.UntypedStorage:
@@ -293,8 +260,10 @@ def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.T
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def _tensor(
-    storage: Any, dtype: Any, offset: int, size: Any, stride: Any, is_conj: bool, requires_grad: bool
-) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-    return (tensor.conj() if is_conj else tensor).requires_grad_(requires_grad)
+def _rebuild(
+    storage: torch.UntypedStorage, offset: int, size: Any, stride: Any, requires_grad: bool, *args: Any
+) -> Any:
+    """Make a tensor of a dtype such as float8, whose storage torch writes without a type, but reads with one."""
+    typed: Any = types.SimpleNamespace(_untyped_storage=storage)
+    # torch's own can't make one that requires a gradient.
+    return _rebuild_tensor_v3(typed, offset, size, stride, False, *args).requires_grad_(requires_grad)  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ _models: weakref.WeakSet[Any] = weakref.WeakSet()  # of DDP, whose own types are
 
 def remember() -> None:
     """From now on, remember the connections of each process group, and each DDP model."""
-    make, init = c10d._new_process_group_helper, DistributedDataParallel.__init__
+    make, init = c10d._new_process_group_helper, DistributedDataParallel._ddp_init_helper
 
     @functools.wraps(make)
     def making(*args: Any, **kwargs: Any) -> Any:
@@ -38,10 +38,11 @@ def remember() -> None:
 
     @functools.wraps(init)
     def initializing(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        init(model, *args, **kwargs)
+        init(model, *args, **kwargs)  # type: ignore[no-untyped-call]
         _models.add(model)
 
-    c10d._new_process_group_helper, DistributedDataParallel.__init__ = making, initializing  # type: ignore[assignment, method-assign]
+    # Not DDP's __init__ itself, whose warnings name the file of the function that called it.
+    c10d._new_process_group_helper, DistributedDataParallel._ddp_init_helper = making, initializing  # type: ignore[assignment, method-assign]
 
 
 def release(_: object = None) -> None:
