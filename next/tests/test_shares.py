@@ -23,6 +23,7 @@ from torch.utils.data import (
 import nbddp
 from nbddp.helpers import context
 from nbddp.helpers import loader as loaders
+from nbddp.messages import Place, Settings
 
 SEED = 7
 SIZES, RANKS = st.integers(0, 40), st.integers(1, 5)
@@ -43,7 +44,7 @@ def _on_ranks(ranks: int, function: Callable[[int], Any]) -> list[Any]:
     results, before = [], context._current
     try:
         for rank in range(ranks):
-            context.enter(context.Context(rank, rank, ranks, "cpu", rank, SEED, 0))
+            context.enter(Settings("", ranks, seed=SEED), Place(rank, rank, ranks, folder=""))
             results.append(function(rank))
     finally:
         context._current = before

@@ -6,9 +6,8 @@ All arguments and answers are plain data, so that a Ray actor can do the same on
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import dataclasses
 import fcntl
+import mmap
 import operator
 import os
 import platform
@@ -34,12 +33,12 @@ from nbddp.process.store import Store
 from nbddp.text import in_a_line
 from nbddp.worker import rank as ranks_life
 from nbddp.worker import tracked
+from nbddp.worker.line import receive
 from nbddp.worker.redirect import STACKS_SIGNAL
 
 _END_S = 2.0
 _READ_BYTES = 256 << 10
 _PUNCH_BYTES = 16 << 20  # of a metrics file, given back when they have been read
-_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _DUMP_BYTES = 1 << 20  # the most of a dump of stacks that is read
 _POLL_S = 0.002
 
@@ -68,18 +67,21 @@ class _Descriptor:
 class _RankProcess:
     """One rank's process, its channel, and the files it writes for its whole life."""
 
-    def __init__(self, number: int, settings: Settings, gpu: str, oom_kills: int) -> None:
-        self.number, self.gpu = number, gpu
+    def __init__(self, settings: Settings, place: Place, oom_kills: int) -> None:
+        self.number, self.gpu = place.rank, gauges.gpu_of(settings, place.local_rank)
         self.itself: psutil.Process | None = None
         self.exitcode: int | None = None
         self._oom_kills = oom_kills  # before it began
         self._killed = False  # by us
         self.channel, theirs = Pipe()
-        self.files = {"output": _unnamed_file(), "metrics": _appended(os.memfd_create("metrics", os.MFD_CLOEXEC))}
-        self.stacks = _appended(os.memfd_create("stacks", os.MFD_CLOEXEC))
-        self._read = dict.fromkeys(self.files, 0)
-        handed = [theirs, *(_Descriptor(fd) for fd in (*self.files.values(), self.stacks))]
-        self.process = ForkedProcess(target=ranks_life.main, args=handed, name=f"{settings.name[:60]}-{number}")
+        with tempfile.TemporaryFile() as on_disk:  # what is printed may be long
+            self.files = {"output": os.dup(on_disk.fileno())}
+        self.files |= {kind: os.memfd_create(kind) for kind in ("metrics", "stacks")}
+        for fd in self.files.values():
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+        self._read = {"output": 0, "metrics": 0}
+        handed = [theirs, *map(_Descriptor, self.files.values())]
+        self.process = ForkedProcess(target=ranks_life.main, args=handed, name=f"{settings.name[:60]}-{self.number}")
         self.process.environ = settings.environ
         try:
             self.process.start()
@@ -102,21 +104,17 @@ class _RankProcess:
         with contextlib.suppress(EOFError, OSError):
             while self.channel.poll():
                 try:
-                    envelope = self.channel.recv()
+                    envelope = receive(self.channel)
                 except Exception as error:  # it needs a module that only the ranks have
                     if isinstance(error, (EOFError, OSError)):
                         raise
                     lost = f"[what rank {self.number} shows cannot be unpickled here: {in_a_line(error)}]\n"
                     yield Event("output", self.number, lost.encode())
                     continue
-                message = envelope.message
-                if envelope.nbytes is not None:
-                    block = Block(reduction.recv_handle(self.channel), envelope.nbytes)
-                    message = dataclasses.replace(message, block=block)
                 yield from self.written("output", envelope.printed)
-                if isinstance(message, Report):
+                if isinstance(envelope.message, Report):
                     yield from self.written("metrics")
-                yield Event("message", self.number, message)
+                yield Event("message", self.number, envelope.message)
         if exitcode is not None:
             yield from self.all_written()
             if exitcode < 0 and (crash := dumps.crash(self.dumped())):
@@ -131,7 +129,7 @@ class _RankProcess:
 
     def all_written(self) -> Iterator[Event]:
         """Yield what is new in the files."""
-        for kind in self.files:
+        for kind in self._read:
             yield from self.written(kind)
 
     def written(self, kind: str, until: int | None = None) -> Iterator[Event]:
@@ -162,8 +160,8 @@ class _RankProcess:
 
     def dumped(self, begin: int = 0) -> str:
         """Return what faulthandler has written since its file had this size; the newest part of it."""
-        begin = max(begin, os.fstat(self.stacks).st_size - _DUMP_BYTES)
-        return os.pread(self.stacks, _DUMP_BYTES, begin).decode("utf-8", "replace")
+        begin = max(begin, os.fstat(self.files["stacks"]).st_size - _DUMP_BYTES)
+        return os.pread(self.files["stacks"], _DUMP_BYTES, begin).decode("utf-8", "replace")
 
     def answers_stacks(self) -> bool:
         """Whether the rank has a handler for a request for stacks, which would kill it otherwise."""
@@ -187,7 +185,7 @@ class _RankProcess:
 
     def _close_files(self) -> None:
         self.channel.close()
-        for fd in (*self.files.values(), self.stacks):
+        for fd in self.files.values():
             os.close(fd)
 
     def close(self) -> None:
@@ -228,10 +226,9 @@ class LocalMachine:
         oom_kills = oom.kills()
         with server.lock:
             for local_rank, rank in enumerate(ranks):
-                started = self._ranks[rank] = _RankProcess(
-                    rank, settings, gauges.gpu_of(settings, local_rank), oom_kills
-                )
-                started.channel.send((settings, Place(rank, local_rank, len(ranks), self._folder)))
+                place = Place(rank, local_rank, len(ranks), self._folder)
+                started = self._ranks[rank] = _RankProcess(settings, place, oom_kills)
+                started.channel.send((settings, place))
         if self._store is not None:
             self._store.open()
         for started in self._mine(ranks):
@@ -251,8 +248,7 @@ class LocalMachine:
             found += rank.news()
             if rank.exitcode is not None:
                 for file in (rank.channel, rank.process.sentinel):
-                    with contextlib.suppress(KeyError):
-                        self._selector.unregister(file)
+                    self._selector.unregister(file)
         if (now := time.monotonic()) >= self._looked_at + wait_s:
             self._looked_at = now
             for rank in self._ranks.values():
@@ -271,7 +267,7 @@ class LocalMachine:
 
     def stacks(self, ranks: Sequence[int], wait_s: float) -> dict[int, str]:
         """Return faulthandler's dumps of the ranks that answer in time."""
-        asked = {rank: os.fstat(rank.stacks).st_size for rank in self._mine(ranks) if rank.answers_stacks()}
+        asked = {rank: os.fstat(rank.files["stacks"]).st_size for rank in self._mine(ranks) if rank.answers_stacks()}
         for rank in asked:
             rank.signal(STACKS_SIGNAL)
         deadline, found = time.monotonic() + wait_s, dict.fromkeys(asked, "")
@@ -304,20 +300,7 @@ class LocalMachine:
         return [self._ranks[rank] for rank in ranks if rank in self._ranks and self._ranks[rank].exitcode is None]
 
 
-def _unnamed_file() -> int:
-    """Open a file on disk: what is printed may be long."""
-    with tempfile.TemporaryFile() as file:
-        return _appended(os.dup(file.fileno()))
-
-
-def _appended(fd: int) -> int:
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
-    return fd
-
-
 def _give_back(fd: int, offset: int) -> None:
     """Free a stretch of the file that has been read: a long run's file would grow without an end."""
-    with contextlib.suppress(OSError):
-        fallocate = ctypes.CDLL(None).fallocate
-        fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-        fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, offset, _PUNCH_BYTES)
+    with contextlib.suppress(OSError), mmap.mmap(fd, _PUNCH_BYTES, offset=offset) as stretch:
+        stretch.madvise(mmap.MADV_REMOVE)

@@ -33,10 +33,9 @@ def running(environ: Mapping[str, str] = os.environ) -> forkserver.ForkServer:
     global _server, _began_with
     with lock, _inherited(now := _read_at_start(environ)):
         temporary_folder()
-        if _server is not None and (now != _began_with or not _is_reachable(_server)):
-            _stop(_server)
-            _server = None
-        if _server is None or not _is_alive(_server):
+        if now != _began_with or not _is_usable():
+            shut_down()
+        if _server is None:
             _server, _began_with = forkserver.ForkServer(), now
             _server.set_forkserver_preload(_preloaded)
             _ensure_running(_server)
@@ -67,11 +66,12 @@ def _put(names: set[str], values: Mapping[str, str]) -> None:
             os.unsetenv(name)
 
 
-def _is_alive(server: forkserver.ForkServer) -> bool:
-    """Whether it runs, or can be started again. Not, if the user's code has waited for it: os.wait()."""
+def _is_usable() -> bool:
+    """Whether it runs, also again after its end; not if the user has waited for it (os.wait), or its socket is gone."""
     with contextlib.suppress(ChildProcessError):
-        _ensure_running(server)
-        return True
+        if _server is not None:
+            _ensure_running(_server)
+            return os.path.exists(_server._forkserver_address)  # type: ignore[attr-defined]
     return False
 
 
@@ -92,11 +92,6 @@ def temporary_folder() -> str:
     return folder
 
 
-def _is_reachable(server: forkserver.ForkServer) -> bool:
-    address = server._forkserver_address  # type: ignore[attr-defined]
-    return address is None or os.path.exists(address)
-
-
 def preload(*modules: str) -> None:
     """Have the fork server import these modules, once for all ranks: ``nbddp.preload("pandas")``.
 
@@ -113,19 +108,15 @@ def shut_down() -> None:
     """End the server when its last rank has ended; the next run starts another one."""
     global _server
     with lock:
-        if _server is not None:
-            _stop(_server)
-            _server = None
-
-
-def _stop(server: forkserver.ForkServer) -> None:
-    """On a thread: it waits for the last rank."""
+        server, _server = _server, None
+    if server is None:
+        return
 
     def stop() -> None:
         with contextlib.suppress(OSError):  # its socket has been removed, or it has been waited for
             server._stop()  # type: ignore[attr-defined]
 
-    threading.Thread(target=stop, name="nbddp-server", daemon=True).start()
+    threading.Thread(target=stop, name="nbddp-server", daemon=True).start()  # it waits for the last rank
 
 
 class _Forked(popen_forkserver.Popen):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
-import traceback
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from pure_eval import Evaluator
 from stack_data.core import FrameInfo
 
-from nbddp.tracebacks import users_innermost
+from nbddp.tracebacks import entries_of, users_innermost
 
 _MAX_CHARS = 4000  # of all descriptions
 _MAX_VARIABLES = 12
@@ -31,12 +30,9 @@ def names(error: BaseException) -> tuple[tuple[str, str], ...]:
     from an accelerator, and no code of a user's class is called (pure_eval).
     """
     try:
-        entries = list(traceback.walk_tb(error.__traceback__))
-        at = users_innermost([frame.f_code.co_filename for frame, _ in entries])
-        tb: Any = error.__traceback__
-        for _ in range(at):
-            tb = tb.tb_next
-        info: Any = FrameInfo(tb)
+        entries = entries_of(error.__traceback__)
+        at = users_innermost([entry.tb_frame.f_code.co_filename for entry in entries])
+        info: Any = FrameInfo(entries[at])
         found = info.variables_in_executing_piece or info.variables[:_MAX_VARIABLES]
         named = {each.name: each.value for each in found} | dict(_of_modules(info))
     except Exception:  # it must never replace the error itself

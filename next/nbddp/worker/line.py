@@ -8,31 +8,37 @@ import os
 import pdb
 import queue
 import signal
-import sys
 import threading
+import traceback
 from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from types import FrameType
 from typing import Any
 
 from nbddp.messages import Answer, Asks, Defined, Envelope, Leave, Misses, Report
 from nbddp.payload import Block
 from nbddp.worker import redirect
 
-Order = tuple[Any, Block | None]
+
+def receive(channel: Connection) -> Envelope:
+    """Wait for a message; its block comes with it."""
+    envelope: Envelope = channel.recv()
+    if envelope.nbytes is None:
+        return envelope
+    block = Block(reduction.recv_handle(channel), envelope.nbytes)
+    return dataclasses.replace(envelope, message=dataclasses.replace(envelope.message, block=block))
 
 
 class Line:
     """Takes orders and tells what happens.
 
     Attributes:
-        orders: with their blocks; None: the rank should leave.
+        orders: None: the rank should leave.
         at_once: what to do on the reading thread, by the class of the message.
     """
 
     def __init__(self, channel: Connection) -> None:
-        self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.at_once: dict[type, Callable[[Any], None]] = {
             Answer: lambda answer: self._answers.put(answer.line),
             Defined: lambda defined: self._definitions.put(defined),
@@ -61,7 +67,7 @@ class Line:
         if os.getpid() != self._pid:
             raise EOFError("a child process of a rank, such as a DataLoader worker, can't ask: use num_workers=0")
         self.tell(Asks(str(prompt), _debuggers_line()))
-        redirect.printed.clear()  # up to here, the prompt shows where ranks differ
+        redirect.forget_printed()  # up to here, the prompt shows where ranks differ
         if (line := self._answers.get()) is None:
             raise EOFError("nobody can answer here")
         return line
@@ -90,28 +96,22 @@ class Line:
 
     def _listen(self) -> None:
         while True:
-            block = None
             try:
-                envelope = self._channel.recv()
-                if envelope.nbytes is not None:
-                    block = Block(reduction.recv_handle(self._channel), envelope.nbytes)
+                message = receive(self._channel).message
             except (EOFError, OSError):  # the notebook kernel has ended
                 os.killpg(0, signal.SIGKILL)
-            if isinstance(envelope.message, Leave):
-                break
-            if act := self.at_once.get(type(envelope.message)):
+            if isinstance(message, Leave):
+                return self.orders.put(None)
+            if act := self.at_once.get(type(message)):
                 with contextlib.suppress(OSError):  # of an answer: the disk is full, or too many files are open
-                    act(envelope.message)
+                    act(message)
             else:
-                self.orders.put((envelope.message, block))
-        self.orders.put(None)
+                self.orders.put(message)
 
 
 def _debuggers_line() -> int:
     """Return the line at which a debugger asks; 0 if none does."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(None):
         if isinstance(asking := frame.f_locals.get("self"), pdb.Pdb):
             return asking.stack[asking.curindex][1]
-        frame = frame.f_back
     return 0

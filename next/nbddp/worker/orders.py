@@ -20,11 +20,12 @@ from IPython.utils.tokenutil import token_at_cursor
 from nbddp import messages
 from nbddp.helpers import context, log
 from nbddp.messages import Failure, Ran, Report
-from nbddp.payload import Block
 from nbddp.worker import debugger, main_module, mending, redirect, reports, steps
 from nbddp.worker.group import Groups, collectives_begun
 from nbddp.worker.line import Line
 from nbddp.worker.shell import Shell
+
+_STOPS = KeyboardInterrupt, bdb.BdbQuit  # by the user
 
 
 class Orders:
@@ -46,47 +47,39 @@ class Orders:
             "device": context.device(),
         }
         self._before: Any = None  # the default group before the last failure
-        self._handlers: dict[type, Callable[[Any, Block | None], Report]] = {
+        self._handlers: dict[type, Callable[[Any], Any]] = {  # their answers, or whole reports
             messages.Function: self._function,
             messages.Cell: self._cell,
             messages.Push: self._push,
             messages.Pull: self._pull,
-            messages.Complete: lambda order, _: self._answer(self._complete(order)),
-            messages.Inspect: lambda order, _: self._answer(self._inspect(order)),
+            messages.Complete: self._complete,
+            messages.Inspect: self._inspect,
             messages.Hear: self._hear,
-            messages.Render: lambda *_: self._answer(self._shell.render()),
-            messages.CountCollectives: lambda *_: self._answer(collectives_begun()),
-            messages.Mend: lambda order, _: self._answer(self._mend(order)),
+            messages.Render: lambda _: self._shell.render(),
+            messages.CountCollectives: lambda _: collectives_begun(),
+            messages.Mend: self._mend,
         }
 
     def serve(self) -> None:
         """Serve until the rank should leave. The rank's one broad ``except``."""
-        while (given := self._line.orders.get()) is not None:
-            order, block = given
-            self._phase = "unpack" if block is not None else "call"
-            redirect.printed.clear()
+        while (order := self._line.orders.get()) is not None:
+            self._phase = "call"
+            redirect.forget_printed()
             redirect.answer_stacks()
             try:
-                report = self._handlers[type(order)](order, block)
+                answer = self._handlers[type(order)](order)
+                report = answer if isinstance(answer, Report) else Report(time.monotonic(), answer)
             except SystemExit as error:
                 report = reports.exited(error, time.monotonic())
             except BaseException as error:
                 at = time.monotonic()  # before anything slow: the run reports its earliest failure
-                mending.end_loaders_of(error := self._handled(error))
+                if self._post_mortem and self._phase == "call" and not isinstance(error, _STOPS):
+                    with contextlib.suppress(*_STOPS), self._interruptible():
+                        debugger.post_mortem(error)
+                mending.end_loaders_of(error)
                 report = reports.failed(error, self._phase, at)
             log.flush()
             self._line.tell(report)
-
-    def _handled(self, error: BaseException) -> BaseException:
-        if (
-            self._post_mortem
-            and self._phase == "call"
-            and isinstance(error, Exception)
-            and not isinstance(error, bdb.BdbQuit)
-        ):
-            with contextlib.suppress(bdb.BdbQuit, KeyboardInterrupt), self._interruptible():
-                debugger.post_mortem(error)
-        return error
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -101,12 +94,16 @@ class Orders:
             sys.settrace(None)  # a debugger that has stepped so far
             self._sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-    def _function(self, order: messages.Function, block: Block | None) -> Report:
-        assert block is not None
+    def _unpacked(self, order: messages.Function | messages.Push) -> Any:
+        self._phase = "unpack"
+        value = main_module.unpack(order.block, order.before)
+        self._phase = "call"
+        return value
+
+    def _function(self, order: messages.Function) -> Report:
         log.enter(self._metrics)
         with self._interruptible():
-            function, args, kwargs = main_module.unpack(block, order.before)
-            self._phase = "call"
+            function, args, kwargs = self._unpacked(order)
             self._line.tell(messages.Called())
             with main_module.completed_by(self._line.definition):
                 value = function(*args, **kwargs)
@@ -116,7 +113,7 @@ class Orders:
         )
         return dataclasses.replace(report, met=self._groups.used())
 
-    def _cell(self, order: messages.Cell, _: Block | None) -> Report:
+    def _cell(self, order: messages.Cell) -> Report:
         shell, raised = self._shell, None
         log.enter(self._metrics)
         shell.speaks = context.rank() == order.speaker
@@ -131,29 +128,27 @@ class Orders:
                 raised = result.error_before_exec or result.error_in_exec
         except KeyboardInterrupt as late:
             raised = late
-        if raised is not None:
-            mending.end_loaders_of(raised)
+        at, failure = time.monotonic(), None
         if lends:
             shell.call_pdb = False
-        at = time.monotonic()
-        if raised is None and shell.has_shown_an_error:  # %tb
+        if raised is not None:
+            failure = Failure("call", type(raised).__name__, str(raised))
+            mending.end_loaders_of(raised)
+        elif shell.has_shown_an_error:  # %tb
             print("\n".join(shell.render()))
         payload = tuple(shell.payload_manager.read_payload())
         shell.payload_manager.clear_payload()
-        answer = Ran("".join(redirect.printed)[: redirect.KEPT_CHARS], shell.value, steps.taken, payload, shell.leaving)
-        failure = Failure("call", type(raised).__name__, str(raised)) if raised is not None else None
+        answer = Ran(redirect.printed(), shell.value, steps.taken, payload, shell.leaving)
         return Report(at, answer, failure)
 
-    def _push(self, order: messages.Push, block: Block | None) -> Report:
-        assert block is not None
+    def _push(self, order: messages.Push) -> None:
         with self._interruptible():
-            self._shell.user_ns.update(main_module.unpack(block, order.before))
-        return self._answer(None)
+            self._shell.user_ns.update(self._unpacked(order))
 
-    def _pull(self, order: messages.Pull, _: Block | None) -> Report:
+    def _pull(self, order: messages.Pull) -> Report:
         names = {**self._shell.user_ns, "": self._last_value}
         if missing := [name for name in order.names if name not in names]:
-            return dataclasses.replace(self._answer(None), lost=f"the ranks have no {missing[0]}", path=(missing[0],))
+            return Report(time.monotonic(), lost=f"the ranks have no {missing[0]}", path=(missing[0],))
         found = {name: names[name] for name in order.names}
         return reports.finished(found, "this cannot be sent to the notebook", found)
 
@@ -171,18 +166,14 @@ class Orders:
             data = self._shell.object_inspect_mime(name, detail_level=order.level)
         return {"status": "ok", "found": bool(data), "data": data, "metadata": {}}
 
-    def _hear(self, order: messages.Hear, _: Block | None) -> Report:
+    def _hear(self, order: messages.Hear) -> None:
         self._shell.speaks = True
         with self._interruptible():
             said = {"content": order.content, "buffers": list(order.buffers)}
             comm.get_comm_manager().comm_msg(None, None, said)  # type: ignore[arg-type]
-        return self._answer(None)
 
     def _mend(self, order: messages.Mend) -> list[str]:
         if order.group is not None and (dist.is_initialized() or self._groups.failed):
             self._before = dist.group.WORLD if dist.is_initialized() else self._before
             self._groups.open(order.group)
         return mending.mend(self._shell.user_ns, self._before)
-
-    def _answer(self, answer: Any) -> Report:
-        return Report(time.monotonic(), answer)

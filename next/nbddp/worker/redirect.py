@@ -15,21 +15,16 @@ import sys
 import threading
 
 STACKS_SIGNAL: int = signal.SIGRTMIN + 7
-KEPT_CHARS = 10_000
+_KEPT_CHARS = 10_000
 
 _stacks = -1  # the file that requests for stacks are answered in
-printed: list[str] = []  # what went through sys.stdout since the last order; not much more than KEPT_CHARS
+_printed = io.StringIO()  # what went through sys.stdout since the last order; at least _KEPT_CHARS of it
 
 
 class _Stdout(io.TextIOWrapper):
-    _kept = 0
-
     def write(self, text: str) -> int:
-        if not printed:
-            self._kept = 0
-        if self._kept < KEPT_CHARS:
-            self._kept += len(text)
-            printed.append(text)
+        if _printed.tell() < _KEPT_CHARS:
+            _printed.write(text)
         return super().write(text)
 
 
@@ -46,6 +41,16 @@ def redirect(fd: int, stacks: int) -> None:
     signal.signal(STACKS_SIGNAL, _dump_stacks)
     answer_stacks()
     os.register_at_fork(after_in_child=lambda: faulthandler.enable(file=2))  # the notebook reads of ranks only
+
+
+def printed() -> str:
+    """Return the beginning of what went through ``sys.stdout`` since :func:`forget_printed`."""
+    return _printed.getvalue()[:_KEPT_CHARS]
+
+
+def forget_printed() -> None:
+    """Begin again."""
+    _printed.truncate(_printed.seek(0))
 
 
 def answer_stacks() -> None:

@@ -33,18 +33,7 @@ def set_up(settings: Settings, place: Place, metrics: int) -> Groups:
 
 def begin(settings: Settings, place: Place, metrics: int) -> Groups:
     """Begin as this rank, in an environment that is ready. Returns its groups, of which the default one is open."""
-    index = settings.indices[place.local_rank]
-    context.enter(
-        context.Context(
-            rank=place.rank,
-            local_rank=place.local_rank,
-            world_size=settings.world_size,
-            device_type=settings.device,
-            device_index=index,
-            seed=settings.seed,
-            restart_count=settings.restart_count,
-        )
-    )
+    context.enter(settings, place)
     log.enter(metrics)
     if settings.autolog and place.rank == 0:
         autolog.listen(functools.partial(log.log, reduce=AUTOLOG), log.owners)
