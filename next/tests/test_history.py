@@ -439,6 +439,7 @@ def test_zeros_left_by_a_machine_crash_are_not_metrics(tmp_path: Path) -> None:
         Start(0, 1 << 40, 1.0).head(),
         HEAD[:-2],
         HEAD + b"\xc1",
+        (HEAD + POINT) * 200_000,
     ],
     ids=lambda data: f"{len(data)} bytes",
 )

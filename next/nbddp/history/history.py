@@ -285,8 +285,8 @@ class History(Mapping[str, Series]):
         generation.first_steps.setdefault(rank, int(rows["step"][0]))
         newest = int(rows["step"].argmax())
         self.ranks[rank].add_step(int(rows["step"][newest]), float(rows["time"][newest]))
-        if self.first_nan is None and np.isnan(rows["value"]).any():
-            self.first_nan = name, int(rows["step"][np.isnan(rows["value"])][0]), rank
+        if self.first_nan is None and len(nan := np.flatnonzero(np.isnan(rows["value"]))):
+            self.first_nan = name, int(rows["step"][nan[0]]), rank
         if known is None and len(self._metrics) == MAX_METRICS:
             self._left_out.add(name)
             return

@@ -18,7 +18,7 @@ def notices(metric: Metric) -> Iterator[str]:
                 f"{'the first' if rank == first else f'that of rank {first}'} counts for the whole run"
             )
             break
-    if op is None or metric.logged_by_all():  # 100,000 steps of 4 ranks: 0.3 ms, the rest 12 ms
+    if op is None:
         return
     steps, ranks, of = metric.counts()
     fewer = ranks < of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,6 +57,9 @@ class Generation:
     broken_off: bool | None = None
 
 
+_OVER_RANKS = ("step", "time", "combined", "low", "high")  # columns of a block, in the order of ``Points``
+
+
 class Columns:
     """Arrays that grow together."""
 
@@ -71,21 +74,16 @@ class Columns:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self._arrays.values())
 
-    def resize(self, size: int) -> None:
-        """New rows are zero."""
-        for name, old in self._arrays.items():
-            if size > len(old):
-                self._arrays[name] = np.zeros((max(size, 2 * len(old), 64), *old.shape[1:]), old.dtype)
-                self._arrays[name][: self.size] = old[: self.size]
-            self._arrays[name][self.size : size] = 0
-        self.size = size
-
     def insert(self, at: np.ndarray) -> np.ndarray:
         """Insert a zero row before each of these rows (ascending). Returns where the new rows are."""
         old, first = self.size, int(at[0])
-        self.resize(old + len(at))
-        if first < old:
-            for array in self._arrays.values():
+        self.size += len(at)
+        for name, array in self._arrays.items():
+            if self.size > len(array):
+                grown = np.zeros((max(self.size, 2 * len(array), 64), *array.shape[1:]), array.dtype)
+                grown[:old] = array[:old]
+                self._arrays[name] = array = grown
+            if first < old:
                 array[first : self.size] = np.insert(array[first:old], at - first, 0, axis=0)
         return at + np.arange(len(at))
 
@@ -100,6 +98,8 @@ class Block:
 
     Weights are stored with a minus: 0.0 is a value that was not logged, -0.0 one with weight 0.
 
+    What a row is over the ranks (combined, low, high, and how many have logged it) is computed when somebody reads it.
+
     Attributes:
         kept: how many rows a later generation has not repeated; None before a later one.
         taken: how many points log_to= has got.
@@ -110,21 +110,19 @@ class Block:
         self.kept: int | None = None
         self.taken = 0
         self.ranks: list[int] = []
-        by_rank, time = np.empty((0, 0)), np.empty(0)
-        self.rows = Columns(key=time.astype(complex), step=time.astype(int), time=time, value=by_rank, weight=by_rank)
+        by_rank, one = np.empty((0, 0)), np.empty(0)
+        columns = dict.fromkeys(_OVER_RANKS, one) | {"step": one.astype(int), "logged": one.astype(int)}
+        self.rows = Columns(key=one.astype(complex), **columns, value=by_rank, weight=by_rank)
         # By rank: lap and place of its last key, how many values were counted, and a row that is not after its last.
         self._at: dict[int, tuple[int, float, int, int]] = {}
-        self._combined_for: Any = None
-        self._shown: Points
-        self._shown_for: Any = None  # what its points depend on, but for the values
-        self._combined = Columns(steps=np.empty(0, int))
+        self._op: str | None = None
+        self._current = 0  # how many rows are combined with that op, and have not changed since
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes + self._combined.nbytes
+        return self.rows.nbytes
 
     def add(self, rank: int, records: np.ndarray) -> None:
-        self._shown_for = None
         column = self._column(rank)
         lap, place, count, start = self._at.get(rank, (0, -np.inf, 0, 0))
         counted = np.isnan(records["place"])
@@ -132,6 +130,7 @@ class Block:
         laps = lap + np.cumsum(places < np.append(place, places[:-1]))
         at = start + self._rows_of(laps + 1j * places, start)
         self._at[rank] = int(laps[-1]), float(places[-1]), count + int(counted.sum()), int(at[-1])
+        self._current = min(self._current, int(at[0]))
         self.rows["value"][at, column] = records["value"]
         self.rows["weight"][at, column] = -records["weight"]
         mine = ~np.signbit(self.rows["weight"][at, :column]).any(1)  # the lowest rank's step and time count
@@ -159,54 +158,45 @@ class Block:
             return self.complete() if len(self.ranks) >= self.generation.world_size else 0
         return min(size, self.complete()) if self.generation.broken_off else size
 
-    def points(self, op: str | None) -> Points:
-        """The rows combined over the ranks. Only what has changed since the last call is computed."""
-        size = self.size(op)
-        if self._shown_for == (op, self.kept, len(self.ranks), size):
-            return self._shown
-        if self._combined_for != (op, self.kept, len(self.ranks)):
-            self._combined_for = op, self.kept, len(self.ranks)
-            floats = dict.fromkeys(Points._fields[1:], np.empty(0))
-            self._combined = Columns(steps=np.empty(0, int), **floats)
-            self._settled = self._points = 0  # rows whose points do not change any more, and how many points they are
-        fresh = self._combine(slice(self._settled, size), op)
-        self._combined.resize(self._points + len(fresh.steps))
-        for name, column in zip(Points._fields, fresh):
-            self._combined[name][self._points :] = column
-        settled = min(self.complete() - 1, size)  # the last complete row may still be replaced
-        if settled > self._settled:
-            self._points += len(self._combine(slice(self._settled, settled), op).steps)
-            self._settled = settled
-        self._shown_for = op, self.kept, len(self.ranks), size
-        self._shown = Points(*(self._combined[name] for name in Points._fields))
-        return self._shown
+    def points(self, op: str | None, size: int | None = None) -> Points:
+        """The rows combined over the ranks with an ``op``, else the lowest rank's."""
+        rows, logged = self.over_ranks(self.size(op) if size is None else size, op)
+        if op not in ("sum", None):
+            return rows
+        kept = logged == len(self.ranks) if op == "sum" else np.signbit(self.rows["weight"][: len(logged), 0])
+        return rows if kept.all() else Points(*(column[kept] for column in rows))
 
     def take(self, op: str | None) -> Points:
         """The points that are new since the last call and will not change any more."""
-        points = self.points(op)
-        size = len(points.steps) if self.generation.broken_off is not None else self._points
-        if op is None and self.ranks[0] != 0 and self.generation.broken_off is None:
-            size = 0  # rank 0 may still log it, and then its values count
-        start, self.taken = self.taken, max(size, self.taken)
-        return Points(*(column[start:size].copy() for column in points))
+        size = self.size(op)
+        if self.generation.broken_off is None:
+            size = min(self.complete() - 1, size)  # the last complete row may still be replaced
+            if op is None and self.ranks[0] != 0:
+                size = 0  # rank 0 may still log it, and then its values count
+        points = self.points(op, size)
+        start, self.taken = self.taken, max(len(points.steps), self.taken)
+        return Points(*(column[start:] for column in points))
 
-    def spread(self) -> Spread:
+    def spread(self, op: str | None) -> Spread:
         """Of the rows that all of its ranks have logged; at the end, that two have logged."""
         broken_off = self.generation.broken_off
-        rows = slice(min(self.size(None), self.complete()) if broken_off else self.size(None))
-        there = self.there(rows).sum(1)
-        kept = there >= max(2, len(self.ranks) if broken_off is None else 2)
-        return Spread(self.rows["step"][rows][kept], *(column[kept] for column in self._extremes(rows)))
+        rows, logged = self.over_ranks(min(self.size(None), self.complete()) if broken_off else self.size(None), op)
+        kept = logged >= max(2, len(self.ranks) if broken_off is None else 2)
+        return Spread(*(column[kept] for column in (rows.steps, rows.low, rows.high)))
 
-    def there(self, rows: slice) -> np.ndarray:
-        """Which ranks have logged these rows."""
-        there: np.ndarray = np.signbit(self.rows["weight"][rows])
-        return there
+    def over_ranks(self, size: int, op: str | None) -> tuple[Points, np.ndarray]:
+        """What the first rows are over the ranks, also if they are no points; and how many ranks have logged each."""
+        if op != self._op:
+            self._op, self._current = op, 0
+        if size > self._current:
+            self._combine(slice(self._current, size), op)
+            self._current = size
+        return Points(*(self.rows[name][:size] for name in _OVER_RANKS)), self.rows["logged"][:size]
 
     def by_rank(self, rank: int, rows: slice) -> np.ndarray:
         """That rank's records."""
         column = self.ranks.index(rank)
-        there = self.there(rows)[:, column]
+        there = self._there(rows)[:, column]
         found = np.empty(int(there.sum()), RECORD)
         for name in ("time", "step"):
             found[name] = self.rows[name][rows][there]
@@ -215,36 +205,32 @@ class Block:
         found["value"] = self.rows["value"][rows, column][there]
         return found
 
-    def _combine(self, rows: slice, op: str | None) -> Points:
-        """These rows over the ranks with an ``op``, else the lowest rank's."""
-        values, weights, there = self.rows["value"][rows], -self.rows["weight"][rows], self.there(rows)
-        low, high = self._extremes(rows)
-        kept: Any = slice(None)
+    def _there(self, rows: slice) -> np.ndarray:
+        """Which ranks have logged these rows."""
+        there: np.ndarray = np.signbit(self.rows["weight"][rows])
+        return there
+
+    def _combine(self, rows: slice, op: str | None) -> None:
+        values, weights, there = self.rows["value"][rows], -self.rows["weight"][rows], self._there(rows)
+        low = np.minimum.reduce(np.where(there, values, np.inf), axis=1)
+        high = np.maximum.reduce(np.where(there, values, -np.inf), axis=1)
         with np.errstate(all="ignore"):
             if op == "mean":
-                value = (np.where(there, values, 0.0) * weights).sum(1) / weights.sum(1)
+                combined = (np.where(there, values, 0.0) * weights).sum(1) / weights.sum(1)
             elif op == "sum":
-                value, kept = np.where(there, values, 0.0).sum(1), there.all(1)  # a part of the ranks is not the sum
-            elif op is None:
-                value, kept = values[:, 0], there[:, 0]
+                combined = np.where(there, values, 0.0).sum(1)
             else:
-                value = low if op == "min" else high
-        return Points(
-            *(column[kept] for column in (self.rows["step"][rows], self.rows["time"][rows], value, low, high))
-        )
-
-    def _extremes(self, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-        values, there = self.rows["value"][rows], self.there(rows)
-        low = np.minimum.reduce(np.where(there, values, np.inf), axis=1)
-        return low, np.maximum.reduce(np.where(there, values, -np.inf), axis=1)
+                combined = {None: values[:, 0], "min": low, "max": high}[op]
+        for name, column in {"combined": combined, "low": low, "high": high, "logged": there.sum(1)}.items():
+            self.rows[name][rows] = column
 
     def _column(self, rank: int) -> int:
         if rank not in self.ranks:
             at = sum(each < rank for each in self.ranks)
             self.ranks.insert(at, rank)
-            columns = {name: self.rows[name] for name in ("key", "step", "time")}
+            columns = {name: self.rows[name] for name in ("key", "logged", *_OVER_RANKS)}
             columns |= {name: np.insert(self.rows[name], at, 0.0, axis=1) for name in ("value", "weight")}
-            self.rows = Columns(**columns)
+            self.rows, self._current = Columns(**columns), 0
         return self.ranks.index(rank)
 
     def _rows_of(self, keys: np.ndarray, start: int) -> np.ndarray:
@@ -298,22 +284,14 @@ class Metric:
         return next((float(values[-1]) for values in parts if len(values)), None)
 
     def spread(self) -> Spread:
-        return Spread(*_joined([block.spread() for block in self.blocks]))
-
-    def logged_by_all(self) -> bool:
-        """Whether every rank has logged every step."""
-        return all(
-            len(block.ranks) == block.generation.world_size and bool(block.there(slice(block.size(self.op))).all())
-            for block in self.blocks
-        )
+        return Spread(*_joined([block.spread(self.op) for block in self.blocks]))
 
     def counts(self) -> Iterator[np.ndarray]:
         """Steps, also those that a sum leaves out; how many ranks have logged each, and of how many."""
         parts = []
         for block in self.blocks:
-            rows = slice(block.size(self.op))
-            ranks = block.there(rows).sum(1)
-            parts.append((block.rows["step"][rows], ranks, np.full(len(ranks), block.generation.world_size)))
+            rows, logged = block.over_ranks(block.size(self.op), self.op)
+            parts.append((rows.steps, logged, np.full_like(logged, block.generation.world_size)))
         return _joined(parts)
 
     def by_rank(self) -> dict[int, Series]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from nbddp.panel import numbers
 from nbddp.text import cut, plain
 
 POINTS = 360  # of a line at most: about one per pixel
-MAX_CHARTS, MAX_LINES, MAX_MARKS, MAX_NAMED = 12, 8, 20, 8
+MAX_CHARTS, MAX_MARKS, MAX_NAMED = 12, 20, 8
 SMOOTHING = 0.02  # a mean reaches over this share of a line's points
 _FEW = 30  # a line with fewer points is drawn with dots
 _STAGES = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "eval": 1, "dev": 1, "test": 2}
@@ -28,15 +27,15 @@ _RATE = re.compile(r"((?:.*[/ ])?(?:lr|learning_rate))(?:[/\-]|_?(?=\d+$))(.+)",
 _TITLES = {"acc": "Accuracy", "lr": "Learning rate", "ppl": "Perplexity"}
 # Readable on white and on near-black: the same colors live and saved, in every theme.
 COLORS = ("#3b7df0", "#e0661f", "#22994f", "#a457e0", "#1492ac", "#d63f7c", "#b07a10", "#7c8696")
+MAX_LINES = len(COLORS)
 GRAY, RED, AMBER = "#8a8a8a", "#d9453d", "#b07a10"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Line:
     """A curve; ``low`` and ``high`` are the extremes of the values around a point, over the ranks."""
 
     label: str
-    color: str
     x: np.ndarray
     y: np.ndarray
     low: np.ndarray
@@ -44,6 +43,7 @@ class Line:
     last: float
     count: int
     ghost: bool = False
+    color: str = GRAY
 
     @property
     def dots(self) -> bool:
@@ -54,8 +54,9 @@ class Line:
         """Its mean is drawn over it."""
         if len(self.y) < 100:
             return False
-        with np.errstate(over="ignore"):
-            turns = np.diff(np.sign(np.diff(self.y[np.isfinite(self.y)])))
+        y = self.y[np.isfinite(self.y)]
+        rises, falls = y[1:] > y[:-1], y[1:] < y[:-1]
+        turns = (rises[1:] != rises[:-1]) | (falls[1:] != falls[:-1])
         return bool(np.count_nonzero(turns) >= len(self.y) / 4)
 
     @property
@@ -130,7 +131,6 @@ def charts(
     found: dict[str, Chart] = {}
     left_out: dict[str, None] = {}
     broken, restarts = history.broken, _restarts(history)
-    broken_at: dict[str, list[tuple[int, float]]] = {}
     for name in names or history:
         title, label = described(name)
         if title.lower() not in found and len(found) == most:
@@ -144,40 +144,38 @@ def charts(
             chart.left_out += 1
             continue
         if before is not None and name in before and len((old := _ascending(before.points(name))).steps):
-            chart.lines.insert(0, _line(old, "before", GRAY, max(1, points // 2), ghost=True))
-        chart.lines.append(_line(curve, cut(label), "", points))
+            chart.lines.insert(0, _line(old, "before", max(1, points // 2), ghost=True))
+        chart.lines.append(_line(curve, cut(label), points))
         if name in broken:
-            broken_at.setdefault(title.lower(), []).append((broken[name].step, broken[name].value))
-    for title, chart in found.items():
-        chart.lines = _painted(chart.lines)
+            step, value, _ = broken[name]
+            chart.marks.append((step, f"{numbers.metric(value)} from step {step:,}", RED))
+    for chart in found.values():
+        _paint(chart.own)
         low, high = min(line.x[0] for line in chart.lines), max(line.x[-1] for line in chart.lines)
-        marks: list[tuple[float, str, str]] = [(step, f"restart{text}", AMBER) for step, text in restarts.items()]
-        marks += [
-            (step, f"{numbers.metric(value)} from step {step:,}", RED)
-            for step, value in sorted(broken_at.get(title, []))[:1]
-        ]
+        marks = [*restarts, *sorted(chart.marks)[:1]]
         chart.marks = [mark for mark in marks if low <= mark[0] <= high][-MAX_MARKS:]
     some = ", ".join([*left_out][:MAX_NAMED])
     more = f" and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
     return [*found.values()], f"Not drawn: {some}{more}" if some else ""
 
 
-def _restarts(history: History) -> dict[int, str]:
-    """By step: `` 1``, ``s 1 to 2``."""
+def _restarts(history: History) -> list[tuple[float, str, str]]:
+    """A mark for those before one step: ``restart 1``, ``restarts 1 to 2``."""
     by_step: dict[int, list[int]] = {}
     for number, restart in enumerate(history.restarts, 1):
         if restart.step is not None:
             by_step.setdefault(restart.step, []).append(number)
-    return {step: f" {n[0]}" if len(n) == 1 else f"s {n[0]} to {n[-1]}" for step, n in by_step.items()}
+    texts = {step: f" {n[0]}" if len(n) == 1 else f"s {n[0]} to {n[-1]}" for step, n in by_step.items()}
+    return [(step, f"restart{text}", AMBER) for step, text in texts.items()]
 
 
-def _line(curve: Points, label: str, color: str, points: int, *, ghost: bool = False) -> Line:
+def _line(curve: Points, label: str, points: int, *, ghost: bool = False) -> Line:
     """The curve in buckets of equally many points, so that the curve keeps its shape while it grows."""
     count = len(curve.steps)
     size = 1 << max(0, math.ceil(math.log2(count / points)))
     last = float(curve.values[-1])
     if size == 1:
-        return Line(label, color, curve.steps, curve.values, curve.low, curve.high, last, count, ghost)
+        return Line(label, curve.steps, *curve[2:], last, count, ghost)
     edges = np.arange(0, count, size)
     known = np.isfinite(curve.values)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -185,25 +183,22 @@ def _line(curve: Points, label: str, color: str, points: int, *, ghost: bool = F
     low, high = np.fmin.reduceat(curve.low, edges), np.fmax.reduceat(curve.high, edges)
     x = curve.steps[np.minimum(edges + size // 2, count - 1)]
     x[0], x[-1] = curve.steps[0], curve.steps[-1]
-    return Line(label, color, x, mean, low, high, last, count, ghost)
+    return Line(label, x, mean, low, high, last, count, ghost)
 
 
 def _ascending(curve: Points) -> Points:
     """Of steps that begin again with every epoch only the newest ones."""
-    if len(curve.steps) < 2 or bool((np.diff(curve.steps) > 0).all()):
+    if (curve.steps[1:] > curve.steps[:-1]).all():
         return curve
     later = np.minimum.accumulate(curve.steps[::-1])[::-1]
     kept = np.append(curve.steps[:-1] < later[1:], True)
     return Points(*(column[kept] for column in curve))
 
 
-def _painted(lines: list[Line]) -> list[Line]:
+def _paint(lines: list[Line]) -> None:
     """train, val and test have the same color in every chart."""
-    wanted = [None if line.ghost else _STAGES.get(line.label.lower()) for line in lines]
+    wanted = [_STAGES.get(line.label.lower()) for line in lines]
     fixed = [None if index in wanted[:i] else index for i, index in enumerate(wanted)]
-    free = [i for i in range(len(COLORS)) if i not in fixed]
-    rest = itertools.chain(free, itertools.cycle(range(len(COLORS))))
-    return [
-        line if line.ghost else replace(line, color=COLORS[next(rest) if index is None else index])
-        for line, index in zip(lines, fixed)
-    ]
+    free = (i for i in range(len(COLORS)) if i not in fixed)
+    for line, index in zip(lines, fixed):
+        line.color = COLORS[next(free) if index is None else index]

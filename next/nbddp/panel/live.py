@@ -36,13 +36,13 @@ class ExecutedView(TextView):
     """For a program that executes the notebook (papermill, nbconvert): lines of text, and the picture at the end."""
 
     def _write_end(self, source: Source, status: Status) -> None:
-        if not source.history.latest():
-            return super()._write_end(source, status)
         from IPython.display import display
 
-        self.cell = frontend.cell_number()
-        display(_bundle(source, status), raw=True)  # type: ignore[no-untyped-call]
-        return None
+        if source.history.latest():
+            self.cell = frontend.cell_number()
+            display(_bundle(source, status), raw=True)  # type: ignore[no-untyped-call]
+        else:
+            super()._write_end(source, status)
 
 
 class CellView:
@@ -95,12 +95,9 @@ class CellView:
                 self._due = float("inf")  # it's for readers that show no widget
                 data = self._panel._repr_mimebundle_()[0] | data
             return self._show(data, over=status.over)
-        ranks = [(rank.state, rank.waits) for rank in status.ranks]
-        now = (
-            dataclasses.replace(status, seconds=0.0, ranks=()),
-            ranks,
-            [rank.arrived_at for rank in source.history.ranks],
-        )
+        ranks = tuple(dataclasses.replace(rank, resident=None, gpu=None) for rank in status.ranks)
+        arrived_at = [rank.arrived_at for rank in source.history.ranks]
+        now = dataclasses.replace(status, seconds=0.0, ranks=ranks), arrived_at
         if now != self._drawn:
             self._drawn = now
             data = _bundle(source, status, points=300 if status.over else 100)

@@ -1,0 +1,46 @@
+"""The panel's page alone, in a real browser: frames of a told run, and no kernel."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nbddp.panel.status import Source, Status
+from tests.curves import logged
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+OPEN = """async ([code, state]) => {
+  const url = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
+  const model = { get: (name) => state[name], on() {}, off() {}, send() {} };
+  (await import(url)).default.render({ model, el: document.body });
+}"""
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_a_chart_without_values_to_draw_says_so(started_browser: Browser) -> None:
+    from playwright.sync_api import expect
+
+    from nbddp.panel.widget import Panel
+
+    panel, history = Panel("", ""), logged(gain=[-1.0, 0.0], loss=[2.0, 0.0], lost=[math.nan] * 2)
+    panel.update(Source(history, lambda: status), status := Status("train", "finished", 1.0))
+    problems: list[object] = []
+    page = started_browser.new_page(viewport={"width": 800, "height": 800})
+    page.on("pageerror", lambda problem: problems.append(problem))  # playwright sets attributes on it
+    page.add_style_tag(content=Panel._css)
+    page.evaluate(OPEN, [Panel._esm, {name: getattr(panel, name) for name in ("head", "frame", "logs", "kernel_id")}])
+    panel.leave()
+    plots = page.locator(".nbddp-plot p")
+    expect(plots).to_have_text(["", "", "every value is NaN or infinite"])
+    page.get_by_role("button", name="Log scale").click()
+    expect(plots).to_have_text(["no value is positive", "", "no value is positive"])
+    page.get_by_role("button", name="Log scale").click()
+    expect(plots.first).to_have_text("")
+    boxes = [figure.bounding_box() for figure in page.locator("figure").all()]
+    assert len({box["width"] for box in boxes if box}) == 1, "also a third one in a row of its own"
+    assert problems == []
+    page.close()
