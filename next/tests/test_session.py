@@ -244,7 +244,7 @@ def test_an_interrupt_of_a_slow_answer_leaves_the_answers_in_order(ranks: Notebo
     ranks.ok("class Slow:\n    def __dir__(self): time.sleep(1.5); return ['speed']\nslow = Slow()")
     running = ranks.begin(
         "%%local\nprint('begun', flush=True)\n_ddp = get_ipython().magics_manager.registry['DdpMagics']\n"
-        "_ddp.session.complete('slow.', 5)"
+        "_ddp.session._complete('slow.', 5)"
     )
     ranks.shown_so_far(running, "begun")
     ranks.interrupt()

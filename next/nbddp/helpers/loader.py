@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import itertools
 import os
 import random
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from nbddp.helpers import context, log
 from nbddp.helpers.collectives import all_gather
+from nbddp.text import did_you_mean
 
 _made = itertools.count()  # numbers the shares that draw, which all ranks make in the same order
 _newest: _Loader | None = None  # the loader that has returned a batch last
@@ -309,6 +311,9 @@ def loader(
         ValueError: options that exclude each other, or a global batch size that isn't divisible by the world size.
         RuntimeError: while iterating: the samplers of two ranks drew different samples.
     """
+    known = {**inspect.signature(loader).parameters, **inspect.signature(DataLoader).parameters}
+    for name in kw.keys() - known.keys():
+        raise TypeError(f"loader() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
     ranks = context.world_size()
     if isinstance(dataset, DataLoader):
         if (batch_size, shuffle, sampler, batch_sampler) != (1, False, None, None):

@@ -129,11 +129,6 @@ class History(Mapping[str, Series]):
             return sum(block.nbytes for metric in self._metrics.values() for block in metric.blocks)
 
     @property
-    def over(self) -> bool:
-        """Nothing more will be logged."""
-        return self._generations[-1].broken_off is not None
-
-    @property
     def restarts(self) -> list[Restart]:
         """Every restart of all ranks, in order."""
         found: list[Restart] = []

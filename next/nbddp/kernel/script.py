@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from nbddp.errors import LaunchError
 from nbddp.kernel.run import Run
-from nbddp.kernel.settings import Options, decide, takes_options, working_directory
+from nbddp.kernel.settings import Given, Options, decide, takes_options, working_directory
 from nbddp.kernel.start import launch, pack_call
 from nbddp.worker import script_main
 
@@ -22,7 +22,7 @@ def run_script(
     argv: Sequence[Argument] | Callable[[int], Sequence[Argument]] = (),
     *,
     module: bool = False,
-    options: Options,
+    **options: Unpack[Given],
 ) -> Run[None]:
     """Run ``torchrun --standalone --nproc_per_node=nprocs path argv``, but from the notebook, and wait for it.
 
@@ -48,13 +48,13 @@ def run_script(
         raise LaunchError(f"{file} is a folder, not a script")
     if not os.path.isfile(file) and not module:
         raise LaunchError(f"{file} does not exist; the notebook's working directory is {working_directory()}")
-    options = dataclasses.replace(options, init_process_group=False)
-    name = str(options.name or (file if module else os.path.basename(file)))
-    settings = decide(name, options)
+    chosen = dataclasses.replace(Options(**options), init_process_group=False)
+    name = str(chosen.name or (file if module else os.path.basename(file)))
+    settings = decide(name, chosen)
     words = tuple(_words(argv(rank) if callable(argv) else argv) for rank in range(settings.world_size))
     packed = pack_call(name, script_main.run_script, (file, words, module), {})
-    launched = launch(settings, packed, options, os.path.abspath(file))
-    return launched.wait() if options.wait else launched
+    launched = launch(settings, packed, chosen, os.path.abspath(file))
+    return launched.wait() if chosen.wait else launched
 
 
 def _words(argv: Any) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -21,8 +21,8 @@ from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page, keep_ipythons_debugger_closed
 from nbddp.kernel.rank_state import RankState
-from nbddp.kernel.run import Run, in_lines_of_ranks
-from nbddp.kernel.settings import Options, check_call, decide, takes_options
+from nbddp.kernel.run import R, Run, in_lines_of_ranks
+from nbddp.kernel.settings import Given, Options, check_call, decide, takes_options
 from nbddp.kernel.start import pack_call, take_values
 from nbddp.loggers.log_to import destinations
 from nbddp.messages import Cell, Complete, CountCollectives, Function, Hear, Inspect, Mend
@@ -47,21 +47,28 @@ class _Present:
 
 
 class Session(Cells):
-    """Ranks that stay.
+    """Ranks that stay, and keep their names from one order to the next: ``with nbddp.Session(nprocs=4) as session``.
+
+    It takes the options of :func:`nbddp.run`, except for ``timeout``, ``max_restarts``, ``stop_on_nan``, ``wait``, and
+    ``pdb``.
 
     Attributes:
         nprocs: how many ranks it has.
         lost: why it's over; "" as long as it isn't.
+
+    Raises:
+        LaunchError: the options can't work, or a rank ended before it was ready.
     """
 
     @takes_options
-    def __init__(self, *, options: Options) -> None:
+    def __init__(self, **options: Unpack[Given]) -> None:
+        chosen = Options(**options)
         for name in ONLY_OF_RUNS:
-            if getattr(options, name) != getattr(Options(), name):
+            if getattr(chosen, name) != getattr(Options(), name):
                 raise LaunchError(f"{name}= is an option of run(), not of a session")
-        self._settings = decide(options.name or "session", options, cells=True)
-        self._options, self.nprocs, self.lost = options, self._settings.world_size, ""
-        self._log_to = destinations(options.log_to)
+        self._settings = decide(chosen.name or "session", chosen, cells=True)
+        self._options, self.nprocs, self.lost = chosen, self._settings.world_size, ""
+        self._log_to = destinations(chosen.log_to)
         self._busy = self._closed = False
         self._group, self._released = 0, False  # the default one's number; does it have to be replaced?
         self._present: _Present | None = None
@@ -106,9 +113,7 @@ class Session(Cells):
         if self._run_cell(Cell(source, cell_number(), asked[0].number, pdb), asked, keep, out, into):
             self.close()
 
-    def run(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Run[Any]:
+    def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Run[R]:
         """Call a function on all ranks. Returns the run; raises as ``nbddp.run``."""
         asked = self._asked(None)
         name = check_call(fn, args, kwargs or {}, None)
@@ -134,22 +139,17 @@ class Session(Cells):
         """
         return self._pull(names, self._living(rank))
 
-    def complete(self, code: str, cursor: int) -> dict[str, Any]:
+    def _complete(self, code: str, cursor: int) -> dict[str, Any]:
         """Return rank 0's completions, as a kernel replies."""
         return self._question(Complete(code, cursor), self._asked([0]))[0]  # type: ignore[no-any-return]
 
-    def inspect(self, code: str, cursor: int, level: int = 0) -> dict[str, Any]:
+    def _inspect(self, code: str, cursor: int, level: int = 0) -> dict[str, Any]:
         """Describe an object of rank 0, as a kernel replies."""
         return self._question(Inspect(code, cursor, level), self._asked([0]))[0]  # type: ignore[no-any-return]
 
     def logs(self, rank: int | None = None) -> str:
         """Return what that rank has printed since its start; of all ranks, each line with its rank."""
         return in_lines_of_ranks(self.nprocs, self.logs) if rank is None else self._crew.ranks[rank].output.text()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the ranks have an order."""
-        return self._busy
 
     def close(self) -> None:
         """End the ranks."""

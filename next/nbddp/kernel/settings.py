@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,15 @@ _CONTRACT = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK
 _ATTENDED_TIMEOUT_S = 3600.0  # of collectives
 _MOST, _MOST_PER_CORE = 64, 16  # ranks on the CPU; the larger number counts
 _WHOLE = {"nprocs": 1, "max_restarts": 0, "seed": 0}
+_ELSEWHERE = {  # what an option is called in torchrun, accelerate, Lightning, and was called here
+    **dict.fromkeys(("world_size", "num_processes", "nproc_per_node", "devices"), "nprocs"),
+    "hosts": "nnodes",
+    "init": "init_process_group",
+    "listen": "autolog",
+    "min_hosts": "nnodes",
+    "num_machines": "nnodes",
+    "to": "log_to",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +68,44 @@ class Options:
         return self.show is False or not self.wait
 
 
+class Given(TypedDict, total=False):
+    """The same as keyword arguments, for type checkers and editors."""
+
+    nprocs: int | None
+    device: str | torch.device | None
+    gpus: Sequence[int] | None
+    backend: str | None
+    init_process_group: bool
+    seed: int | None
+    deterministic: bool
+    env: Mapping[str, str] | None
+    timeout: float | None
+    pg_timeout: float | None
+    max_restarts: int
+    stop_on_nan: bool
+    wait: bool
+    show: bool | str | None
+    name: str | None
+    log_to: Any
+    autolog: bool
+    pdb: bool | None
+
+
 def takes_options(function: F) -> F:
-    """Decorate a function whose last parameter is ``options``: it is called with the options by name."""
-    own = [p for p in inspect.signature(function).parameters.values() if p.name != "options"]
+    """Decorate a function with ``**options``: its signature has all of them, and it hints at a wrong name."""
+    own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     keyword = inspect.Parameter.KEYWORD_ONLY
     shown = [inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields(Options)]
     names = {parameter.name for parameter in [*own, *shown]}
 
     @functools.wraps(function)
     def with_options(*args: Any, **given: Any) -> Any:
-        if unknown := given.keys() - names:
-            name = unknown.pop()
-            hint = did_you_mean(name, names)
+        for name in given.keys() - names:
+            new = _ELSEWHERE.get(name)
+            hint = f"; did you mean {new}?" if new in names else did_you_mean(name, names)
             called = function.__qualname__.removesuffix(".__init__")
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}")
-        mine = {p.name: given.pop(p.name) for p in own if p.name in given}
-        return function(*args, **mine, options=Options(**given))
+        return function(*args, **given)
 
     with_options.__signature__ = inspect.Signature([*own, *shown])  # type: ignore[attr-defined]
     return cast(F, with_options)

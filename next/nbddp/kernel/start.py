@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from nbddp import errors, payload
 from nbddp.errors import CellError, LaunchError, NanLogged, NbddpError, PayloadError, RankDied, RankError, RunTimeout
@@ -18,8 +18,8 @@ from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page, keep_ipythons_debugger_closed
 from nbddp.kernel.rank_state import RankState
-from nbddp.kernel.run import Run
-from nbddp.kernel.settings import Options, check_call, decide, takes_options
+from nbddp.kernel.run import R, Run
+from nbddp.kernel.settings import Given, Options, check_call, decide, takes_options
 from nbddp.loggers.log_to import destinations
 from nbddp.messages import Function, Settings
 from nbddp.payload import Block, Packed, explain
@@ -38,26 +38,61 @@ Work = Callable[[Run[Any], Crew, Packed, Options, float], None]  # on an open cr
 
 @takes_options
 def run(
-    fn: Callable[..., Any],
+    fn: Callable[..., R],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    *,
-    options: Options,
-) -> Run[Any]:
-    """Call ``fn(*args, **kwargs)`` on fresh ranks, and wait for them.
+    **options: Unpack[Given],
+) -> Run[R]:
+    """Call ``fn(*args, **kwargs)`` on every rank, and wait for them: one fresh process per GPU, or on the CPU.
+
+    The function, its classes, and its data are sent by value; modules are imported on the ranks. A process group is
+    ready when the function begins; a function that calls ``init_process_group`` gets the group that it asks for.
+
+    Args:
+        nprocs: number of ranks. Default: all visible GPUs, else 2 on the CPU.
+        device: ``"cuda"``, ``"cpu"``, or another accelerator of torch. Default: GPUs if there are any.
+        gpus: which GPUs, by number; one rank each. With ``backend="gloo"``, ranks may share one: ``gpus=[0, 0]``. Their
+            device is :func:`nbddp.device`, and not ``cuda:<LOCAL_RANK>``.
+        backend: the process group's backend. Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
+        init_process_group: False: no process group, only torchrun's environment variables.
+        seed: seeds Python, numpy, and torch on each rank with ``seed + rank``.
+        deterministic: sets torch's deterministic algorithms and cuDNN flags.
+        env: environment variables for the ranks, in addition to the notebook's current ones.
+        timeout: wall time of the whole run, in seconds. Default: no limit.
+        pg_timeout: timeout of each collective, in seconds. Default: torch's.
+        max_restarts: how many times all ranks start again after a failure.
+        stop_on_nan: True: end the run as soon as a rank logs NaN (an infinity doesn't end it). A restart would only
+            repeat it, so there is none.
+        wait: False: return at once, while the run goes on in the background.
+        show: False: show nothing while it runs. ``"widget"``, ``"picture"``, or ``"text"``: this view, instead of the
+            one that fits the front end. The environment variable ``NBDDP_PANEL`` does the same for all runs.
+        name: the run's name. Default: the function's.
+        log_to: where the metrics go in addition to ``history``: an object with ``add_scalar``, ``log_metrics``, or
+            W&B's ``log``, or a function ``f(step, metrics)``; or a list of these. The notebook writes them, so they get
+            one run, however many ranks there are.
+        autolog: True: what rank 0 logs with TensorBoard's ``SummaryWriter``, W&B, and other libraries is in
+            ``history``, too, as if :func:`nbddp.log` had logged it.
+        pdb: True: after an exception, the debugger opens in the failing rank's frames, before the cell raises the
+            error. Default: as ``%pdb`` says.
 
     Returns:
         The run: ``run.value`` is what rank 0 returned.
 
     Raises:
-        LaunchError, PayloadError, RankError, RankDied, RunTimeout, NanLogged: the first failure in time.
-        KeyboardInterrupt: it was interrupted or stopped.
+        LaunchError: the arguments can't work, or a rank ended before it was ready.
+        PayloadError: an object can't be sent to the ranks or back; it names the variable.
+        RankError: the function raised on a rank; its exception is the ``cause``.
+        RankDied: a rank ended by a signal or by ``os._exit``.
+        RunTimeout: ``timeout`` is over.
+        NanLogged: a rank logged NaN, and ``stop_on_nan`` is true.
+        KeyboardInterrupt: it was interrupted or stopped; the ranks have ended.
     """
-    name = check_call(fn, args, kwargs or {}, options.name)
-    settings = decide(name, options)
+    chosen = Options(**options)
+    name = check_call(fn, args, kwargs or {}, chosen.name)
+    settings = decide(name, chosen)
     packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
-    launched = launch(settings, packed, options, earlier.function(fn))
-    return launched.wait() if options.wait else launched
+    launched = launch(settings, packed, chosen, earlier.function(fn))
+    return launched.wait() if chosen.wait else launched
 
 
 def launch(settings: Settings, packed: Packed, options: Options, subject: str, work: Work | None = None) -> Run[Any]:
