@@ -80,6 +80,7 @@ PRIVATE = {
     "torch:UntypedStorage": "_cdata",
     "torch:TypedStorage": "_untyped_storage",
     "torch.storage": "_new_dtypes",
+    "torch": "_library",  # where custom operators are, which can't be sent
     "torch._utils": "_rebuild_tensor_v3",
     "torch/_dynamo/eval_frame.py": "_torchdynamo_orig_callable _dynamic",
     # groups: their store, and the number of collectives, by which ranks that wait are told apart
@@ -89,7 +90,7 @@ PRIVATE = {
     "torch.distributed.distributed_c10d:_world": "pg_map pg_names",
     "torch.distributed.utils": "_sync_module_states _verify_param_shape_across_processes",
     # a DDP model gets a new reducer after a failure; hangs are named by its methods
-    "torch.nn.parallel:DistributedDataParallel": "_update_process_group _get_ddp_logging_data _comm_hooks "
+    "torch.nn.parallel:DistributedDataParallel": "_ddp_init_helper _update_process_group _get_ddp_logging_data _comm_hooks "
     "_static_graph_delay_allreduce_enqueued _pre_forward _post_forward _sync_buffers",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.nn:Module": "_parameters _buffers _modules",
