@@ -90,8 +90,8 @@ PRIVATE = {
     "torch.distributed.distributed_c10d:_world": "pg_map pg_names",
     "torch.distributed.utils": "_sync_module_states _verify_param_shape_across_processes",
     # a DDP model gets a new reducer after a failure; hangs are named by its methods
-    "torch.nn.parallel:DistributedDataParallel": "_ddp_init_helper _update_process_group _get_ddp_logging_data _comm_hooks "
-    "_static_graph_delay_allreduce_enqueued _pre_forward _post_forward _sync_buffers",
+    "torch.nn.parallel:DistributedDataParallel": "_update_process_group _get_ddp_logging_data _comm_hooks "
+    "_ddp_init_helper _static_graph_delay_allreduce_enqueued _pre_forward _post_forward _sync_buffers",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.nn:Module": "_parameters _buffers _modules",
     "torch.utils.data.dataloader": "_MultiProcessingDataLoaderIter",

@@ -6,10 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support import Notebook, Reply, ranks_of, tab, wait_until, wait_until_alone
+from tests.support import Notebook, Reply, out, ranks_of, tab, wait_until, wait_until_alone
 
 BEGIN = """
 import os, time, torch, torch.distributed as dist, nbddp
@@ -119,6 +120,30 @@ def test_input_and_breakpoint_ask_in_the_notebook(ranks: Notebook) -> None:
     assert (talk.prompts, talk.result) == (["name? "], "'Ada'")
     talk = ranks.talk("def f(a):\n    b = a + 1\n    breakpoint()\n    return b\nf(1)", ["p b", "c"])
     assert ("2\n" in talk.shown, talk.result) == (True, "2")
+
+
+def test_an_error_that_a_cell_shows_and_survives_is_shown_and_the_cell_can_be_interrupted(ranks: Notebook) -> None:
+    reply = ranks.ok("get_ipython().run_cell('1 / 0')\nprint('goes on')")
+    assert (reply.ename, reply.shown) == ("ZeroDivisionError", "goes on\n")
+    source = "get_ipython().run_cell('1 / 0')\nprint('begun', flush=True)\ntime.sleep(60)"
+    assert interrupted(ranks, source, "begun").ename == "KeyboardInterrupt"
+
+
+def test_all_parts_of_an_exception_group_are_shown(ranks: Notebook) -> None:
+    reply = ranks.cell("raise ExceptionGroup('several', [ValueError('inner'), KeyError('other')])")
+    assert all(text in reply.traceback for text in ("several", "ValueError: inner", "KeyError: 'other'"))
+
+
+def test_cells_have_the_notebooks_numbers(ranks: Notebook) -> None:
+    ranks.ok("%%local\nNone")
+    number = int(out(ranks.ok("%%local\nlen(In) - 1")))
+    assert ranks.ok("'mine'").shown == "'mine'\n"
+    assert ranks.ok(f"Out[{number + 1}], In[{number + 1}], _{number + 1}").shown == """('mine', "'mine'", 'mine')\n"""
+
+
+def test_load_offers_the_next_cell(ranks: Notebook, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("x = 1\n")
+    assert "x = 1" in ranks.ok(f"%load {tmp_path}/program.py").payload[0]["text"]
 
 
 def test_tab_and_shift_tab_ask_rank_0(ranks: Notebook) -> None:

@@ -212,7 +212,7 @@ def show_lines_of(cell: Cell) -> None:
 def cell_number() -> int:
     """Return the number of the notebook's cell that runs."""
     shell = ipython()
-    return shell.execution_count - 1 if shell is not None else 1
+    return shell.displayhook.prompt_count if shell is not None else 1  # IPython 9 counts on before the cell runs
 
 
 def pack_names(values: Mapping[str, Any]) -> Packed:

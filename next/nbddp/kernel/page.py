@@ -95,8 +95,14 @@ class Page:
         hook: Any = getattr(ipython(), "displayhook", None)
         if not hasattr(hook, "pub_socket"):  # no kernel
             return self.write(said.data.get("text/plain", "") + "\n")
-        shown = {"execution_count": ipython().execution_count - 1, "data": said.data, "metadata": said.metadata}
+        shown = {"execution_count": hook.prompt_count, "data": said.data, "metadata": said.metadata}
         hook.session.send(hook.pub_socket, "execute_result", shown, parent=hook.parent_header, ident=hook.topic)
+
+    def _error(self, said: messages.ShownError) -> None:
+        if shell := ipython():
+            shell._showtraceback(type(said.kind, (Exception,), {}), said.text, list(said.lines))
+        else:
+            self.write("\n".join([*said.lines, ""]))
 
     def _widget_says(self, said: messages.WidgetSays) -> None:
         """A widget has a twin here, which speaks for it and hears the page."""
@@ -116,6 +122,7 @@ _SHOWN: dict[type, Callable[[Page, Any], None]] = {
     messages.Display: Page._display,
     messages.Clear: Page._clear,
     messages.Result: Page._result,
+    messages.ShownError: Page._error,
     messages.WidgetSays: Page._widget_says,
 }
 

@@ -153,7 +153,7 @@ def decide(name: str, options: Options, *, contract: bool = True, cells: bool = 
         environ={**environ, **(options.env or {})},
         cwd=working_directory(),
         argv=tuple(arguments(name)),
-        sys_path=tuple(part or os.getcwd() for part in sys.path if isinstance(part, str)),
+        sys_path=tuple(part for part in sys.path if isinstance(part, str)),
         shell=_shell_settings() if cells else {},
         autolog=options.autolog,
         post_mortem=bool(getattr(ipython(), "call_pdb", False) if options.pdb is None else options.pdb) and attended,

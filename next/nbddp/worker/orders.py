@@ -122,8 +122,7 @@ class Orders:
             shell.call_pdb = True
         try:
             with self._interruptible():
-                shell.history_manager.store_inputs(order.count, order.source, order.source)
-                result = shell.run_cell(order.source)  # with store_history it would render each error, to store it
+                result = shell.run_cell(order.source, store_history=True)
                 self._last_value = result.result
                 raised = result.error_before_exec or result.error_in_exec
         except KeyboardInterrupt as late:
@@ -134,8 +133,6 @@ class Orders:
         if raised is not None:
             failure = Failure("call", type(raised).__name__, str(raised))
             mending.end_loaders_of(raised)
-        elif shell.has_shown_an_error:  # %tb
-            print("\n".join(shell.render()))
         payload = tuple(shell.payload_manager.read_payload())
         shell.payload_manager.clear_payload()
         answer = Ran(redirect.printed(), shell.value, steps.taken, payload, shell.leaving)

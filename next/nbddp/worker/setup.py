@@ -84,7 +84,8 @@ def _set_environment(settings: Settings, place: Place) -> None:
     os.chdir(settings.cwd)
     sys.argv = list(settings.argv)
     sys.path[:] = settings.sys_path
-    for path in settings.sys_path:  # Python looks again for folders that did not exist when the fork server looked
+    # Python looks again for folders that did not exist when the fork server looked.
+    for path in [path or settings.cwd for path in settings.sys_path]:
         if sys.path_importer_cache.get(path, path) is None:
             del sys.path_importer_cache[path]
     multiprocessing.current_process()._config["tempdir"] = place.folder  # type: ignore[attr-defined]

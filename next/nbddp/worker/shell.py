@@ -19,12 +19,13 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.error import UsageError
 from IPython.core.formatters import DisplayFormatter
+from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from nbddp.messages import Clear, Display, Result, WidgetSays
-from nbddp.tracebacks import cut_recursion
+from nbddp.messages import Clear, Display, Result, ShownError, WidgetSays
+from nbddp.tracebacks import cut_recursion, is_of_several
 
 Tell = Callable[[Any], None]
 
@@ -72,6 +73,14 @@ class _Comm(BaseComm):
             shell.tell(WidgetSays(msg_type, self.comm_id, data or {}, metadata or {}, blobs, keys))
 
 
+class _History(HistoryManager):
+    """Of this session only, since no database is open."""
+
+    def get_tail(self, n: int | None = 10, raw: bool = True, output: bool = False, include_latest: bool = False) -> Any:
+        last = len(self.input_hist_raw) - (not include_latest)
+        return self.get_range(0, max(last - (n or 10), 1), last, raw, output)
+
+
 class Shell(InteractiveShell):
     """The shell of a rank.
 
@@ -108,18 +117,16 @@ class Shell(InteractiveShell):
 
     def render(self) -> list[str]:
         """Render the last error: up to a second of work."""
-        if (render := self._render) is not None:
+        while (render := self._render) is not None:  # that of a SyntaxError may leave another one
             self._render = None
             render()
         return self.error or []
 
-    @property
-    def has_shown_an_error(self) -> bool:
-        """Whether there is an error to render."""
-        return self._render is not None
-
     def begin(self, count: int) -> None:
         """Begin a cell."""
+        history: Any = self.history_manager
+        for inputs in (history.input_hist_parsed, history.input_hist_raw):
+            inputs += [""] * (count - len(inputs))  # the notebook has run them
         self.execution_count, self.value, self.error, self._render, self.leaving = count, "", None, None, False
         self._give()
 
@@ -135,20 +142,49 @@ class Shell(InteractiveShell):
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         sys.last_type, sys.last_value, sys.last_traceback = found = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
         cut_recursion(found[1])
+        if is_of_several(found[1]):  # IPython prints what is being handled, which may be nothing any more
+            lines = "".join(traceback.format_exception(found[1])).splitlines()
+            self._show(lambda: self._showtraceback(found[0], found[1], lines))
+            return
         shown = (*found[:2], found[1].__traceback__)
-        self._render = functools.partial(super().showtraceback, shown, *args, **kwargs)
+        render = functools.partial(super().showtraceback, shown, *args, **kwargs)
         if self.call_pdb and isinstance(found[1], Exception):
             print("".join(traceback.format_exception_only(*found[:2])), end="")
+            self._render = render
             self.render()  # and opens the debugger
+        else:
+            self._show(render)
+
+    def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
+        sys.last_type, sys.last_value, sys.last_traceback = self._get_exc_info()  # type: ignore[no-untyped-call]
+        self._show(functools.partial(super().showsyntaxerror, *args, **kwargs))
+
+    def _show(self, render: Callable[[], None]) -> None:
+        """Show an error at once if the cell goes on, as after ``%tb`` or ``%run``; else it's the cell's error."""
+        self._render = render
+        if any(frame.f_globals is self.user_ns for frame, _ in traceback.walk_stack(None)):
+            lines, self.error = self.render(), None
+            if lines and self.speaks:
+                self.tell(ShownError(type(sys.last_value).__name__, str(sys.last_value), tuple(lines)))
+            elif lines:
+                print("\n".join(lines), file=sys.stderr)  # in this rank's output
         elif threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the cell has failed already
 
-    def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
-        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
-        self._render = functools.partial(super().showsyntaxerror, *args, **kwargs)
+    def _format_exception_for_storage(self, *_: Any, **__: Any) -> str:
+        return ""  # it would render each error, up to a second
+
+    def set_next_input(self, text: str, replace: bool = False) -> None:
+        """Offer a cell to the page, as ``%load`` does."""
+        payload = {"source": "set_next_input", "text": text, "replace": replace}
+        self.payload_manager.write_payload(payload)  # type: ignore[union-attr]
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: list[str]) -> None:
         self.error = stb
+
+    def init_history(self) -> None:
+        self.history_manager = _History(shell=self, parent=self)
+        self.configurables.append(self.history_manager)  # type: ignore[arg-type]
 
     def init_prompts(self) -> None:
         """Set no ``sys.ps1``, by which Lightning takes a rank for a notebook, and refuses ``strategy="ddp"``."""
