@@ -159,6 +159,25 @@ def test_a_cells_traceback_folds_library_frames(notebook: Notebook) -> None:
     assert shown.index("frames in torch]") < shown.index("direct cause") < shown.index("ValueError: outer")
 
 
+def test_what_cannot_be_sent_is_shown_with_the_users_lines_only(notebook: Notebook) -> None:
+    shown = notebook.cell("""
+        log_file = open("/dev/null")
+        nbddp.run(lambda: log_file, nprocs=2, show=False)
+    """)
+    assert shown.ename == "PayloadError"
+    assert "log_file: an open file" in shown.evalue
+    assert "direct cause" not in shown.traceback
+    shown = notebook.cell("""
+        class Model:
+            def __getstate__(self):
+                raise ValueError("not yet")
+        nbddp.run(print, (Model(),), nprocs=2, show=False)
+    """)
+    for text in ('raise ValueError("not yet")', "direct cause", "PayloadError"):
+        assert text in shown.traceback
+    assert "/nbddp/" not in shown.traceback
+
+
 def test_a_recursions_error_shows_six_frames_and_says_how_many_are_left_out(notebook: Notebook, cell: Cells) -> None:
     """IPython shows all thousand, which takes it half a minute."""
     source = """

@@ -36,6 +36,17 @@ def found(function: Any, *args: Any) -> dict[str, str]:
     return dict(failing_line.names(raised.value))
 
 
+def test_an_error_in_a_helper_shows_the_names_of_the_line_that_calls_it(cell: Cells) -> None:
+    names = cell("""
+        import nbddp
+        def train(mine):
+            nbddp.all_reduce(mine, "median")
+    """)
+    with pytest.raises(nbddp.RankError) as caught:
+        run(names.train, 3)
+    assert caught.value.locals == {"mine": "3"}
+
+
 def test_secrets_and_long_values_are_not_shown() -> None:
     def fail(api_token: str, text: str, huge: int, data: bytes, key: str, user: str) -> None:
         raise ValueError(len(api_token), len(text), huge > 1, len(data), key + user, f"{user}:{key}")

@@ -272,6 +272,7 @@ def test_wrap_keeps_the_weights_of_all_ranks_equal(cell: Cells) -> None:
             for _ in range(3):
                 x = torch.randn(4, 3, generator=torch.Generator().manual_seed(nbddp.rank()))
                 optimizer.zero_grad(); model(x).square().mean().backward(); optimizer.step()
+            assert nbddp.wrap(model) is model
             return type(model).__name__, type(frozen).__name__, before, model.module.weight.detach()
     """)
     first, second = run(names.train).values

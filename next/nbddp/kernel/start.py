@@ -25,6 +25,7 @@ from nbddp.messages import Function, Settings
 from nbddp.payload import Block, Packed, explain
 from nbddp.process.machine import LocalMachine
 from nbddp.text import in_a_line
+from nbddp.tracebacks import users_cause
 
 _SIDE_BY_SIDE = (
     "no rank took part in a collective: {} ranks worked side by side, without sharing gradients. "
@@ -64,7 +65,7 @@ def run(
         stop_on_nan: True: end the run as soon as a rank logs NaN (an infinity doesn't end it). A restart would only
             repeat it, so there is none.
         wait: False: return at once, while the run goes on in the background.
-        show: False: show nothing while it runs. ``"widget"``, ``"picture"``, or ``"text"``: this view, instead of the
+        show: False: show nothing while it runs. ``"panel"``, ``"picture"``, or ``"text"``: this view, instead of the
             one that fits the front end. The environment variable ``NBDDP_PANEL`` does the same for all runs.
         name: the run's name. Default: the function's.
         log_to: where the metrics go in addition to ``history``: an object with ``add_scalar``, ``log_metrics``, or
@@ -136,7 +137,7 @@ def pack(obj: object, named: Mapping[str, Any], what: str, *, for_job: bool = Fa
     try:
         return payload.pack(obj, for_job=for_job)
     except Exception as error:  # whatever a user's __reduce__ raises
-        raise explain.explained(dict(named), error, what=what) from error
+        raise explain.explained(dict(named), error, what=what) from users_cause(error)
 
 
 def carry_out(

@@ -14,7 +14,7 @@ import torch
 from pure_eval import Evaluator
 from stack_data.core import FrameInfo
 
-from nbddp.tracebacks import entries_of, users_innermost
+from nbddp.tracebacks import entries_of, user_frames, users_innermost
 
 _MAX_CHARS = 4000  # of all descriptions
 _MAX_VARIABLES = 12
@@ -30,7 +30,7 @@ def names(error: BaseException) -> tuple[tuple[str, str], ...]:
     from an accelerator, and no code of a user's class is called (pure_eval).
     """
     try:
-        entries = entries_of(error.__traceback__)
+        entries = entries_of(user_frames(error.__traceback__))  # a clone of ours isn't an installed package
         at = users_innermost([entry.tb_frame.f_code.co_filename for entry in entries])
         info: Any = FrameInfo(entries[at])
         found = info.variables_in_executing_piece or info.variables[:_MAX_VARIABLES]
