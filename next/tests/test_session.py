@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import nbddp
 from tests.support import Notebook, Reply, out, ranks_of, tab, wait_until, wait_until_alone
 
 BEGIN = """
@@ -52,6 +53,12 @@ def test_what_another_rank_returns_or_prints_differently_follows(ranks: Notebook
     assert shown.startswith("hello 0\n0\n")
     assert all(f"hello {other}" in shown for other in (1, 2))
     assert ranks.ok("print('all alike')").shown == "all alike\n"
+
+
+def test_a_cell_has_its_value_although_a_name_of_it_cannot_be_sent(ranks: Notebook) -> None:
+    reply = ranks.cell("%%ddp -o lock,loss --as failing\nimport threading\nlock, loss = threading.Lock(), 1.5\nloss")
+    assert (reply.ename, "lock" in reply.evalue) == ("PayloadError", True)
+    assert ranks.ok("%%local\nprint(failing.value, loss)").shown == "1.5 1.5\n"
 
 
 def test_names_from_before_are_sent_by_push_and_come_back_by_pull(ranks: Notebook) -> None:
@@ -488,3 +495,19 @@ def _open_and_end(notebook: Notebook, end: Callable[[], None]) -> None:
     assert len(ranks_of(notebook.pid)) == 2
     end()
     wait_until_alone(notebook.pid)
+
+
+def test_an_interrupt_while_ranks_are_put_right_loses_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError("the error")
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with nbddp.Session(nprocs=2, device="cpu", show=False) as session:
+        monkeypatch.setattr(nbddp.Session, "_put_right", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            session.run(fail)
+        run = nbddp.last_run()
+        assert run is not None
+        assert (run.state, str(run.error.__cause__)) == ("failed", "the error")

@@ -50,6 +50,10 @@ class Cells(abc.ABC):
         """After a failure, leave the ranks able to take orders, if there will be any. Returns what to tell the user."""
         return []
 
+    def _leave(self) -> None:
+        """The cell has called ``exit()``: these ranks end anyway."""
+        return
+
     def _page(self, speaker: int) -> Page:
         return Page(self._crew.ranks, speaker, quiet=self._options.is_quiet)
 
@@ -59,8 +63,8 @@ class Cells(abc.ABC):
 
     def _run_cell(
         self, cell: Cell, asked: Sequence[RankState], keep: bool, out: Sequence[str], into: dict[str, Any]
-    ) -> bool:
-        """Run a cell, bring these names back, and keep the last line's values. Returns whether the user has left."""
+    ) -> None:
+        """Run a cell, keep the last line's values, and bring these names back."""
         page = self._page(max(cell.speaker, 0))
         run = self._order(cell, asked, page, keep=keep)
         answers = {rank.number: rank.report.answer for rank in asked if rank.report is not None}
@@ -69,11 +73,14 @@ class Cells(abc.ABC):
             if (shell := ipython()) is not None:
                 for each in answers[cell.speaker].payload:
                     shell.payload_manager.write_payload(each)
-        if out:
-            self._bring(out, into, asked[0])
         if run is not None:
             run._values = [self._value(rank, answers) if keep else None for rank in self._crew.ranks]
-        return any(answer.leaving for answer in answers.values())
+        try:
+            if out:
+                self._bring(out, into, asked[0])
+        finally:
+            if any(answer.leaving for answer in answers.values()):
+                self._leave()
 
     def _value(self, rank: RankState, answers: Mapping[int, Ran]) -> Any:
         """Return what the cell's last line was on that rank; as a text if it can't be sent."""
@@ -184,10 +191,11 @@ def launch_cell(
         out: names of the first rank that come back, into a dict.
         keep: the run gets the values of the cell's last line.
     """
-    count, packed = cell_number(), pack_names(values)
+    count = cell_number()
     settings = decide(options.name or f"In[{count}]", options, cells=True)
     if wrong := [number for number in ranks or () if not 0 <= number < settings.world_size]:
         raise LaunchError(f"there is no rank {wrong[0]} (0 to {settings.world_size - 1})")
+    packed = pack_names(values)
 
     def push_and_run(run: Run[Any], crew: Crew, packed: Packed, options: Options, deadline: float) -> None:
         asked = [rank for rank in crew.ranks if ranks is None or rank.number in ranks]

@@ -110,8 +110,10 @@ class Session(Cells):
     ) -> None:
         """Run a cell, and bring these names back from the first of its ranks."""
         asked = self._asked(ranks)
-        if self._run_cell(Cell(source, cell_number(), asked[0].number, pdb), asked, keep, out, into):
-            self.close()
+        self._run_cell(Cell(source, cell_number(), asked[0].number, pdb), asked, keep, out, into)
+
+    def _leave(self) -> None:
+        self.close()
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Run[R]:
         """Call a function on all ranks. Returns the run; raises as ``nbddp.run``."""
@@ -200,7 +202,7 @@ class Session(Cells):
         finally:
             self._busy, self._present = False, None
             # The third interrupt, or our own failure: who knows what they do?
-            if not self.lost and not all(rank.over for rank in self._crew.ranks):
+            if not all(rank.over for rank in self._crew.ranks):
                 self._crew.kill(self._crew.ranks)
                 self.close()
 
@@ -241,12 +243,13 @@ class Session(Cells):
                     error = self._error(attempt, ranks, order)
             except BaseException as raised:
                 error = raised
-                if all(rank.over for rank in ranks):  # else it was the third interrupt
+                if all(rank.over for rank in self._crew.ranks):  # else it was the third interrupt
                     _write_notes(page, self._put_right())
-            if present.run is not None:
-                is_stopped = attempt.was_stopped or type(error) is KeyboardInterrupt
-                state = "finished" if error is None else "stopped" if is_stopped else "failed"
-                present.run._conclude(state, error if state == "failed" else None)
+            finally:
+                if present.run is not None:
+                    is_stopped = attempt.was_stopped or type(error) is KeyboardInterrupt
+                    state = "finished" if error is None else "stopped" if is_stopped else "failed"
+                    present.run._conclude(state, error if state == "failed" else None)
         if isinstance(error, NbddpError):
             keep_ipythons_debugger_closed()
         if error is not None:

@@ -122,7 +122,7 @@ def decide(name: str, options: Options, *, contract: bool = True, cells: bool = 
         raise LaunchError("this code is already running on a rank: call the function itself")
     _check(options, contract)
     # Somebody is there to use the debugger, while which the other ranks have to wait.
-    attended = contract and options.wait and ipython() is not None
+    attended = contract and options.wait and (cells or ipython() is not None)
     device, count = device_and_count(options)
     nprocs = _nprocs(options, device, count)
     backend = _backend(options.backend, device) if options.init_process_group else None
