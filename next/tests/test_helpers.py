@@ -459,3 +459,11 @@ def test_main_first_lets_local_rank_0_finish_before_the_others_begin(cell: Cells
             return existed
     """)
     assert run(names.train, str(tmp_path), nprocs=3).values == [False, True, True]
+
+
+def test_a_quantized_tensor_is_gathered_whole() -> None:
+    def train() -> list[float]:
+        x = torch.quantize_per_tensor(torch.arange(3.0) + nbddp.rank(), 0.5, 1, torch.quint8)
+        return [each.dequantize().sum().item() for each in nbddp.all_gather(x)]
+
+    assert nbddp.run(train, nprocs=2, device="cpu", show=False).value == [3.0, 6.0]

@@ -312,6 +312,7 @@ def loader(
         RuntimeError: while iterating: the samplers of two ranks drew different samples.
     """
     known = {**inspect.signature(loader).parameters, **inspect.signature(DataLoader).parameters}
+    del known["kw"]
     for name in kw.keys() - known.keys():
         raise TypeError(f"loader() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
     ranks = context.world_size()

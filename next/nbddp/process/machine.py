@@ -6,6 +6,7 @@ All arguments and answers are plain data, so that a Ray actor can do the same on
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import operator
@@ -33,7 +34,7 @@ from nbddp.process.store import Store
 from nbddp.text import in_a_line
 from nbddp.worker import rank as ranks_life
 from nbddp.worker import tracked
-from nbddp.worker.line import receive
+from nbddp.worker.line import with_block
 from nbddp.worker.redirect import STACKS_SIGNAL
 
 _END_S = 2.0
@@ -96,7 +97,8 @@ class _RankProcess:
         with contextlib.suppress(OSError):
             self.channel.send(Envelope(message, block.nbytes if block is not None else None))
             if block is not None:
-                reduction.send_handle(self.channel, block.fd, None)
+                with _too_many_files_raise():
+                    reduction.send_handle(self.channel, block.fd, None)
 
     def news(self) -> Iterator[Event]:
         """Yield what has arrived. What the rank had written before a message, or its end, comes before that."""
@@ -104,13 +106,15 @@ class _RankProcess:
         with contextlib.suppress(EOFError, OSError):
             while self.channel.poll():
                 try:
-                    envelope = receive(self.channel)
+                    envelope = self.channel.recv()
                 except Exception as error:  # it needs a module that only the ranks have
                     if isinstance(error, (EOFError, OSError)):
                         raise
                     lost = f"[what rank {self.number} shows cannot be unpickled here: {in_a_line(error)}]\n"
                     yield Event("output", self.number, lost.encode())
                     continue
+                with _too_many_files_raise():
+                    envelope = with_block(self.channel, envelope)
                 yield from self.written("output", envelope.printed)
                 if isinstance(envelope.message, Report):
                     yield from self.written("metrics")
@@ -298,6 +302,17 @@ class LocalMachine:
 
     def _mine(self, ranks: Sequence[int]) -> list[_RankProcess]:
         return [self._ranks[rank] for rank in ranks if rank in self._ranks and self._ranks[rank].exitcode is None]
+
+
+@contextlib.contextmanager
+def _too_many_files_raise() -> Iterator[None]:
+    """Raise RuntimeError when this process can't open another file; any other OSError means that the rank has ended."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise RuntimeError("too many open files") from error
+        raise
 
 
 def _give_back(fd: int, offset: int) -> None:

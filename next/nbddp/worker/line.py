@@ -20,9 +20,8 @@ from nbddp.payload import Block
 from nbddp.worker import redirect
 
 
-def receive(channel: Connection) -> Envelope:
-    """Wait for a message; its block comes with it."""
-    envelope: Envelope = channel.recv()
+def with_block(channel: Connection, envelope: Envelope) -> Envelope:
+    """Receive the block that follows a message."""
     if envelope.nbytes is None:
         return envelope
     block = Block(reduction.recv_handle(channel), envelope.nbytes)
@@ -90,6 +89,7 @@ class Line:
                 self._channel.send_bytes(pickled)
                 if block is not None:
                     reduction.send_handle(self._channel, block.fd, None)
+                    block.close()
             except OSError:  # the notebook has closed it, and kills this rank
                 pass
             sent.set()
@@ -97,7 +97,7 @@ class Line:
     def _listen(self) -> None:
         while True:
             try:
-                message = receive(self._channel).message
+                message = with_block(self._channel, self._channel.recv()).message
             except (EOFError, OSError):  # the notebook kernel has ended
                 os.killpg(0, signal.SIGKILL)
             if isinstance(message, Leave):

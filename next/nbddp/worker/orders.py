@@ -131,8 +131,8 @@ class Orders:
         if lends:
             shell.call_pdb = False
         if raised is not None:
-            failure = Failure("call", type(raised).__name__, str(raised))
             mending.end_loaders_of(raised)
+            failure = Failure("call", type(raised).__name__, _text_of(raised))
         payload = tuple(shell.payload_manager.read_payload())
         shell.payload_manager.clear_payload()
         answer = Ran(redirect.printed(), shell.value, steps.taken, payload, shell.leaving)
@@ -174,3 +174,10 @@ class Orders:
             self._before = dist.group.WORLD if dist.is_initialized() else self._before
             self._groups.open(order.group)
         return mending.mend(self._shell.user_ns, self._before)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # whatever a user's __str__ raises
+        return "<exception str() failed>"

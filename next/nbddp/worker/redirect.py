@@ -50,7 +50,8 @@ def printed() -> str:
 
 def forget_printed() -> None:
     """Begin again."""
-    _printed.truncate(_printed.seek(0))
+    global _printed
+    _printed = io.StringIO()
 
 
 def answer_stacks() -> None:
