@@ -26,6 +26,7 @@ class FakeMachine:
     Args:
         comes_to: how far the ranks come by themselves: "starting", "ready", or "called".
         when: what a message, by its class, makes the ranks tell: once.
+        node: the machine's name.
     """
 
     def __init__(
@@ -34,16 +35,15 @@ class FakeMachine:
         deaf: bool = False,
         comes_to: str = "called",
         when: Mapping[type, Sequence[Event]] | None = None,
+        node: str = "",
     ) -> None:
+        self.node = node
         self._script, self._deaf, self._events = script, deaf, queue.SimpleQueue[Event]()
         self._comes_to, self._when = comes_to, dict(when or {})
         self.alive: list[int] = []
         self.sent: list[Any] = []
         self.signals: list[tuple[list[int], int]] = []
         self.closed = False
-
-    def facts(self) -> dict[str, Any]:
-        return {}
 
     def store(self, size: int) -> tuple[str, int, int]:
         return "127.0.0.1", 1, 2
@@ -104,10 +104,10 @@ class FakeMachine:
 
 
 class PicklingMachine:
-    """This machine's ranks behind a wire: each argument and each answer goes through pickle."""
+    """A machine's ranks behind a wire: each argument and each answer goes through pickle."""
 
-    def __init__(self) -> None:
-        self._machine = LocalMachine()
+    def __init__(self, machine: LocalMachine | None = None, node: str = "") -> None:
+        self._machine, self.node = machine or LocalMachine(), node
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import nbddp
-from nbddp.kernel.session import Session
+from nbddp.kernel import session as session_module
 from nbddp.process.machine import LocalMachine
 from nbddp.process.server import _Forked
+from nbddp.ray.actor import NodeMachine
 from tests.machines import PicklingMachine, run_on
 from tests.support import Cells, wait_until
 
@@ -24,6 +25,7 @@ MACHINES = {
     "behind a wire": lambda: [PicklingMachine()],
     "two": lambda: [LocalMachine(), LocalMachine()],
     "two behind wires": lambda: [PicklingMachine(), PicklingMachine()],
+    "two nodes of Ray's": lambda: [PicklingMachine(NodeMachine("127.0.0.1"), node) for node in ("gpu1", "gpu2")],
 }
 
 
@@ -113,7 +115,7 @@ def test_stacks_say_where_each_rank_is_until_it_is_stopped(cell: Cells, machines
 
 
 def test_a_session_goes_on_after_a_failure(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "_machines", staticmethod(machines))
+    monkeypatch.setattr(session_module, "machines_for", lambda *_: machines)
     with nbddp.Session(nprocs=4, device="cpu") as session:
         session.cell("import nbddp\nr = nbddp.rank()\nx = nbddp.all_reduce(r)")
         assert session.pull("x") == 6

@@ -19,6 +19,7 @@ WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_
 )
 OPTIONS: dict[str, tuple[list[str], st.SearchStrategy[Any]]] = {
     "nprocs": (["-n", "--nprocs"], st.integers(0, 99)),
+    "nnodes": (["--nnodes"], st.integers(0, 9)),
     "device": (["--device"], WORDS),
     "gpus": (["-g", "--gpus"], st.lists(st.integers(0, 9), min_size=1, max_size=4)),
     "backend": (["--backend"], WORDS),

@@ -24,9 +24,9 @@ PACKAGE = Path(nbddp.__file__).parent
 TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 ALSO = {"breakpoint", "load_ipython_extension", "print"}  # a star import doesn't bring these
 OPTIONS = (
-    "nprocs=None, device=None, gpus=None, backend=None, init_process_group=True, seed=None, deterministic=False, "
-    "env=None, timeout=None, pg_timeout=None, max_restarts=0, stop_on_nan=False, wait=True, show=None, name=None, "
-    "log_to=None, autolog=True, pdb=None"
+    "nprocs=None, nnodes=None, device=None, gpus=None, backend=None, init_process_group=True, seed=None, "
+    "deterministic=False, env=None, timeout=None, pg_timeout=None, max_restarts=0, stop_on_nan=False, wait=True, "
+    "show=None, name=None, log_to=None, autolog=True, pdb=None"
 )
 SIGNATURES = {
     **dict.fromkeys(["barrier", "device", "is_primary", "last_run", "local_rank", "main_first", "rank"], "()"),
@@ -53,7 +53,10 @@ SIGNATURES = {
     "History.plot": "(self, *names, log=False, before=None)",
     "Session.cell": "(self, source, ranks=None, *, pdb=False, keep=False)",
 }  # fmt: skip
-ERRORS = {"CellError", "LaunchError", "NanLogged", "PayloadError", "RankDied", "RankError", "RunTimeout", "SessionLost"}
+ERRORS = {
+    *("CellError", "LaunchError", "NanLogged", "NodeLost", "PayloadError", "RankDied", "RankError", "RunTimeout"),
+    "SessionLost",
+}
 OF_A_RUN = {
     *("name", "nprocs", "history", "state", "error", "restarts", "remark", "value", "values", "seconds", "pids"),
     *("logs", "stacks", "stop", "show", "wait", "result", "exception", "done", "cancel"),
@@ -90,8 +93,8 @@ PRIVATE = {
     "torch.distributed.distributed_c10d:_world": "pg_map pg_names",
     "torch.distributed.utils": "_sync_module_states _verify_param_shape_across_processes",
     # a DDP model gets a new reducer after a failure; hangs are named by its methods
-    "torch.nn.parallel:DistributedDataParallel": "_update_process_group _get_ddp_logging_data _comm_hooks "
-    "_ddp_init_helper _static_graph_delay_allreduce_enqueued _pre_forward _post_forward _sync_buffers",
+    "torch.nn.parallel:DistributedDataParallel": "_ddp_init_helper _update_process_group _get_ddp_logging_data "
+    "_comm_hooks _static_graph_delay_allreduce_enqueued _pre_forward _post_forward _sync_buffers",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.nn:Module": "_parameters _buffers _modules",
     "torch.utils.data.dataloader": "_MultiProcessingDataLoaderIter",
@@ -104,7 +107,7 @@ PRIVATE = {
 # Of libraries whose own tests are test_autolog.py and test_live.py; of named tuples; and modules.
 ELSEWHERE = (
     "_C _distributed_c10d _dynamo _utils _local_step _batches_that_stepped _setup_devices _reply_subshell_for "
-    "_repr_mimebundle_ _fields _make"
+    "_repr_mimebundle_ _fields _make _replace"
 )
 
 
@@ -163,12 +166,14 @@ def test_a_name_of_another_version_or_library_is_answered_with_the_one_here() ->
     for name, here in [
         *(("session", "Session"), ("reduce", "all_reduce"), ("gather", "all_gather"), ("show", "IPython's display")),
         *(("compare", "History.plot(before=)"), ("launch", "run"), ("notebook_launcher", "run")),
+        ("cluster", "run(nnodes=)"),
     ]:
         with pytest.raises(AttributeError, match=re.escape(f"no attribute '{name}'; did you mean {here}?")):
             getattr(nbddp, name)
     for option, here in [
         *(("to", "log_to"), ("init", "init_process_group"), ("listen", "autolog"), ("world_size", "nprocs")),
         *(("num_processes", "nprocs"), ("nproc_per_node", "nprocs")),
+        *(("hosts", "nnodes"), ("min_hosts", "nnodes"), ("num_machines", "nnodes"), ("num_nodes", "nnodes")),
     ]:
         with pytest.raises(TypeError, match=rf"^run\(\) got an .* argument '{option}'; did you mean {here}\?$"):
             nbddp.run(print, **{option: 1})  # type: ignore[arg-type]

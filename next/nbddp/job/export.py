@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbddp import payload
 from nbddp.errors import PayloadError
 from nbddp.job import job_file
-from nbddp.kernel.settings import arguments, check_call
+from nbddp.kernel.settings import arguments, check_call, users_folders
 from nbddp.kernel.start import pack_call
 from nbddp.text import in_a_line
 
@@ -41,9 +40,9 @@ def export(
         NbddpError: the file can't be written.
     """
     name = check_call(fn, args, kwargs or {}, None)
-    packed = pack_call(name, fn, tuple(args), dict(kwargs or {}), failure="cannot be exported", for_job=True)
+    packed = pack_call(name, fn, tuple(args), dict(kwargs or {}), failure="cannot be exported", elsewhere=True)
     with packed.block as block:
-        job_file.write(path, job_file.JOB, block, name=name, argv=arguments(name), folders=_users_folders())
+        job_file.write(path, job_file.JOB, block, name=name, argv=arguments(name), folders=users_folders())
 
 
 def load_result(path: str | os.PathLike[str]) -> Any:
@@ -62,10 +61,3 @@ def load_result(path: str | os.PathLike[str]) -> Any:
             return payload.unpack(block).value
         except Exception as error:  # of a user's __setstate__, or a module that is missing
             raise PayloadError(f"{os.fspath(path)} cannot be unpickled here: {in_a_line(error)}") from error
-
-
-def _users_folders() -> list[str]:
-    """Return the folders of ``sys.path`` that are neither Python's nor of installed packages."""
-    prefixes = sys.prefix, sys.base_prefix
-    pythons = tuple(os.path.join(prefix, lib, "") for prefix in prefixes for lib in ("lib", "lib64"))
-    return [path for path in map(os.path.abspath, sys.path) if not path.startswith(pythons) and "-packages" not in path]

@@ -27,6 +27,7 @@ from nbddp.payload import Block
 from nbddp.process.machine import Event
 
 _CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
+_LOSS_NOTICED_S = 5.0  # the same on several machines: it takes Ray 2 s to notice that one is gone
 _ANSWER_S = 5.0  # for the thread that follows to ask the ranks where they are
 _WHERE_S = 0.1  # for the ranks to say where they are, when somebody waits for their end
 _COUNT_S = 0.5  # for the ranks to say how many optimizer steps they have taken
@@ -204,9 +205,8 @@ class Attempt:
         if not failed or self.ending:
             return
         self._failed_at = self._failed_at or time.monotonic()
-        if time.monotonic() > self._failed_at + _CONSEQUENCE_WINDOW_S or not all(
-            rank.is_consequence for rank in failed
-        ):
+        window_s = _LOSS_NOTICED_S if any(rank.host for rank in failed) else _CONSEQUENCE_WINDOW_S
+        if time.monotonic() > self._failed_at + window_s or not all(rank.is_consequence for rank in failed):
             self.ending = "failed"
             self._locate_after_a_timeout(failure.first(failed))
             kill_s, interrupt_s = self._patience.after_failure_s, 2 * _RELEASE_S

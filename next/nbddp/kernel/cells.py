@@ -195,7 +195,7 @@ def launch_cell(
     settings = decide(options.name or f"In[{count}]", options, cells=True)
     if wrong := [number for number in ranks or () if not 0 <= number < settings.world_size]:
         raise LaunchError(f"there is no rank {wrong[0]} (0 to {settings.world_size - 1})")
-    packed = pack_names(values)
+    packed = pack_names(values, options)
 
     def push_and_run(run: Run[Any], crew: Crew, packed: Packed, options: Options, deadline: float) -> None:
         asked = [rank for rank in crew.ranks if ranks is None or rank.number in ranks]
@@ -223,9 +223,9 @@ def cell_number() -> int:
     return shell.displayhook.prompt_count if shell is not None else 1  # IPython 9 counts on before the cell runs
 
 
-def pack_names(values: Mapping[str, Any]) -> Packed:
+def pack_names(values: Mapping[str, Any], options: Options) -> Packed:
     """Pack values with their names. Raises PayloadError with the name of what can't be sent."""
-    return pack(values, values, "this cannot be sent to the ranks")
+    return pack(values, values, "this cannot be sent to the ranks", elsewhere=options.nnodes is not None)
 
 
 def _failed_alike(rank: RankState, first: RankState) -> bool:

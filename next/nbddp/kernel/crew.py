@@ -75,6 +75,8 @@ class Crew:
                 settings = dataclasses.replace(settings, store=(host, port), master_port=free_port)
             for index, machine in enumerate(machines):
                 mine = range(len(self.ranks))[index * share : (index + 1) * share]
+                for rank in mine:
+                    self.ranks[rank].host = machine.node
                 machine.start(dataclasses.replace(settings, group_rank=index), mine)
                 thread = threading.Thread(
                     target=self._hear, args=(machine, len(mine)), name="nbddp-events", daemon=True
@@ -132,6 +134,8 @@ class Crew:
             rank.ended(thing.data)
         elif thing.kind == "oom":
             rank.out_of_memory = True
+        elif thing.kind == "lost":
+            rank.lost = thing.data
         elif thing.kind == "output":
             rank.output.add(thing.data)
         elif thing.kind == "metrics":

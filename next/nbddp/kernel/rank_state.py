@@ -31,6 +31,8 @@ class RankState:
         prompt: what it asks in ``input()`` or a debugger, since ``asked_at``; None if it asks nothing.
         paused_at: the line of that debugger.
         out_of_memory: it was most likely the OOM killer that ended it.
+        host: its machine, if that's not the notebook's.
+        lost: why that can't be reached any more; "" as long as it can.
     """
 
     number: int
@@ -46,6 +48,8 @@ class RankState:
     prompt: str | None = None
     paused_at: int = 0
     asked_at: float = 0.0
+    host: str = ""
+    lost: str = ""
 
     def begin_order(self) -> None:
         """Forget the order before."""

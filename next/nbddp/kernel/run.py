@@ -209,7 +209,8 @@ class Run(Generic[R]):
             name=self.name,
             state=state,
             seconds=self.seconds,
-            summary=f"{self.nprocs} process{'es' * (self.nprocs != 1)} · {settings.backend or settings.device}",
+            summary=f"{self.nprocs} process{'es' * (self.nprocs != 1)} · {settings.backend or settings.device}"
+            + f" · {settings.nnodes} nodes" * (settings.nnodes > 1),
             error=first_line(str(error)) if error is not None else "",
             failed_rank=getattr(error, "rank", None),
             remark=self.remark or first_line(getattr(error, "advice", "")),
@@ -225,15 +226,17 @@ class Run(Generic[R]):
         found = []
         for number in range(self.nprocs):
             device = self._settings.device
-            device += f":{self._settings.indices[number]}" if device != "cpu" else ""
-            state = crew.ranks[number].state if crew is not None else "starting"
+            device += f":{self._settings.indices[number % len(self._settings.indices)]}" if device != "cpu" else ""
+            state, host = "starting", ""
+            if crew is not None:
+                state, host = crew.ranks[number].state, crew.ranks[number].host
             if self.state in ("failed", "stopped") and state != "finished":
                 state = "stopped"
             waits = ""
             if crew is not None and crew.ranks[number].prompt is not None:
                 waits = f"at line {line}" if (line := crew.ranks[number].paused_at) else "for input"
             resident, gpu = self._memory.get(number, (None, None))
-            found.append(RankStatus(number, device, state, resident, gpu, waits=waits))
+            found.append(RankStatus(number, device, state, resident, gpu, host, waits))
         return tuple(found)
 
     def _tail(self, rank: int, chars: int) -> str:
@@ -250,6 +253,13 @@ class Run(Generic[R]):
         if crew is not None and attempt is not None:
             crew.inbox.put(functools.partial(attempt.stop, grace_s))
 
+    def _wait_for(self, what: str) -> None:
+        """Show what it waits for before it can start. Raises KeyboardInterrupt if it's stopped."""
+        self.remark = what
+        self._draw()
+        if self._stop_grace_s is not None:
+            raise KeyboardInterrupt
+
     def _stopped_text(self) -> str:
         return f"{self.name} was stopped. It was here: {self._where}" if self._where else f"{self.name} was stopped"
 
@@ -258,7 +268,7 @@ class Run(Generic[R]):
 
     def _take_part(self, crew: Crew, attempt: Attempt) -> None:
         """The next order to a crew is a part of this run, with its metrics. A stop() may have come before."""
-        self._crew, self._attempt = crew, attempt
+        self._crew, self._attempt, self.remark = crew, attempt, ""
         self._end_parts()
         self._parts += [(rank, begin, sys.maxsize) for rank, begin in zip(crew.ranks, attempt.printed_before)]
         if self._stop_grace_s is not None:
@@ -327,8 +337,10 @@ def runs() -> list[Run[Any]]:
 
 
 def shutdown() -> None:
-    """Stop all runs, and end the fork server: the memory of torch in it is free again."""
+    """Stop all runs, end the fork server, whose memory of torch is free again, and give Ray its nodes back."""
     _stop_all()
+    if nodes := sys.modules.get("nbddp.ray.nodes"):
+        nodes.give_back()
     server.shut_down()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,11 @@ from nbddp.kernel.page import Page, keep_ipythons_debugger_closed
 from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.run import R, Run, in_lines_of_ranks
 from nbddp.kernel.settings import Given, Options, check_call, decide, takes_options
-from nbddp.kernel.start import pack_call, take_values
+from nbddp.kernel.start import machines_for, pack_call, take_values
 from nbddp.loggers.log_to import destinations
 from nbddp.messages import Cell, Complete, CountCollectives, Function, Hear, Inspect, Mend
 from nbddp.payload import Block
-from nbddp.process.machine import LocalMachine
-from nbddp.text import in_a_line
+from nbddp.text import in_a_line, write_line
 
 ONLY_OF_RUNS = ("timeout", "max_restarts", "stop_on_nan", "wait", "pdb")
 _SHORT_S = 0.3  # a cell that takes longer is a run
@@ -74,7 +74,7 @@ class Session(Cells):
         self._present: _Present | None = None
         self._early: list[tuple[int, list[Any]]] = []  # what threads of the ranks have logged between orders
         self._pushed: MutableMapping[Any, set[str]] = WeakTensorKeyDictionary()  # parameters, with their names
-        self._crew = Crew(self._settings, self._machines())
+        self._crew = Crew(self._settings, machines_for(self._settings, chosen, functools.cache(write_line))())
         self._crew.metrics_to = self._logged
         try:
             self._crew.open()
@@ -83,8 +83,6 @@ class Session(Cells):
         except BaseException:
             self.close()
             raise
-
-    _machines: Callable[[], Sequence[Any]] = staticmethod(lambda: [LocalMachine()])
 
     # ------------------------------------------------------------------ for the user
 
@@ -119,7 +117,8 @@ class Session(Cells):
         """Call a function on all ranks. Returns the run; raises as ``nbddp.run``."""
         asked = self._asked(None)
         name = check_call(fn, args, kwargs or {}, None)
-        with (packed := pack_call(name, fn, tuple(args), dict(kwargs or {}))).block:
+        elsewhere = self._options.nnodes is not None
+        with (packed := pack_call(name, fn, tuple(args), dict(kwargs or {}), elsewhere=elsewhere)).block:
             order = Function(name, self._crew.note_definitions(packed))
             run = self._order(order, asked, self._page(0), packed.block, keep=True, subject=earlier.function(fn))
         assert run is not None
@@ -128,7 +127,7 @@ class Session(Cells):
     def push(self, **values: Any) -> None:
         """Bind these names on all ranks. Values that share something have to go together."""
         self._refuse_torn(values)
-        with (packed := pack_names(values)).block:
+        with (packed := pack_names(values, self._options)).block:
             self._asked(None)
             self._push(packed)
         self._note_pushed(values)

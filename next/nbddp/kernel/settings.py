@@ -20,6 +20,7 @@ from nbddp.helpers import context
 from nbddp.messages import Settings
 from nbddp.panel import frontend
 from nbddp.panel.frontend import ipython
+from nbddp.payload import carried
 from nbddp.text import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,14 +28,12 @@ CPU_NPROCS = 2  # ranks on a machine without GPUs, unless the user chooses anoth
 _CONTRACT = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 _ATTENDED_TIMEOUT_S = 3600.0  # of collectives
 _MOST, _MOST_PER_CORE = 64, 16  # ranks on the CPU; the larger number counts
-_WHOLE = {"nprocs": 1, "max_restarts": 0, "seed": 0}
+_WHOLE = {"nprocs": 1, "nnodes": 1, "max_restarts": 0, "seed": 0}
 _ELSEWHERE = {  # what an option is called in torchrun, accelerate, Lightning, and was called here
     **dict.fromkeys(("world_size", "num_processes", "nproc_per_node", "devices"), "nprocs"),
-    "hosts": "nnodes",
+    **dict.fromkeys(("num_machines", "num_nodes", "hosts", "min_hosts"), "nnodes"),
     "init": "init_process_group",
     "listen": "autolog",
-    "min_hosts": "nnodes",
-    "num_machines": "nnodes",
     "to": "log_to",
 }
 
@@ -44,6 +43,7 @@ class Options:
     """The options of ``run()`` and of all that starts ranks; see ``run``'s docstring."""
 
     nprocs: int | None = None
+    nnodes: int | None = None
     device: str | torch.device | None = None
     gpus: Sequence[int] | None = None
     backend: str | None = None
@@ -72,6 +72,7 @@ class Given(TypedDict, total=False):
     """The same as keyword arguments, for type checkers and editors."""
 
     nprocs: int | None
+    nnodes: int | None
     device: str | torch.device | None
     gpus: Sequence[int] | None
     backend: str | None
@@ -101,8 +102,7 @@ def takes_options(function: F) -> F:
     @functools.wraps(function)
     def with_options(*args: Any, **given: Any) -> Any:
         for name in given.keys() - names:
-            new = _ELSEWHERE.get(name)
-            hint = f"; did you mean {new}?" if new in names else did_you_mean(name, names)
+            hint = f"; did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, names)
             called = function.__qualname__.removesuffix(".__init__")
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}")
         return function(*args, **given)
@@ -123,15 +123,21 @@ def decide(name: str, options: Options, *, contract: bool = True, cells: bool = 
     _check(options, contract)
     # Somebody is there to use the debugger, while which the other ranks have to wait.
     attended = contract and options.wait and (cells or ipython() is not None)
-    device, count = device_and_count(options)
-    nprocs = _nprocs(options, device, count)
+    gpus, nnodes, threads = options.gpus, options.nnodes or 1, _threads(options.env or {})
+    environ, modules = dict[str, str](), carried.Modules()
+    if options.nnodes is None:
+        device, count = device_and_count(options)
+        nprocs = _nprocs(options, device, count)
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        environ = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, **os.environ}
+        threads = _threads({**environ, **(options.env or {})}) or max(1, _cores() // nprocs)
+    else:  # a node has its own environment, interface, and cores
+        device, nprocs = _on_nodes(options, nnodes)
+        modules = carried.sources(_users_modules())
     backend = _backend(options.backend, device) if options.init_process_group else None
-    environ, gpus = {**os.environ}, options.gpus
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    threads = _threads({**environ, **(options.env or {})}) or max(1, _cores() // nprocs)
-    environ = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, **environ}
     if contract:
-        environ.setdefault("OMP_NUM_THREADS", str(threads))
+        if threads:
+            environ.setdefault("OMP_NUM_THREADS", str(threads))
         if device == "cpu":
             environ.setdefault("ACCELERATE_USE_CPU", "true")  # without this, accelerate trains N separate models
     if options.deterministic:
@@ -139,12 +145,12 @@ def decide(name: str, options: Options, *, contract: bool = True, cells: bool = 
     if gpus is not None:  # each GPU once: with a repeated one, CUDA sees none
         visible = [v for v in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in dict.fromkeys(gpus))
-    once = list(dict.fromkeys(gpus or range(nprocs)))
+    once = list(dict.fromkeys(gpus or range(nprocs // nnodes)))
     return Settings(
         name=name,
         world_size=nprocs,
         device=device,
-        indices=tuple(once.index(gpu) for gpu in gpus or range(nprocs)),
+        indices=tuple(once.index(gpu) for gpu in gpus or once),
         backend=backend,
         pg_timeout_s=options.pg_timeout or (_ATTENDED_TIMEOUT_S if attended else None),
         seed=options.seed,
@@ -153,6 +159,8 @@ def decide(name: str, options: Options, *, contract: bool = True, cells: bool = 
         environ={**environ, **(options.env or {})},
         cwd=working_directory(),
         argv=tuple(arguments(name)),
+        nnodes=nnodes,
+        modules=modules,
         sys_path=tuple(part for part in sys.path if isinstance(part, str)),
         shell=_shell_settings() if cells else {},
         autolog=options.autolog,
@@ -175,8 +183,50 @@ def _shell_settings() -> dict[str, Any]:
     }
 
 
+def on_ray() -> Any:
+    """Import what ``nnodes=`` needs. Raises LaunchError without Ray."""
+    try:
+        from nbddp.ray import nodes
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise LaunchError(
+            "nnodes= needs Ray, which isn't installed: pip install 'nbddp[ray]', also on the other machines. "
+            "nbddp.export() and torchrun work on several machines without it"
+        ) from None
+    return nodes
+
+
+def _on_nodes(options: Options, nnodes: int) -> tuple[str, int]:
+    """Return the type of device, and the number of ranks, on nodes of Ray's."""
+    if options.gpus is not None:
+        raise LaunchError("gpus= is for this machine: with nnodes=, Ray assigns the GPUs. Leave it out")
+    gpus, asked = on_ray().gpus_per_node(nnodes), _asked_device(options)
+    device = asked.type if asked is not None else "cuda" if gpus else "cpu"
+    nprocs = options.nprocs or nnodes * (CPU_NPROCS if device == "cpu" else gpus)
+    if not nprocs:
+        raise LaunchError(
+            f"device={device!r}, but Ray has no {nnodes} nodes with GPUs now: give nprocs, to wait for them"
+        )
+    if nprocs % nnodes:
+        raise LaunchError(f"nprocs={nprocs} counts all ranks, and can't be divided by nnodes={nnodes}")
+    return device, nprocs
+
+
+def users_folders() -> list[str]:
+    """Return the folders of ``sys.path`` that are neither Python's nor of installed packages."""
+    prefixes = sys.prefix, sys.base_prefix
+    pythons = tuple(os.path.join(prefix, lib, "") for prefix in prefixes for lib in ("lib", "lib64"))
+    return [path for path in map(os.path.abspath, sys.path) if not path.startswith(pythons) and "-packages" not in path]
+
+
+def _users_modules() -> list[str]:
+    """Return the folders of the notebook's own modules; a node has nbddp."""
+    return [path for path in users_folders() if not os.path.exists(os.path.join(path, "nbddp", "__init__.py"))]
+
+
 def _check(options: Options, contract: bool) -> None:
-    for name in ("nprocs", "max_restarts", "seed", "timeout", "pg_timeout"):
+    for name in ("nprocs", "nnodes", "max_restarts", "seed", "timeout", "pg_timeout"):
         value, whole = getattr(options, name), name in _WHOLE
         if value is None:
             continue
@@ -204,8 +254,8 @@ def _check(options: Options, contract: bool) -> None:
 
 def device_and_count(options: Options) -> tuple[str, int]:
     """Return the type of device, and how many there are; makes no context on them."""
-    gpus = options.gpus
-    if options.device is None:
+    gpus, asked = options.gpus, _asked_device(options)
+    if asked is None:
         if count := torch.cuda.device_count():
             return "cuda", count
         found = context.current_accelerator()
@@ -214,12 +264,6 @@ def device_and_count(options: Options) -> tuple[str, int]:
         if gpus is not None:
             raise LaunchError(f"gpus={list(gpus)}, but torch sees no GPU here. Leave gpus out to run on the CPU")
         return "cpu", 0
-    try:
-        asked = torch.device(options.device)
-    except (RuntimeError, TypeError) as error:
-        raise LaunchError(f"device={options.device!r} is not a torch device: {str(error).splitlines()[0]}") from None
-    if asked.index is not None:
-        raise LaunchError(f"device={str(asked)!r} names one device; use device={asked.type!r}, gpus=[{asked.index}]")
     if asked.type == "cpu":
         if gpus is not None:
             raise LaunchError(f"gpus={list(gpus)} and device='cpu' exclude each other; leave one out")
@@ -254,6 +298,18 @@ def _nprocs(options: Options, device: str, count: int) -> int:
             f"nprocs={nprocs}, but this machine has {count} {device} devices: use nprocs={count}, or device='cpu'"
         )
     return nprocs or count
+
+
+def _asked_device(options: Options) -> torch.device | None:
+    if options.device is None:
+        return None
+    try:
+        asked = torch.device(options.device)
+    except (RuntimeError, TypeError) as error:
+        raise LaunchError(f"device={options.device!r} is not a torch device: {str(error).splitlines()[0]}") from None
+    if asked.index is not None:
+        raise LaunchError(f"device={str(asked)!r} names one device; use device={asked.type!r}, gpus=[{asked.index}]")
+    return asked
 
 
 def _backend(backend: str | None, device: str) -> str:

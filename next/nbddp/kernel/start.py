@@ -19,7 +19,7 @@ from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page, keep_ipythons_debugger_closed
 from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.run import R, Run
-from nbddp.kernel.settings import Given, Options, check_call, decide, takes_options
+from nbddp.kernel.settings import Given, Options, check_call, decide, on_ray, takes_options
 from nbddp.loggers.log_to import destinations
 from nbddp.messages import Function, Settings
 from nbddp.payload import Block, Packed, explain
@@ -32,7 +32,7 @@ _SIDE_BY_SIDE = (
     "To train one model, wrap it: nbddp.wrap(model)"
 )
 _SEE_PARTIAL = ". Everything else that the ranks returned is in this error's .partial, by rank"
-_RESTARTED = (RankError, RankDied, CellError, LaunchError)
+_RESTARTED = (RankError, RankDied, CellError, LaunchError, errors.NodeLost)
 Machines = Callable[[], Sequence[Any]]
 Work = Callable[[Run[Any], Crew, Packed, Options, float], None]  # on an open crew, until a deadline: call(), a cell
 
@@ -50,7 +50,9 @@ def run(
     ready when the function begins; a function that calls ``init_process_group`` gets the group that it asks for.
 
     Args:
-        nprocs: number of ranks. Default: all visible GPUs, else 2 on the CPU.
+        nprocs: number of ranks, on all machines together. Default: all visible GPUs, else 2 on the CPU of each.
+        nnodes: on this many nodes of a Ray cluster, which assigns the GPUs: that of the notebook's ``ray.init``, of
+            ``RAY_ADDRESS``, or the one that runs here. Default: on this machine.
         device: ``"cuda"``, ``"cpu"``, or another accelerator of torch. Default: GPUs if there are any.
         gpus: which GPUs, by number; one rank each. With ``backend="gloo"``, ranks may share one: ``gpus=[0, 0]``. Their
             device is :func:`nbddp.device`, and not ``cuda:<LOCAL_RANK>``.
@@ -84,6 +86,7 @@ def run(
         PayloadError: an object can't be sent to the ranks or back; it names the variable.
         RankError: the function raised on a rank; its exception is the ``cause``.
         RankDied: a rank ended by a signal or by ``os._exit``.
+        NodeLost: a node of several is gone, or can't be reached.
         RunTimeout: ``timeout`` is over.
         NanLogged: a rank logged NaN, and ``stop_on_nan`` is true.
         KeyboardInterrupt: it was interrupted or stopped; the ranks have ended.
@@ -91,7 +94,7 @@ def run(
     chosen = Options(**options)
     name = check_call(fn, args, kwargs or {}, chosen.name)
     settings = decide(name, chosen)
-    packed = pack_call(name, fn, tuple(args), dict(kwargs or {}))
+    packed = pack_call(name, fn, tuple(args), dict(kwargs or {}), elsewhere=chosen.nnodes is not None)
     launched = launch(settings, packed, chosen, earlier.function(fn))
     return launched.wait() if chosen.wait else launched
 
@@ -106,7 +109,8 @@ def launch(settings: Settings, packed: Packed, options: Options, subject: str, w
     if options.show is not False:
         with interrupts_to(launched._ask_to_stop):
             launched._show(options.show)
-    carry_out_it = functools.partial(carry_out, launched, settings, packed, options, work=work)
+    machines = machines_for(settings, options, launched._wait_for)
+    carry_out_it = functools.partial(carry_out, launched, settings, packed, options, machines, work)
     if not options.wait:
         threading.Thread(target=carry_out_it, name=f"nbddp-{settings.name}", daemon=True).start()
         return launched
@@ -125,19 +129,31 @@ def pack_call(
     kwargs: dict[str, Any],
     *,
     failure: str = "cannot be sent to the ranks",
-    for_job: bool = False,
+    elsewhere: bool = False,
 ) -> Packed:
     """Pack a call. Raises PayloadError with the user's name of what can't be sent."""
     named = {name: fn, **{f"args[{index}]": arg for index, arg in enumerate(args)}, **kwargs}
-    return pack((fn, args, kwargs), named, f"{name} {failure}", for_job=for_job)
+    return pack((fn, args, kwargs), named, f"{name} {failure}", elsewhere=elsewhere)
 
 
-def pack(obj: object, named: Mapping[str, Any], what: str, *, for_job: bool = False) -> Packed:
+def pack(obj: object, named: Mapping[str, Any], what: str, *, elsewhere: bool = False) -> Packed:
     """Pack an object. Raises PayloadError: says what can't be sent, and its part, which has this name."""
     try:
-        return payload.pack(obj, for_job=for_job)
+        return payload.pack(obj, elsewhere=elsewhere)
     except Exception as error:  # whatever a user's __reduce__ raises
         raise explain.explained(dict(named), error, what=what) from users_cause(error)
+
+
+def machines_for(settings: Settings, options: Options, waiting: Callable[[str], None]) -> Machines:
+    """Return what gets the machines for an attempt: this one, or nodes of Ray's.
+
+    Args:
+        waiting: is called again and again with what is waited for; what it raises ends the wait.
+    """
+    if options.nnodes is None:
+        return lambda: [LocalMachine()]
+    gpus = settings.world_size // options.nnodes if settings.device != "cpu" else 0
+    return functools.partial(on_ray().machines, options.nnodes, gpus, waiting)
 
 
 def carry_out(
@@ -145,7 +161,7 @@ def carry_out(
     settings: Settings,
     packed: Packed,
     options: Options,
-    machines: Machines = lambda: [LocalMachine()],
+    machines: Machines,
     work: Work | None = None,
 ) -> None:
     """Carry out a run, with its restarts, on this thread. All that may be raised is in ``run.error`` afterwards."""

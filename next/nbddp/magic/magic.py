@@ -192,6 +192,10 @@ class DdpMagics(Magics):
         """Run what follows ``torchrun`` on a command line, or options of run() and a script."""
         given = _SCRIPT.parse(words[words[:1] == ["torchrun"] :])
         chosen = {**self._defaults, **given.options, "wait": not given.background}
+        if words[:1] == ["torchrun"]:  # its --nproc-per-node isn't the total, and one node is this machine
+            nnodes = chosen.get("nnodes") or 1
+            chosen |= {"nprocs": nprocs * nnodes} if (nprocs := given.options.get("nprocs")) else {}
+            chosen["nnodes"] = nnodes if nnodes > 1 else None
         with self._kept_as(given.keep):
             return run_script(given.script, given.argv, module=given.module, **chosen)
 

@@ -43,14 +43,14 @@ class Unpacked:
 
 
 def pack(
-    obj: object, *, back: bool = False, received: Mapping[int | str, Any] | None = None, for_job: bool = False
+    obj: object, *, back: bool = False, received: Mapping[int | str, Any] | None = None, elsewhere: bool = False
 ) -> Packed:
     """Pack an object. Raises whatever pickling raises; :func:`explain.explained` names the variable.
 
     Args:
         back: it goes from a rank to the notebook.
         received: classes and functions that the other side has sent, which go back as their number or name.
-        for_job: it may be unpacked elsewhere, so nothing is a file's name; and of cells only the functions' lines go.
+        elsewhere: it may be unpacked elsewhere, so nothing is a file's name; and of cells only the functions' lines go.
     """
     stream = io.BytesIO()
     packer = Packer(stream, back=back, received=received)
@@ -58,8 +58,8 @@ def pack(
     buffers = [buffer.raw() for buffer in packer.buffers]
     # Cells exist in the notebook only: for tracebacks, inspect and the debugger their lines are sent too.
     files = [file for file in {code.co_filename for code in packer.codes} if not os.path.exists(file)]
-    sources = {file: _lines_of(file, packer.codes) if for_job else linecache.getlines(file) for file in files}
-    places = [None] * len(buffers) if back or for_job else mapped.places(buffers)
+    sources = {file: _lines_of(file, packer.codes) if elsewhere else linecache.getlines(file) for file in files}
+    places = [None] * len(buffers) if back or elsewhere else mapped.places(buffers)
     described, offset = [], 0
     for buffer, place in zip(buffers, places, strict=True):
         described.append((offset if place is None else place, buffer.nbytes, buffer.readonly))

@@ -11,7 +11,6 @@ import fcntl
 import mmap
 import operator
 import os
-import platform
 import re
 import selectors
 import shutil
@@ -23,7 +22,6 @@ from multiprocessing import Pipe, reduction
 from typing import Any, NamedTuple
 
 import psutil
-import torch
 
 from nbddp.messages import Envelope, Place, Report, Settings
 from nbddp.payload import Block
@@ -47,7 +45,8 @@ _POLL_S = 0.002
 class Event(NamedTuple):
     """What a machine tells: ``message`` (from a rank), ``metrics`` and ``output`` (bytes), ``exit`` (the code).
 
-    An ``oom``, without data, comes before the exit if it was most likely the OOM killer that ended the rank.
+    An ``oom``, without data, comes before the exit if it was most likely the OOM killer that ended the rank; ``lost``,
+    with the reason, if its machine is lost.
     """
 
     kind: str
@@ -203,25 +202,27 @@ class LocalMachine:
     """This machine's share of the ranks. Another kind of machine has the same methods.
 
     One thread calls ``events``, another all else; ``memory`` any thread.
+
+    Attributes:
+        node: the machine's name; "" for the notebook's own.
+
+    Args:
+        address: by which the ranks of all machines reach this one.
     """
 
-    def __init__(self) -> None:
+    node = ""
+
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        self._address = address
         self._ranks: dict[int, _RankProcess] = {}
         self._selector = selectors.DefaultSelector()
         self._folder = ""
         self._looked_at = 0.0
         self._store: Store | None = None
 
-    def facts(self) -> dict[str, Any]:
-        """Return its devices and versions."""
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        count = torch.accelerator.device_count() if found is not None else 0
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        return {"device": found.type if found is not None else "cpu", "count": count, "versions": versions}
-
     def store(self, size: int) -> tuple[str, int, int]:
         """Open a store for that many ranks, on this machine's address. Returns that, and a port that's kept free."""
-        self._store = Store(size)
+        self._store = Store(size, self._address)
         return *self._store.address, self._store.free_port
 
     def start(self, settings: Settings, ranks: Sequence[int]) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import io
 import os
 import re
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing import connection, context, forkserver, popen_forkserver, process, reduction, util
 from multiprocessing.context import set_spawning_popen
+from pathlib import Path
 from typing import Any
 
 from nbddp.errors import LaunchError
+from nbddp.worker import tracked
 
 _preloaded = ["nbddp.process.preloaded"]
 # Read when Python, a C library or torch starts, so that a rank that is forked later cannot change them.
@@ -90,6 +95,37 @@ def temporary_folder() -> str:
     folder = util.get_temp_dir()
     os.makedirs(folder, mode=0o700, exist_ok=True)
     return folder
+
+
+def use_own_folder() -> None:
+    """Have multiprocessing's folder in one that's locked, and remove those that killed processes of Ray have left.
+
+    Ray kills the fork server, too, which would have removed it.
+    """
+    for folder in Path(tempfile.gettempdir()).glob("nb-*"):
+        with contextlib.suppress(OSError):
+            if _locked(folder):
+                for run in folder.glob("r-*"):
+                    tracked.remove_rest(str(run))
+                shutil.rmtree(folder, ignore_errors=True)
+    own = tempfile.mkdtemp(prefix="nb-")
+    _locked(own)
+    process.current_process()._config["tempdir"] = own  # type: ignore[attr-defined]
+
+
+def _locked(folder: str | os.PathLike[str]) -> bool:
+    """Lock a folder as long as this process lives. Returns False if another process has."""
+    fd = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    os.close(fd)
+    return False
+
+
+def remove_own_folder() -> None:
+    """Remove it; this process starts no ranks any more."""
+    shutil.rmtree(temporary_folder(), ignore_errors=True)
 
 
 def preload(*modules: str) -> None:

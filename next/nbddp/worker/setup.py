@@ -20,6 +20,7 @@ from nbddp.history.records import AUTOLOG
 from nbddp.loggers import autolog
 from nbddp.messages import Place, Settings
 from nbddp.payload import pickler
+from nbddp.payload.carried import Importer
 from nbddp.worker import mending, tracked
 from nbddp.worker.group import Groups
 
@@ -84,6 +85,8 @@ def _set_environment(settings: Settings, place: Place) -> None:
     os.chdir(settings.cwd)
     sys.argv = list(settings.argv)
     sys.path[:] = settings.sys_path
+    if settings.modules:
+        sys.meta_path.insert(0, Importer(settings.modules))
     # Python looks again for folders that did not exist when the fork server looked.
     for path in [path or settings.cwd for path in settings.sys_path]:
         if sys.path_importer_cache.get(path, path) is None:
