@@ -494,14 +494,15 @@ def test_a_flood_of_metrics_does_not_hold_up_a_stop() -> None:
 # ---------------------------------------------------------------------------- after the same optimizer step
 
 
-@pytest.mark.parametrize("taken", [11, 0])
-def test_ranks_that_train_stop_after_the_same_step_without_an_interrupt(quick: pytest.MonkeyPatch, taken: int) -> None:
+@pytest.mark.parametrize("taken", [(10, 12), (0, 1), (0, 0)], ids=["amid", "first step", "no step yet"])
+def test_ranks_that_train_stop_after_the_same_step_without_an_interrupt(
+    quick: pytest.MonkeyPatch, taken: tuple[int, int]
+) -> None:
     quick.setattr(attempt, "_COUNT_S", NEVER_S)
     quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
-    when = {CountSteps: [steps(0, taken), steps(1, 12)], StopAfter: interrupted(1, 0)}
-    machine = FakeMachine(when=when)
+    machine = FakeMachine(when={CountSteps: [*map(steps, (0, 1), taken)], StopAfter: interrupted(1, 0)})
     assert followed(machine, called=stop)[2] == []
-    assert machine.sent == [CountSteps(), StopAfter(13)]
+    assert machine.sent == [CountSteps(), StopAfter(taken[1] + 1)]
 
 
 def test_a_rank_that_does_not_train_has_all_interrupted_at_once(quick: pytest.MonkeyPatch) -> None:

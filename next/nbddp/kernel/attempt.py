@@ -193,7 +193,7 @@ class Attempt:
             return
         steps, patience_s = [self._taken[rank.number] for rank in waiting], 0.0
         pace_s = max((each.pace_s for each in steps if each.taken), default=0.0)
-        if any(each.taken for each in steps) and all(each.ago_s < 2 * pace_s + 0.2 for each in steps):  # they train
+        if all(each.ago_s < 2 * pace_s + 0.2 for each in steps):  # they train, or have just begun
             patience_s = 2 * pace_s + _SAME_STEP_S
             self._crew.send(StopAfter(max(each.taken for each in steps) + 1), waiting)
         self._replace_plan(self._to_stop(patience_s, grace_s))
