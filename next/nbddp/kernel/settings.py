@@ -124,7 +124,8 @@ def decide(name: str, options: Options, *, contract: bool = True, cells: bool = 
     # Somebody is there to use the debugger, while which the other ranks have to wait.
     attended = contract and options.wait and (cells or ipython() is not None)
     gpus, nnodes, threads = options.gpus, options.nnodes or 1, _threads(options.env or {})
-    environ, modules = dict[str, str](), carried.Modules()
+    environ: dict[str, str] = {}
+    modules: carried.Modules = {}
     if options.nnodes is None:
         device, count = device_and_count(options)
         nprocs = _nprocs(options, device, count)
