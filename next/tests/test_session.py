@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,11 @@ t = torch.ones(2)
 
 
 @pytest.fixture(scope="module")
-def _kernel() -> Iterator[Notebook]:
-    with Notebook() as notebook:
-        notebook.ok("%load_ext nbddp\nimport nbddp\nlr = 3\nclass Net: pass\n%ddp open -n 3 --device cpu")
-        notebook.ok(BEGIN)
-        yield notebook
+def _kernel(_notebook: Notebook) -> Iterator[Notebook]:
+    _notebook.ok("%load_ext nbddp\nimport nbddp\nlr = 3\nclass Net: pass\n%ddp open -n 3 --device cpu")
+    _notebook.ok(BEGIN)
+    yield _notebook
+    _notebook.cell("%ddp close")  # unless the last test has closed it
 
 
 @pytest.fixture
@@ -42,23 +42,16 @@ def interrupted(notebook: Notebook, source: str, until: str) -> Reply:
     return notebook.end_of(running)
 
 
-def test_names_stay_and_rank_0s_value_is_the_cells(ranks: Notebook) -> None:
+def test_names_stay_and_a_cells_value_is_rank_0s_followed_by_what_others_return_or_print_differently(
+    ranks: Notebook,
+) -> None:
     ranks.ok("x = rank * 10 + 1")
     assert ranks.ok("x").shown.splitlines()[0] == "1"
     assert ranks.ok("_ + 1, x").shown.splitlines()[0] == "(2, 1)"
-
-
-def test_what_another_rank_returns_or_prints_differently_follows(ranks: Notebook) -> None:
     shown = ranks.ok("print('hello', rank)\nrank").shown
     assert shown.startswith("hello 0\n0\n")
     assert all(f"hello {other}" in shown for other in (1, 2))
     assert ranks.ok("print('all alike')").shown == "all alike\n"
-
-
-def test_a_cell_has_its_value_although_a_name_of_it_cannot_be_sent(ranks: Notebook) -> None:
-    reply = ranks.cell("%%ddp -o lock,loss --as failing\nimport threading\nlock, loss = threading.Lock(), 1.5\nloss")
-    assert (reply.ename, "lock" in reply.evalue) == ("PayloadError", True)
-    assert ranks.ok("%%local\nprint(failing.value, loss)").shown == "1.5 1.5\n"
 
 
 def test_names_from_before_are_sent_by_push_and_come_back_by_pull(ranks: Notebook) -> None:
@@ -70,18 +63,6 @@ def test_names_from_before_are_sent_by_push_and_come_back_by_pull(ranks: Noteboo
     ranks.ok("net, lr = Net(), lr * 2")
     ranks.ok("%ddp pull net lr")
     assert ranks.ok("%%local\nlr, type(net) is Net").shown == "(6, True)\n"
-
-
-def test_a_loader_that_cannot_start_is_a_failure_of_the_cell(ranks: Notebook) -> None:
-    """Its iterator is half made when the workers of failed loops are ended."""
-    failed = ranks.cell(
-        "class Batches:\n    def __iter__(self): raise ValueError('no batches')\n"
-        "list(torch.utils.data.DataLoader([1], batch_sampler=Batches(), num_workers=1))"
-    )
-    assert (failed.ename, failed.evalue) == ("ValueError", "no batches")
-
-
-def test_a_name_that_the_ranks_do_not_have_is_named(ranks: Notebook) -> None:
     assert ranks.cell("%ddp pull nope").evalue == "the ranks have no nope"
 
 
@@ -90,21 +71,25 @@ def test_a_local_cell_runs_in_the_notebook(ranks: Notebook) -> None:
     assert ranks.ok("os.getpid()").shown.splitlines()[0] != str(ranks.pid)
 
 
-def test_option_o_brings_a_name_back_and_a_typo_is_named(ranks: Notebook) -> None:
+def test_option_o_brings_names_back_and_says_which_cannot_be_sent_or_are_mistyped(ranks: Notebook) -> None:
     ranks.ok("%%ddp -o a,b --ranks 1\na = rank\nb = [a, a]")
     assert ranks.ok("%%local\na, b").shown == "(1, [1, 1])\n"
     reply = ranks.cell("%%ddp -o acuracy\naccuracy = 1")
     assert reply.shown == "UsageError: -o acuracy: the cell binds no such name; did you mean accuracy?\n"
+    reply = ranks.cell("%%ddp -o lock,loss --as failing\nimport threading\nlock, loss = threading.Lock(), 1.5\nloss")
+    assert (reply.ename, "lock" in reply.evalue) == ("PayloadError", True)
+    assert ranks.ok("%%local\nprint(failing.value, loss)").shown == "1.5 1.5\n"
 
 
-def test_magics_shell_commands_help_and_await_work_on_the_ranks(ranks: Notebook) -> None:
+def test_magics_shell_commands_help_and_await_work_on_the_ranks(ranks: Notebook, tmp_path: Path) -> None:
     assert "from the shell\n" in ranks.ok("!echo from the shell").shown
     assert ranks.ok("out = !echo captured\nout").shown == "['captured']\n"
     assert "Wall time" in ranks.ok("%time sum(range(10))").shown
     assert ranks.ok("import asyncio\nasync def g(): return 7\nawait asyncio.sleep(0.01)\nawait g()").shown == "7\n"
     assert "number of items" in ranks.ok("len?").payload[0]["data"]["text/plain"]
-    reply = ranks.cell("x = = 1")
-    assert reply.ename == "SyntaxError"
+    assert ranks.cell("x = = 1").ename == "SyntaxError"
+    (tmp_path / "program.py").write_text("x = 1\n")
+    assert "x = 1" in ranks.ok(f"%load {tmp_path}/program.py").payload[0]["text"]
 
 
 def test_displays_figures_handles_and_widgets_are_rank_0s(ranks: Notebook) -> None:
@@ -136,21 +121,11 @@ def test_an_error_that_a_cell_shows_and_survives_is_shown_and_the_cell_can_be_in
     assert interrupted(ranks, source, "begun").ename == "KeyboardInterrupt"
 
 
-def test_all_parts_of_an_exception_group_are_shown(ranks: Notebook) -> None:
-    reply = ranks.cell("raise ExceptionGroup('several', [ValueError('inner'), KeyError('other')])")
-    assert all(text in reply.traceback for text in ("several", "ValueError: inner", "KeyError: 'other'"))
-
-
 def test_cells_have_the_notebooks_numbers(ranks: Notebook) -> None:
     ranks.ok("%%local\nNone")
     number = int(out(ranks.ok("%%local\nlen(In) - 1")))
     assert ranks.ok("'mine'").shown == "'mine'\n"
     assert ranks.ok(f"Out[{number + 1}], In[{number + 1}], _{number + 1}").shown == """('mine', "'mine'", 'mine')\n"""
-
-
-def test_load_offers_the_next_cell(ranks: Notebook, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("x = 1\n")
-    assert "x = 1" in ranks.ok(f"%load {tmp_path}/program.py").payload[0]["text"]
 
 
 def test_tab_and_shift_tab_ask_rank_0(ranks: Notebook) -> None:
@@ -163,25 +138,25 @@ def test_tab_and_shift_tab_ask_rank_0(ranks: Notebook) -> None:
     assert reply["content"]["found"]
 
 
-def test_a_failure_of_one_rank_ends_the_cell_with_its_lines(ranks: Notebook) -> None:
+def test_a_failure_of_one_rank_ends_the_cell_with_its_lines_and_the_panel_shows_who_was_stopped(
+    ranks: Notebook,
+) -> None:
     ranks.ok("kept = [rank]")
     reply = ranks.cell("if rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(t)")
     assert (reply.ename, reply.evalue) == ("ValueError", "boom")
     assert "raise ValueError('boom')" in reply.traceback
     assert "rank 1 of 3" in reply.traceback
+    states = "%%local\nrun = nbddp.last_run()\nrun.state, [each.state for each in run._status().ranks]"
+    assert ranks.ok(states).shown == "('failed', ['stopped', 'failed', 'stopped'])\n"
     assert ranks.ok("kept").shown.splitlines()[0] == "[0]"
 
 
-def test_the_panel_of_a_failed_cell_shows_which_rank_failed_and_which_were_stopped(ranks: Notebook) -> None:
-    ranks.cell("nbddp.log(loss=1.0)\nif rank == 1: raise ValueError('mine')\ndist.barrier()")
-    states = "%%local\nrun = nbddp.last_run()\nrun.state, [each.state for each in run._status().ranks]"
-    assert ranks.ok(states).shown == "('failed', ['stopped', 'failed', 'stopped'])\n"
-
-
-def test_a_failure_of_all_ranks_names_them(ranks: Notebook) -> None:
+def test_a_failure_of_all_ranks_names_them_and_shows_all_parts_of_an_exception_group(ranks: Notebook) -> None:
     reply = ranks.cell("1 / 0")
     assert reply.ename == "ZeroDivisionError"
     assert "ranks 0 to 2 of 3" in reply.traceback or "ranks 0, 1 and 2 of 3" in reply.traceback
+    reply = ranks.cell("raise ExceptionGroup('several', [ValueError('inner'), KeyError('other')])")
+    assert all(text in reply.traceback for text in ("several", "ValueError: inner", "KeyError: 'other'"))
 
 
 @pytest.mark.parametrize(
@@ -215,6 +190,11 @@ def test_a_failure_frees_the_others_and_the_next_call_works(ranks: Notebook) -> 
         reply = ranks.cell(f"if rank == 0:\n    time.sleep(0.1)\n    raise ValueError('the first')\n{wait}")
         assert (reply.evalue, reply.seconds < 5) == ("the first", True), wait
         assert ranks.ok("nbddp.all_reduce(1)").shown == "3\n"
+    failed = ranks.cell(  # its iterator is half made when the workers of failed loops are ended
+        "class Batches:\n    def __iter__(self): raise ValueError('no batches')\n"
+        "list(torch.utils.data.DataLoader([1], batch_sampler=Batches(), num_workers=1))"
+    )
+    assert (failed.ename, failed.evalue) == ("ValueError", "no batches")
 
 
 def test_failures_in_ddp_leave_the_training_as_if_they_had_never_been(ranks: Notebook) -> None:
@@ -284,32 +264,16 @@ def test_an_interrupt_of_a_slow_answer_leaves_the_answers_in_order(ranks: Notebo
     assert ranks.ok("rank").shown.splitlines()[0] == "0"
 
 
-def test_functions_return_the_notebooks_classes_one_after_the_other_and_nothing_after_a_failure(
+def test_functions_return_the_notebooks_classes_and_what_they_bind_stays_in_the_same_processes(
     ranks: Notebook,
 ) -> None:
     ranks.ok("""%%local
-        import nbddp
+        import os, nbddp
         session = get_ipython().magics_manager.registry["DdpMagics"].session
         class First: pass
         class Second: pass
         def fails():
             raise ValueError("boom")
-    """)
-    source = "[type(session.run(lambda: {0}()).value) is {0} for _ in range(2)]"
-    assert ranks.ok("%%local\n" + source.format("First")).shown == "[True, True]\n"
-    assert ranks.ok("%%local\n" + source.format("Second")).shown == "[True, True]\n"
-    ranks.ok("%ddp push First Second")
-    ranks.ok("both = [Second(), First()]")
-    ranks.ok("%ddp pull both")
-    assert ranks.ok("%%local\n[type(both[0]) is Second, type(both[1]) is First]").shown == "[True, True]\n"
-    assert ranks.cell("%%local\nsession.run(fails)").ename == "RankError"
-    assert ranks.ok("%%local\nsession.run(lambda: None).values").shown == "[None, None, None]\n"
-
-
-def test_what_a_call_binds_is_there_for_the_next_call_in_the_same_processes(ranks: Notebook) -> None:
-    ranks.ok("""%%local
-        import os, nbddp
-        session = get_ipython().magics_manager.registry["DdpMagics"].session
         def bind(value):
             import __main__
             __main__.bound = value
@@ -318,20 +282,36 @@ def test_what_a_call_binds_is_there_for_the_next_call_in_the_same_processes(rank
             import __main__
             return __main__.bound, os.getpid()
     """)
+    source = "[type(session.run(lambda: {0}()).value) is {0} for _ in range(2)]"
+    assert ranks.ok("%%local\n" + source.format("First")).shown == "[True, True]\n"
+    assert ranks.ok("%%local\n" + source.format("Second")).shown == "[True, True]\n"
+    ranks.ok("%ddp push First Second")
+    ranks.ok("both = [Second(), First()]")
+    ranks.ok("%ddp pull both")
+    assert ranks.ok("%%local\n[type(both[0]) is Second, type(both[1]) is First]").shown == "[True, True]\n"
     ranks.ok("%%local\npids = session.run(bind, ['here']).values")
-    reply = ranks.ok("%%local\nsession.run(read).values == [('here', pid) for pid in pids]")
-    assert reply.shown == "True\n"
+    assert ranks.cell("%%local\nsession.run(fails)").ename == "RankError"
+    assert ranks.ok("%%local\nsession.run(lambda: None).values").shown == "[None, None, None]\n"
+    assert ranks.ok("%%local\nsession.run(read).values == [('here', pid) for pid in pids]").shown == "True\n"
     assert ranks.ok("bound").shown == "'here'\n"
 
 
 def test_each_call_has_its_own_curves_output_and_steps(ranks: Notebook) -> None:
-    ranks.ok("for _ in range(3): nbddp.log(loss=1.0)\nprint('loss', rank)")
+    ranks.ok("for i in range(3): nbddp.log(loss=i)\nprint('loss', rank)")
     ranks.ok("%%local\nfirst = nbddp.last_run()")
     ranks.ok("%%ddp --as second\nfor _ in range(2): nbddp.log(acc=1.0)\nprint('acc', rank)\nrank * 10")
-    assert ranks.ok("%%local\nlen(first.history['loss'].steps), first.logs(1)").shown == "(3, 'loss 1\\n')\n"
+    shown = ranks.ok("%%local\nfirst.state, first.history['loss'].values.tolist(), first.logs(1)").shown
+    assert shown == "('finished', [0.0, 1.0, 2.0], 'loss 1\\n')\n"
     shown = ranks.ok("%%local\nsecond.history['acc'].steps.tolist(), second.logs(1)").shown
     assert shown == "([0, 1], 'acc 1\\n')\n"
     assert ranks.ok("%%local\nsecond.values, 'loss' in second.history").shown == "([0, 10, 20], False)\n"
+
+
+def test_what_comes_back_from_a_cell_with_a_loader_is_no_run_of_its_own(ranks: Notebook) -> None:
+    ranks.ok("%%ddp --as kept -o seen\nseen = [x for x in nbddp.loader(range(8), 4)]\nnbddp.log(loss=1.0)")
+    ranks.ok("%ddp pull seen")
+    shown = ranks.ok("%%local\nkept.history['loss'].values.tolist(), nbddp.last_run() is kept").shown
+    assert shown == "([1.0], True)\n"
 
 
 def test_a_cell_that_takes_a_while_or_fails_is_a_run(ranks: Notebook) -> None:
@@ -366,25 +346,13 @@ def test_cells_of_px_and_distributed_run_with_their_first_line_changed(ranks: No
     assert of_another("%%px", "len(set(nbddp.all_gather(model.weight.sum().item())))") == "1\n"
 
 
-def test_metrics_of_a_cell_are_a_run(ranks: Notebook) -> None:
-    ranks.ok("for i in range(5): nbddp.log(loss=i)")
-    shown = ranks.ok("%%local\nimport nbddp\nr = nbddp.last_run()\nr.state, r.history['loss'].values.tolist()").shown
-    assert shown.strip() == "('finished', [0.0, 1.0, 2.0, 3.0, 4.0])"
-
-
-def test_a_push_that_tears_an_optimizer_from_its_model_is_refused(ranks: Notebook) -> None:
-    ranks.ok("%%local\nimport torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.Adam(m.parameters())")
+def test_a_push_that_tears_an_optimizer_from_its_model_or_fails_has_sent_nothing(ranks: Notebook) -> None:
+    ranks.ok("%%local\nimport threading, torch\nm, lock = torch.nn.Linear(2, 2), threading.Lock()")
+    ranks.ok("%%local\no = torch.optim.Adam(m.parameters())")
+    assert "lock" in ranks.cell("%ddp push m o lock").evalue
     ranks.ok("%ddp push m")
-    reply = ranks.cell("%ddp push o")
-    assert reply.evalue == "o shares parameters with m: push m and o together"
+    assert ranks.cell("%ddp push o").evalue == "o shares parameters with m: push m and o together"
     ranks.ok("%ddp push m o")
-
-
-def test_a_push_that_fails_has_sent_nothing(ranks: Notebook) -> None:
-    ranks.ok("%%local\nimport threading, torch\nnet, lock = torch.nn.Linear(2, 2), threading.Lock()")
-    ranks.ok("%%local\nadam = torch.optim.Adam(net.parameters())")
-    assert "lock" in ranks.cell("%ddp push net adam lock").evalue
-    ranks.ok("%ddp push net")
 
 
 def test_opening_again_keeps_the_names_and_other_options_are_refused(ranks: Notebook) -> None:
@@ -397,26 +365,19 @@ def test_opening_again_keeps_the_names_and_other_options_are_refused(ranks: Note
     assert ranks.ok("kept").shown == "5\n"
 
 
-def test_a_rank_that_dies_ends_the_session_and_names_can_be_pulled_from_the_others(notebook: Notebook) -> None:
+def test_a_rank_that_dies_ends_the_session_whose_names_can_be_pulled_from_the_others(notebook: Notebook) -> None:
     notebook.ok("%load_ext nbddp\n%ddp open -n 3 --device cpu")
     notebook.ok("import nbddp, os\nx = nbddp.rank() + 7")
+    before = ranks_of(notebook.pid)
     reply = notebook.cell("if nbddp.rank() == 0: os.kill(os.getpid(), 9)\nnbddp.barrier()")
     assert "rank 0 of 3 was killed by SIGKILL" in reply.traceback
     notebook.ok("%ddp pull x")
     assert notebook.ok("%%local\nx").shown == "8\n"
-    notebook.ok("%ddp close")
-    wait_until_alone(notebook.pid)
-    assert notebook.ok("x").shown == "8\n"
-
-
-def test_opening_after_a_rank_has_died_ends_the_others(notebook: Notebook) -> None:
-    notebook.ok("%load_ext nbddp\n%ddp open -n 2 --device cpu")
-    before = ranks_of(notebook.pid)
-    assert "killed" in notebook.cell("import os, nbddp\nif nbddp.rank() == 0: os.kill(os.getpid(), 9)").traceback
-    notebook.ok("%ddp open -n 2 --device cpu")
+    notebook.ok("%ddp open -n 2 --device cpu")  # ends the others
     assert not set(before) & set(ranks_of(notebook.pid))
     notebook.ok("%ddp close")
     wait_until_alone(notebook.pid)
+    assert notebook.ok("x").shown == "8\n"
 
 
 def test_close_ends_the_ranks_and_a_fresh_cell_has_its_own(notebook: Notebook) -> None:
@@ -477,23 +438,6 @@ def test_a_close_that_is_interrupted_has_closed_the_session(notebook: Notebook) 
     notebook.interrupt()
     assert notebook.end_of(running).ename == "KeyboardInterrupt"
     assert notebook.ok("session.close()\nsession").shown == "<Session: the session is closed, 2 ranks>\n"
-    wait_until_alone(notebook.pid)
-
-
-@pytest.mark.long
-def test_a_killed_kernel_takes_its_session_along(own_notebook: Notebook) -> None:
-    _open_and_end(own_notebook, own_notebook.kill)
-
-
-@pytest.mark.long
-def test_a_restarted_kernel_takes_its_session_along(own_notebook: Notebook) -> None:
-    _open_and_end(own_notebook, own_notebook.restart)
-
-
-def _open_and_end(notebook: Notebook, end: Callable[[], None]) -> None:
-    notebook.ok("%load_ext nbddp\n%ddp open -n 2 --device cpu")
-    assert len(ranks_of(notebook.pid)) == 2
-    end()
     wait_until_alone(notebook.pid)
 
 

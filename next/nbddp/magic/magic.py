@@ -144,7 +144,7 @@ class DdpMagics(Magics):
         shell, source = self.shell, self.shell.transform_cell(cell)
         found = {
             name: shell.user_ns[name]
-            for name in reads.names_read(source, out) - vars(builtins).keys()
+            for name in reads.names_read(source, out) - vars(builtins).keys() - _OF_A_RANK
             if name in shell.user_ns and shell.user_ns_hidden.get(name) is not shell.user_ns[name]
         }
         for name in found.keys() & reads.names_bound(source):
@@ -243,6 +243,7 @@ class DdpMagics(Magics):
         return self.session
 
 
+_OF_A_RANK = {"rank", "world_size", "device"}  # the notebook's would be the same on all ranks
 _COMMANDS = ("open", "close", "push", "pull", "run", "status", "stop", "logs", "stacks", "show", "devices")
 # ``%%ddp?`` shows the options.
 vars(DdpMagics)["on_ranks"].__doc__ += f"\n{_CELL.format_usage()}"
