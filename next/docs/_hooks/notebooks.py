@@ -1,0 +1,25 @@
+"""Adds the notebooks with their outputs, and their pictures, to the site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from mkdocs.structure.files import File, Files
+from nbconvert import HTMLExporter
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    readme = (FOLDER / "README.md").read_text().replace(".ipynb)", ".html)")
+    pages: dict[str, str | bytes] = {"README.md": readme}
+    for path in [*FOLDER.glob("*.png"), *FOLDER.glob("drawings/*.svg")]:
+        pages[str(path.relative_to(FOLDER))] = path.read_bytes()
+    for path in FOLDER.glob("*.ipynb"):
+        page, _ = HTMLExporter(template_name="lab").from_notebook_node(nbformat.read(path, as_version=4))
+        pages[f"{path.stem}.html"] = page
+    for name, content in sorted(pages.items()):
+        files.append(File.generated(config, f"notebooks/{name}", content=content))
+    return files
