@@ -1,0 +1,1 @@
+"""How fast nbddp is, compared with other ways to do the same. Nothing is asserted."""
