@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from nbddp.process import gauges
-from tests.support import Notebook, gone, is_fork_server, out, ranks_of, wait_until
+from tests.support import Notebook, gone, is_fork_server, open_fds, out, ranks_of, wait_until
 
 DEVICE = os.environ.get("NBDDP_DEVICE", "cpu")
 ON_GPU = DEVICE == "cuda"
@@ -41,6 +41,7 @@ MIB = 1 << 20
 HELD = 2048 * MIB if ON_GPU else 64 * MIB
 CLOSE = 16 * MIB
 BACK_WITHIN_S = 10.0
+COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 only_gpu = pytest.mark.skipif(not ON_GPU, reason="a GPU is needed")
 one_or_two = pytest.mark.parametrize("ranks", [1, 2])
@@ -156,16 +157,12 @@ def book(notebook: Notebook) -> Notebook:
     return notebook
 
 
-def gpu_used() -> int:
-    found = gauges._gpu_memory("0")
-    assert found is not None, "the driver does not answer"
-    return found[0]
-
-
-def used(pids: list[int]) -> int:
+def used(pids: Sequence[int] = ()) -> int:
     """Bytes of the GPU in use; on the CPU, those of the ranks."""
     if ON_GPU:
-        return gpu_used()
+        found = gauges._gpu_memory("0")
+        assert found is not None, "the driver does not answer"
+        return found[0]
     found = 0
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -178,32 +175,31 @@ def nvidia_smi(fields: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip().split(", ")
 
 
-def expected(ranks: int) -> list[Any]:
-    """What ``collectives`` gives."""
-    numbers = [rank + 1.0 for rank in range(ranks)]
-    mean = (ranks - 1) / 2
-    return [[sum(numbers)] * 3, [*range(ranks)], mean, float(ranks), [2 * n for n in numbers], [0, 1, 2]]
-
-
 def values(notebook: Notebook, function: str, ranks: int, args: tuple[Any, ...] = (), **options: Any) -> list[Any]:
     """What each rank returns, as JSON."""
     more = "".join(f", {name}={value!r}" for name, value in options.items())
-    return list(
-        notebook.ok(
-            f"print(json.dumps(nbddp.run({function}, {args!r}, {RANKS[ranks]}{more}, show=False).values))"
-        ).json()
-    )
+    return answer(notebook, f"nbddp.run({function}, {args!r}, {RANKS[ranks]}{more}, show=False).values")
+
+
+def answer(notebook: Notebook, expression: str) -> Any:
+    return notebook.ok(f"print(json.dumps({expression}))").json()
+
+
+def works_on(notebook: Notebook, ranks: int, **options: Any) -> bool:
+    numbers = [rank + 1.0 for rank in range(ranks)]
+    sums, mean, ones = [sum(numbers)] * 3, (ranks - 1) / 2, float(ranks)
+    expected = [sums, [*range(ranks)], mean, ones, [2 * n for n in numbers], [0, 1, 2]]
+    return values(notebook, "collectives", ranks, **options) == [expected] * ranks
 
 
 # ---------------------------------------------------------------------------- it works at all
 
 
 def test_the_machine(figure: Figure) -> None:
-    figure(
-        "versions", f"Python {platform.python_version()}, torch {torch.__version__}, ipykernel {ipykernel.__version__}"
-    )
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, ipykernel {ipykernel.__version__}"
+    figure("versions", versions)
     figure("cores", os.cpu_count())
-    figure("C compiler", shutil.which("cc") or shutil.which("gcc") or "none")
+    figure("C compiler", COMPILER or "none")
     if ON_GPU:
         figure("GPU", nvidia_smi("name,driver_version,memory.total,memory.used,compute_mode"))
         figure("CUDA, NCCL", f"{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}")
@@ -211,7 +207,7 @@ def test_the_machine(figure: Figure) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_collectives(book: Notebook, ranks: int) -> None:
-    assert values(book, "collectives", ranks) == [expected(ranks)] * ranks
+    assert works_on(book, ranks)
 
 
 def test_one_rank_has_the_devices_own_backend_and_leaves_its_group_soon(book: Notebook, figure: Figure) -> None:
@@ -229,68 +225,43 @@ def test_one_rank_has_the_devices_own_backend_and_leaves_its_group_soon(book: No
         seconds = [values(book, "leaves", 1, backend=backend)[0] for _ in range(3)]
         figure(f"destroy_process_group of {backend}, ms", statistics.median(seconds) * 1e3)
     if ON_GPU:
-        assert values(book, "collectives", 1, backend="cpu:gloo,cuda:nccl") == [expected(1)]
+        assert works_on(book, 1, backend="cpu:gloo,cuda:nccl")
 
 
 @only_gpu
 def test_neither_notebook_nor_fork_server_initializes_cuda(own_notebook: Notebook, tmp_path: Path) -> None:
-    book = own_notebook
+    book, nvml = own_notebook, gauges._nvml()
     book.ok(WORK)
 
-    def look() -> None:
+    def has_context(pids: set[int]) -> None:
         (server,) = [child for child in psutil.Process(book.pid).children() if is_fork_server(child)]
-        assert not {book.pid, server.pid} & with_context()
-        assert not _devices(server.pid)  # the notebook has some open, by NVML
+        # The notebook has some of the driver's devices open, by NVML.
+        assert not [path for path in open_fds(server.pid).values() if path.startswith("/dev/nvidia")]
+        listed = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByIndex(0))
+        assert {each.pid for each in listed} == pids
 
-    look()
+    has_context(set())
     for number in range(2):
         folder = tmp_path / str(number)
         folder.mkdir()
         going = book.begin(f"nbddp.run(hold, ({str(folder)!r}, {64 * MIB}, 'stay'), {RANKS[1]}, show=False)")
         wait_until((folder / "0").exists)
-        (rank,) = ranks_of(book.pid)
-        assert with_context() == {rank}
-        look()
+        has_context({*ranks_of(book.pid)})
         (folder / "go").touch()
         book.end_of(going)
-        look()
+        has_context(set())
     assert out(book.ok("torch.cuda.is_initialized()")) == "False"
 
 
-def with_context() -> set[int]:
-    """The processes that the driver lists for the GPU."""
-    nvml = gauges._nvml()
-    return {each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByIndex(0))}
-
-
-def _devices(pid: int) -> set[str]:
-    """The driver's devices that a process has open."""
-    found = set()
-    for entry in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
-    return {path for path in found if path.startswith("/dev/nvidia")}
-
-
 def test_the_notebook_may_use_the_device_before_and_after(own_notebook: Notebook) -> None:
-    book = own_notebook
-    book.ok(f"""
-        {WORK.replace(chr(10), chr(10) + "        ")}
-        mine = net().to({FIRST!r})
-        mine(torch.ones(8, 16, device={FIRST!r})).sum().backward()
-    """)
+    book, ones = own_notebook, f"torch.ones(8, 16, device={FIRST!r})"
+    book.ok(f"{WORK}\nmine = net().to({FIRST!r})\nmine({ones}).sum().backward()")
     assert out(book.ok("torch.cuda.is_initialized()")) == str(ON_GPU)
-    for ranks in (1, 2):
-        assert values(book, "collectives", ranks) == [expected(ranks)] * ranks
-    shown = (
-        book.ok(f"""
-        back = nbddp.run(lambda model: model(torch.ones(8, 16, device=nbddp.device())), (mine,), {RANKS[1]}).value
-        print(back.device, torch.allclose(back, mine(torch.ones(8, 16, device={FIRST!r})).to(back.device), rtol=1e-4))
-    """)
-        .shown.strip()
-        .splitlines()[-1]
-    )
-    assert shown == "cpu True"
+    assert works_on(book, 1)
+    assert works_on(book, 2)
+    book.ok(f"back = nbddp.run(lambda model: model({ones}), (mine,), {RANKS[1]}).value")
+    same = f"str(back.device), torch.allclose(back, mine({ones}).to(back.device), rtol=1e-4)"
+    assert out(book.ok(same)) == "('cpu', True)"
 
 
 # ---------------------------------------------------------------------------- memory
@@ -312,12 +283,11 @@ def test_memory_is_back_when_the_kernel_is_killed(
 def _ends(book: Notebook, tmp_path: Path, figure: Figure, ranks: int, end: str) -> None:
     book.ok(WORK)
     mode = end if end in ("return", "raise") else "stay"
-    before = used([])
+    before = used()
     going = book.begin(f"nbddp.run(hold, ({str(tmp_path)!r}, {HELD}, {mode!r}), {RANKS[ranks]}, show=False)")
     wait_until(lambda: len(os.listdir(tmp_path)) == ranks)
     pids = ranks_of(book.pid) if mode == "stay" else []
-    if mode == "stay":
-        assert used(pids) - before > 0.9 * ranks * HELD
+    assert mode != "stay" or used(pids) - before > 0.9 * ranks * HELD
     began = time.monotonic()
     if end == "Stop":
         book.interrupt()
@@ -358,28 +328,36 @@ def test_status_has_the_gpus_memory_as_nvidia_smi_has_it(
 # ---------------------------------------------------------------------------- failures
 
 
-@one_or_two
-def test_out_of_memory_names_the_line_and_its_tensors(book: Notebook, ranks: int) -> None:
-    failed = book.cell(f"nbddp.run(too_much, ({1 << 17},), {RANKS[ranks]}, show=False)")
-    assert ("out of memory" if ON_GPU else "can't allocate memory") in failed.traceback
-    assert "too_large = torch.ones(batch, 1 << 30" in failed.traceback
-    words = " ".join(failed.traceback.split())
-    assert f"batch {1 << 17}" in words
-    assert f"Tensor (4,) float32 {FIRST}" in words
-    assert failed.ename == "RankError"
-    assert values(book, "collectives", ranks) == [expected(ranks)] * ranks
+LACKS, BATCH = ("out of memory" if ON_GPU else "can't allocate memory"), 1 << 17
+WRONG_INDEX = "device-side assert" if ON_GPU else "out of bounds"
+WEIGHTS, INDEX = f"Tensor (4,) float32 {FIRST}", f"Tensor (2,) int64 {FIRST}"
 
 
 @one_or_two
-def test_a_device_side_assert_names_the_line(book: Notebook, figure: Figure, ranks: int) -> None:
-    failed = book.cell(f"nbddp.run(out_of_range, (), {RANKS[ranks]}, show=False)")
+@pytest.mark.parametrize(
+    ("call", "said", "line", "shown"),
+    [
+        (f"too_much, ({BATCH},)", LACKS, "too_large = torch.ones(batch, 1 << 30", [f"batch {BATCH}", WEIGHTS]),
+        (
+            "out_of_range, ()",
+            WRONG_INDEX,
+            "return weights[index].sum().item()",
+            [WEIGHTS, INDEX],
+        ),
+    ],
+    ids=["out of memory", "a device-side assert"],
+)
+def test_an_error_of_the_device_names_the_line_and_its_tensors(
+    book: Notebook, figure: Figure, ranks: int, call: str, said: str, line: str, shown: list[str]
+) -> None:
+    failed = book.cell(f"nbddp.run({call}, {RANKS[ranks]}, show=False)")
     figure("the error", f"{failed.ename}: {failed.evalue}"[-600:])
-    assert ("device-side assert" if ON_GPU else "out of bounds") in failed.traceback
-    assert "return weights[index].sum().item()" in failed.traceback
-    words = " ".join(failed.traceback.split())
-    assert f"Tensor (4,) float32 {FIRST}" in words
-    assert f"Tensor (2,) int64 {FIRST}" in words
-    assert values(book, "collectives", ranks) == [expected(ranks)] * ranks
+    assert failed.ename == "RankError"
+    for part in (said, line):
+        assert part in failed.traceback
+    for part in shown:
+        assert part in " ".join(failed.traceback.split())
+    assert works_on(book, ranks)
 
 
 @only_gpu
@@ -391,7 +369,7 @@ def test_stop_ends_a_rank_that_waits_for_a_long_kernel(book: Notebook, tmp_path:
                 torch.cuda._sleep(2_000_000_000)  # a second or more, each
             torch.cuda.synchronize()
     """)
-    before, path = gpu_used(), tmp_path / "there"
+    before, path = used(), tmp_path / "there"
     going = book.begin(f"nbddp.run(waits, ({str(path)!r},), {RANKS[1]}, show=False)")
     wait_until(path.exists)
     time.sleep(0.5)
@@ -399,7 +377,7 @@ def test_stop_ends_a_rank_that_waits_for_a_long_kernel(book: Notebook, tmp_path:
     book.interrupt()
     assert book.end_of(going).ename == "KeyboardInterrupt"
     figure("until the cell is over, s", time.monotonic() - began)
-    wait_until(lambda: gpu_used() - before < CLOSE, BACK_WITHIN_S)
+    wait_until(lambda: used() - before < CLOSE, BACK_WITHIN_S)
 
 
 @only_gpu
@@ -416,54 +394,38 @@ def test_a_gpu_that_is_not_there_and_nccl_on_a_shared_one_are_refused(book: Note
 def test_ranks_on_one_device_train_as_one_process(book: Notebook) -> None:
     for ranks in (1, 2, 4):
         book.ok(f"run{ranks} = nbddp.run(fit, (20,), {RANKS[ranks]}, show=False)")
-    found = book.ok("""
-        alone = run1.value[2]
-        print(json.dumps([[len(r.history["loss"].steps), max(float((v[2] - alone).abs().max()) for v in r.values)]
-                          for r in (run1, run2, run4)]))
-    """).json()
+    far = "max(float((v[2] - run1.value[2]).abs().max()) for v in r.values)"
+    found = answer(book, f"[[len(r.history['loss'].steps), {far}] for r in (run1, run2, run4)]")
     assert [steps for steps, _ in found] == [20] * 3
     assert max(far for _, far in found) < 1e-4
 
 
 @one_or_two
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=only_gpu), "bfloat16"])
 def test_mixed_precision(book: Notebook, ranks: int, dtype: str) -> None:
-    if dtype == "float16" and not ON_GPU:
-        pytest.skip("a GPU is needed")
-    found = book.ok(f"""
-        run = nbddp.run(fit, (200, torch.{dtype}), {RANKS[ranks]}, show=False)
-        same = all(torch.equal(each[2], run.value[2]) for each in run.values)
-        print(json.dumps([run.value[0], run.value[1], same]))
-    """).json()
-    first, last, same = found
+    book.ok(f"run = nbddp.run(fit, (200, torch.{dtype}), {RANKS[ranks]}, show=False)")
+    same = "all(torch.equal(each[2], run.value[2]) for each in run.values)"
+    first, last, is_same = answer(book, f"[run.value[0], run.value[1], {same}]")
     assert last < 0.3 * first
-    assert same
+    assert is_same
 
 
 @one_or_two
 def test_a_restart_goes_on_from_the_snapshot_as_if_nothing_had_been(book: Notebook, tmp_path: Path, ranks: int) -> None:
-    found = book.ok(f"""
-        never = nbddp.run(fit, (12, torch.bfloat16, False, {str(tmp_path / "a")!r}), {RANKS[ranks]}, show=False)
-        once = nbddp.run(fit, (12, torch.bfloat16, False, {str(tmp_path / "b")!r}, 6), {RANKS[ranks]}, show=False,
-                         max_restarts=1)
-        print(json.dumps([once.restarts, torch.equal(never.value[2], once.value[2])]))
-    """).json()
-    assert found == [1, True]
+    run = f"nbddp.run(fit, (12, torch.bfloat16, False, '{tmp_path}/{{}}', {{}}), {RANKS[ranks]}, show=False"
+    book.ok(f"never = {run.format('a', None)})\nonce = {run.format('b', 6)}, max_restarts=1)")
+    assert answer(book, "[once.restarts, torch.equal(never.value[2], once.value[2])]") == [1, True]
 
 
 @only_gpu
+@pytest.mark.skipif(not COMPILER, reason="Triton needs a C compiler")
 def test_torch_compile_in_ranks(book: Notebook, figure: Figure) -> None:
-    if not (shutil.which("cc") or shutil.which("gcc")):
-        pytest.skip("Triton needs a C compiler")
     for ranks in (1, 2):
-        reply = book.ok(
-            f"""
-            plain = nbddp.run(fit, (10,), {RANKS[ranks]}, show=False).value[2]
-            run = nbddp.run(fit, (10, None, True), {RANKS[ranks]}, show=False)
-            print(json.dumps(float((run.value[2] - plain).abs().max())))
-        """,
-            timeout_s=100,
+        plain, compiled = (
+            f"nbddp.run(fit, ({args}), {RANKS[ranks]}, show=False)" for args in ("10,", "10, None, True")
         )
+        far = f"float(({plain}.value[2] - {compiled}.value[2]).abs().max())"
+        reply = book.ok(f"print(json.dumps({far}))", timeout_s=100)
         figure(f"seconds on {ranks}", reply.seconds)
         assert reply.json() < 1e-3
 
@@ -545,7 +507,7 @@ def step():
 step()
 """
 FAIL = """
-if rank == world_size - 1:
+if nbddp.rank() == nbddp.world_size() - 1:
     time.sleep(0.5)
     raise ValueError("on purpose")
 dist.all_reduce(torch.ones(1, device=nbddp.device()))
@@ -553,12 +515,16 @@ torch.cuda.synchronize() if torch.cuda.is_available() else None
 """
 
 
+def opened(book: Notebook, ranks: int) -> Notebook:
+    """With a session."""
+    for cell in ("%load_ext nbddp", f"%ddp open {MAGIC[ranks]}", WORK):
+        book.ok(cell)
+    return book
+
+
 @one_or_two
 def test_a_session_keeps_its_ranks_and_its_model(own_notebook: Notebook, figure: Figure, ranks: int) -> None:
-    book = own_notebook
-    book.ok("%load_ext nbddp")
-    book.ok(f"%ddp open {MAGIC[ranks]}")
-    book.ok(WORK + "rank, world_size = nbddp.rank(), nbddp.world_size()")
+    book = opened(own_notebook, ranks)
     losses, pids = [float(out(book.ok(OPENED)))], out(book.ok("nbddp.all_gather(pid)"))
     for name in ("a failure", "an interrupt"):
         if name == "a failure":
@@ -576,28 +542,23 @@ def test_a_session_keeps_its_ranks_and_its_model(own_notebook: Notebook, figure:
         same = "len(set(nbddp.all_gather(sum(p.double().sum().item() for p in model.parameters()))))"
         assert out(book.ok(same)) == "1"
     assert losses == sorted(losses, reverse=True)
-    figure(
-        "an all-reduce in a cell, ms", book.ok("dist.all_reduce(torch.ones(1, device=nbddp.device()))").seconds * 1e3
-    )
+    reduced = book.ok("dist.all_reduce(torch.ones(1, device=nbddp.device()))")
+    figure("an all-reduce in a cell, ms", reduced.seconds * 1e3)
     book.ok("%ddp close")
 
 
 @one_or_two
 def test_a_session_whose_device_is_lost_says_so(own_notebook: Notebook, figure: Figure, ranks: int) -> None:
-    book = own_notebook
-    book.ok("%load_ext nbddp")
-    book.ok(f"%ddp open {MAGIC[ranks]}")
-    book.ok(WORK)
+    book = opened(own_notebook, ranks)
     failed = book.cell("out_of_range()")
     figure("the first error", f"{failed.ename}: {failed.evalue}"[-500:])
-    assert ("device-side assert" if ON_GPU else "out of bounds") in failed.evalue
+    assert WRONG_INDEX in failed.evalue
     again = book.cell("x = torch.ones(3, device=nbddp.device()).sum().item()")
     figure("the next cell", f"{again.ename}: {again.evalue}"[-500:])
     assert again.status == ("error" if ON_GPU else "ok")
     assert ("right again after %ddp close and %ddp open" in again.traceback) == ON_GPU
     book.cell("%ddp close")
-    book.ok(f"%ddp open {MAGIC[ranks]}")
-    book.ok(WORK)
+    opened(book, ranks)
     assert out(book.ok("collectives()[0]")) == str([sum(range(1, ranks + 1)) * 1.0] * 3)
     book.ok("%ddp close")
 
@@ -622,33 +583,25 @@ def test_the_debugger_shows_a_tensor_of_the_device(book: Notebook, figure: Figur
 
 # ---------------------------------------------------------------------------- beside others
 
-SCRIPT = """
-import torch, torch.distributed as dist, torch.multiprocessing as mp
-def work(rank, backend, device, port):
-    dist.init_process_group(backend, f"tcp://127.0.0.1:{port}", rank=rank, world_size=1)
+LAUNCHED = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+def work(rank=-1, address=None, world_size=-1):
+    backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
+    dist.init_process_group(backend, address, rank=rank, world_size=world_size)
     x = torch.ones(1, device=device)
     dist.all_reduce(x)
     x.item()
     dist.destroy_process_group()
-def main():
-    backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
-    mp.spawn(work, (backend, device, 29591), nprocs=1)
+if __name__ == "__main__":
+    mp.spawn(work, (sys.argv[1], 1), nprocs=1) if sys.argv[1:] else work()
 """
-TORCHRUN = """
-import torch, torch.distributed as dist
-backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
-dist.init_process_group(backend)
-x = torch.ones(1, device=device)
-dist.all_reduce(x)
-x.item()
-dist.destroy_process_group()
-"""
+# torchrun's variables for one process, for a launcher that sets none (accelerate with one process).
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29592"}
 
 
 def test_a_warm_run_beside_other_launchers(own_notebook: Notebook, tmp_path: Path, figure: Figure) -> None:
-    book, env = own_notebook, {**_alone(dict(os.environ)), "TMPDIR": str(tmp_path)}
-    (tmp_path / "spawned.py").write_text(f"{SCRIPT}\nif __name__ == '__main__':\n    main()")
-    (tmp_path / "script.py").write_text(TORCHRUN)
+    book, path = own_notebook, tmp_path / "launched.py"
+    path.write_text(LAUNCHED)
     book.ok("""
         import torch, torch.distributed as dist, nbddp
         def one():
@@ -656,41 +609,28 @@ def test_a_warm_run_beside_other_launchers(own_notebook: Notebook, tmp_path: Pat
             dist.all_reduce(x)
             return x.item()
     """)
-    commands = {
-        "mp.spawn in a script": [sys.executable, str(tmp_path / "spawned.py")],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", str(tmp_path / "script.py")],
-        "accelerate launch": [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", "--num_machines=1"),
-            *("--mixed_precision=no", "--dynamo_backend=no", str(tmp_path / "script.py")),
-        ],
-    }
     run = f"nbddp.run(one, {RANKS[1]}, show=False).value"
     book.ok(run)
-    found = [book.ok(run).seconds for _ in range(5)]
-    figure("nbddp, warm, s", statistics.median(found))
+    figure("nbddp, warm, s", statistics.median(book.ok(run).seconds for _ in range(5)))
     assert out(book.ok("nbddp.last_run().logs()")) == "''"  # of torch, about a group that nobody destroyed
+    commands = {
+        "mp.spawn in a script": f"{path} tcp://127.0.0.1:29591",
+        "torchrun": f"-m torch.distributed.run --nproc-per-node=1 {path}",
+        "accelerate launch": "-m accelerate.commands.launch --num_processes=1 --num_machines=1 --mixed_precision=no "
+        f"--dynamo_backend=no {path}",
+    }
+    env = {**ALONE, **os.environ, "TMPDIR": str(tmp_path)}
     for name, command in commands.items():
         began = time.monotonic()
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run([sys.executable, *command.split()], env=env, capture_output=True, text=True, timeout=60)
         figure(name + ", s", time.monotonic() - began if ended.returncode == 0 else ended.stderr[-300:])
     assert out(book.ok(run)) == "1.0"
 
 
-def _alone(env: dict[str, str]) -> dict[str, str]:
-    """torchrun's variables for one process, for a launcher that sets none (accelerate with one process)."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29592"}
-    return {**alone, **env}
-
-
 def test_the_first_cell_of_a_new_notebook(figure: Figure) -> None:
+    cell = "def first():\n    import torch\n    return torch.ones(1, device=nbddp.device()).item()\n"
     with Notebook() as book:
-        reply = book.ok(f"""
-            import nbddp
-            def first():
-                import torch
-                return torch.ones(1, device=nbddp.device()).item()
-            nbddp.run(first, {RANKS[1]}, show=False).value
-        """)
+        reply = book.ok(f"import nbddp\n{cell}nbddp.run(first, {RANKS[1]}, show=False).value")
         figure("with all imports, s", reply.seconds)
         assert out(reply) == "1.0"
 
@@ -711,6 +651,6 @@ def test_a_tensor_of_the_notebook_reaches_the_device(book: Notebook, figure: Fig
                 del there
             return found
     """)
-    found = book.ok(f"print(json.dumps(nbddp.run(speeds, (big,), {RANKS[1]}, show=False).value))").json()
+    found = answer(book, f"nbddp.run(speeds, (big,), {RANKS[1]}, show=False).value")
     for name, speed in zip(["of the notebook", "again", "the rank's own", "pinned"], found):
         figure(f"1 GiB to the device, {name}, GB/s", speed)

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nbddp import payload
 from nbddp.kernel import start
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, decide
@@ -144,7 +143,4 @@ def run_on(machines: Callable[[], Sequence[Any]], fn: Callable[..., Any], *args:
 def follow(nprocs: int, *scripts: Sequence[Event] | FakeMachine, **options: Any) -> Run[Any]:
     """Follow the events that are written down, one script per attempt."""
     machines = iter([each if isinstance(each, FakeMachine) else FakeMachine(*each) for each in scripts])
-    given = Options(nprocs=nprocs, show=False, device="cpu", **options)
-    run: Run[Any] = Run(Settings("train", nprocs))
-    start.carry_out(run, decide("train", given), payload.pack((print, (), {})), given, lambda: [next(machines)])
-    return run
+    return run_on(lambda: [next(machines)], print, nprocs=nprocs, **options)

@@ -12,6 +12,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from jupyter_client.manager import KernelManager
 
@@ -62,6 +64,13 @@ def start(fn: Callable[..., Any], *args: Any, **options: Any) -> nbddp.Run:
     started = run(fn, *args, wait=False, **options)
     wait_until(lambda: started.state != "starting", what="the run is beyond starting")
     return started
+
+
+def error_of(fn: Callable[..., Any], *args: Any, kind: type[Exception] = nbddp.RankError, **options: Any) -> Any:
+    """The error, of this kind, that ``run`` raises."""
+    with pytest.raises(kind) as raised:
+        run(fn, *args, **options)
+    return raised.value
 
 
 class Cells:
@@ -101,6 +110,13 @@ def script(source: str, *args: str, timeout_s: float = 120.0, **env: str) -> sub
         timeout=timeout_s,
         env={**os.environ, **env},
     )
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 # ---------------------------------------------------------------------------- what is left behind

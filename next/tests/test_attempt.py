@@ -100,46 +100,40 @@ def stop(attempt: Attempt) -> None:
 # ---------------------------------------------------------------------------- which failure is the cause
 
 
-def test_all_ranks_that_report_end_a_run() -> None:
-    run = follow(3, [finished(2), finished(0), finished(1)])
-    assert (run.state, run.error, run.values) == ("finished", None, [None] * 3)
-
-
-def test_the_cause_is_no_broken_connection_even_if_that_was_first() -> None:
-    run = follow(4, [failed(2, 5.0, CLOSED), failed(1, 5.1, "boom"), failed(0, 5.2, CLOSED), failed(3, 5.3, CLOSED)])
-    assert (run.state, run.error.rank, str(run.error.cause)) == ("failed", 1, "RuntimeError: boom")
+CONSEQUENCES = (
+    "Connection closed by peer [127.0.0.1]:1234",
+    "recv: connection reset by peer",
+    "[Errno 32] Broken pipe",
+    "Socket closed",
+    "ncclRemoteError: a call failed possibly due to a network error or a remote process exiting",
+    "NCCL communicator was aborted on rank 1",
+    "there was a remote worker crashing",
+    "KeyboardInterrupt",
+)
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("script", "rank"),
     [
-        "Connection closed by peer [127.0.0.1]:1234",
-        "recv: connection reset by peer",
-        "[Errno 32] Broken pipe",
-        "Socket closed",
-        "ncclRemoteError: a call failed possibly due to a network error or a remote process exiting",
-        "NCCL communicator was aborted on rank 1",
-        "there was a remote worker crashing",
-        "KeyboardInterrupt",
+        ([failed(2, 5.0, CLOSED), failed(1, 5.1, "boom"), failed(0, 5.2, CLOSED), failed(3, 5.3, CLOSED)], 1),
+        *(([failed(0, 5.0, text), failed(1, 5.1, "boom")], 1) for text in CONSEQUENCES),
+        ([failed(2, 5.2, "later"), failed(1, 5.1, "earlier"), failed(0, 5.3, CLOSED)], 1),
+        ([failed(0, 1.0, "first"), failed(0, 0.5, "second"), failed(1, 2.0, "other")], 0),
+        ([failed(0, 1.0, CLOSED), failed(2, 1.1, CLOSED), exited(1, -9)], 1),
+        ([exited(1, 1), failed(0, 0.0, "boom")], 0),
+        ([exited(1, 1), failed(0, math.inf, "boom")], 1),
     ],
 )
-def test_what_follows_from_another_ranks_end_is_no_cause(text: str) -> None:
-    assert follow(2, [failed(0, 5.0, text), failed(1, 5.1, "boom")]).error.rank == 1
-
-
-def test_of_two_causes_the_earlier_is_the_error_whichever_arrived_first() -> None:
-    run = follow(3, [failed(2, 5.2, "later"), failed(1, 5.1, "earlier"), failed(0, 5.3, CLOSED)])
-    assert run.error.rank == 1
-
-
-@pytest.mark.parametrize(("later_s", "rank"), [(-1.0, 0), (60.0, 1)])
-def test_of_an_error_and_a_death_the_earlier_is_the_error(later_s: float, rank: int) -> None:
-    assert follow(2, [exited(1, 1), failed(0, time.monotonic() + later_s, "boom")]).error.rank == rank
-
-
-def test_a_rank_that_died_is_the_cause_of_broken_connections() -> None:
-    run = follow(3, [failed(0, 1.0, CLOSED), failed(2, 1.1, CLOSED), exited(1, -9)])
-    assert (type(run.error), run.error.rank, run.error.signal_name) == (nbddp.RankDied, 1, "SIGKILL")
+def test_the_cause_is_the_earliest_failure_that_does_not_follow_from_another_ranks_end(
+    script: list[Event], rank: int
+) -> None:
+    run = follow(1 + max(event.rank for event in script), script)
+    assert (run.state, run.error.rank) == ("failed", rank)
+    first = next(event.data for event in script if event.rank == rank)
+    if isinstance(first, Report):
+        assert str(run.error.cause) == first.failure.text
+    else:
+        assert (type(run.error), run.error.exitcode) == (nbddp.RankDied, first)
 
 
 def test_a_consequence_waits_for_its_cause(quick: pytest.MonkeyPatch) -> None:
@@ -162,11 +156,6 @@ def test_a_consequence_without_a_cause_is_the_error_when_its_time_is_over() -> N
     assert machine.signals[0] == ([2], INT)
 
 
-def test_only_a_ranks_first_report_counts() -> None:
-    run = follow(2, [failed(0, 1.0, "first"), failed(0, 0.5, "second"), failed(1, 2.0, "other")])
-    assert str(run.error.cause) == "RuntimeError: first"
-
-
 @pytest.mark.parametrize(
     ("texts", "header"),
     [
@@ -181,10 +170,14 @@ def test_ranks_that_all_fail_alike_say_so(texts: list[str], header: str) -> None
     assert error.alike == ("first" in header)
 
 
-@pytest.mark.parametrize(("frames", "where"), [((), ""), ("all_reduce", "rank 0 gave up in all_reduce")])
-def test_a_timeout_in_a_collective_says_where_the_ranks_were(frames: str | tuple[()], where: str) -> None:
-    stack = (("/tmp/ipykernel_1/1.py", 3, "train"), (distributed_c10d.__file__, 7, frames)) if frames else ()
-    report = Report(1.0, failure=Failure("call", "TimeoutError", "TimeoutError: timed out", frames=stack))
+MINE, THEIRS = ("/tmp/ipykernel_1/1.py", 3, "train"), (distributed_c10d.__file__, 7, "all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("frames", "where"), [((), ""), ((MINE,), ""), ((MINE, THEIRS), "rank 0 gave up in all_reduce")]
+)
+def test_a_timeout_in_a_collective_and_no_other_says_where_the_ranks_were(frames: tuple, where: str) -> None:
+    report = Report(1.0, failure=Failure("call", "TimeoutError", "TimeoutError: timed out", frames=frames))
     error = follow(1, [message(0, report)]).error
     assert error.where == (where and f"{where} (train, line 3)")
 
@@ -192,31 +185,21 @@ def test_a_timeout_in_a_collective_says_where_the_ranks_were(frames: str | tuple
 # ---------------------------------------------------------------------------- after a failure
 
 
-def test_a_failure_interrupts_the_others() -> None:
-    machine = FakeMachine(failed(1, 1.0, "boom"))
-    run = follow(3, machine)
-    assert (run.error.rank, machine.closed) == (1, True)
-    assert machine.signals == [([0, 2], INT), ([0, 1, 2], KILL)]
-
-
-def test_a_failure_first_releases_ranks_that_wait_in_a_collective() -> None:
+def test_a_failure_releases_the_others_from_a_collective_and_then_interrupts_them() -> None:
     class Noting(FakeMachine):
         def signal(self, ranks, number):
             self.sent.append(number)
             super().signal(ranks, number)
 
     machine = Noting(failed(1, 1.0, "boom"))
-    followed(machine)
+    run = follow(3, machine)
+    assert (run.error.rank, machine.closed) == (1, True)
+    assert machine.signals == [([0, 2], INT), ([0, 1, 2], KILL)]
     assert machine.sent[:2] == [Release(), INT]
 
 
-def test_a_failure_kills_ranks_that_do_not_end_when_interrupted() -> None:
-    machine = FakeMachine(failed(1, 1.0, "boom"), deaf=True)
-    assert followed(machine, 3, patience=Patience(0.005, (NEVER_S,)))[2] == [([0, 2], INT), ([0, 2], KILL)]
-
-
 @pytest.mark.parametrize(("patience", "second"), [(OF_A_RUN, KILL), (OF_A_SESSION, INT)], ids=["run", "session"])
-def test_a_session_interrupts_again_where_a_run_kills(
+def test_ranks_that_do_not_end_are_killed_in_a_run_and_interrupted_again_in_a_session(
     quick: pytest.MonkeyPatch, patience: Patience, second: int
 ) -> None:
     quick.setattr(attempt, "_RELEASE_S", 0.03 / 500)
@@ -226,22 +209,21 @@ def test_a_session_interrupts_again_where_a_run_kills(
     assert signals[:2] == [([0], INT), ([0], second)]
 
 
-def test_the_last_words_of_a_rank_that_died_are_in_the_error() -> None:
-    run = follow(3, [Event("output", 1, b"bye\n"), exited(1, -11)])
-    assert (run.error.signal_name, run.error.exitcode) == ("SIGSEGV", -11)
-    assert "bye" in str(run.error)
-
-
-def test_a_rank_that_exits_with_0_before_it_reports_has_died() -> None:
-    error = follow(2, [finished(0), exited(1, 0)]).error
-    assert (type(error), error.rank, error.exitcode) == (nbddp.RankDied, 1, 0)
-    assert "exit code 0 before the function returned" in str(error)
-
-
-def test_sys_exit_is_a_death_with_its_code() -> None:
-    run = follow(2, [message(0, Report(1.0, failure=Failure("call", "SystemExit", "", code=3)))])
-    assert (type(run.error), run.error.exitcode) == (nbddp.RankDied, 3)
-    assert "sys.exit(3)" in str(run.error)
+@pytest.mark.parametrize(
+    ("script", "exitcode", "signal_name", "text"),
+    [
+        ([Event("output", 1, b"bye\n"), exited(1, -11)], -11, "SIGSEGV", "bye"),
+        ([finished(0), exited(1, 0)], 0, None, "exit code 0 before the function returned"),
+        ([message(1, Report(1.0, failure=Failure("call", "SystemExit", "", code=3)))], 3, None, "sys.exit(3)"),
+    ],
+    ids=["signal", "exit 0", "sys.exit"],
+)
+def test_a_death_has_its_code_and_the_ranks_last_words(
+    script: list[Event], exitcode: int, signal_name: str | None, text: str
+) -> None:
+    error = follow(3, script).error
+    assert (type(error), error.rank, error.exitcode, error.signal_name) == (nbddp.RankDied, 1, exitcode, signal_name)
+    assert text in str(error)
 
 
 # ---------------------------------------------------------------------------- before the function, and after it
@@ -315,8 +297,9 @@ def test_ranks_that_worked_side_by_side_are_remarked_on(met: Sequence[bool], rem
     assert (run.state, run.remark.partition(" worked")[0]) == ("finished", remark)
 
 
-def test_output_belongs_to_its_rank() -> None:
-    run = follow(2, [Event("output", 1, b"one\n"), Event("output", 0, b"t"), finished(0), finished(1)])
+def test_a_run_is_over_when_all_ranks_have_reported_and_has_each_ones_output() -> None:
+    run = follow(2, [Event("output", 1, b"one\n"), Event("output", 0, b"t"), finished(1), finished(0)])
+    assert (run.state, run.error, run.values) == ("finished", None, [None] * 2)
     assert (run.logs(0), run.logs(1), run.logs()) == ("t", "one\n", "[rank 0] t\n[rank 1] one\n")
 
 
@@ -342,9 +325,12 @@ def test_an_error_of_ours_is_the_runs_error_and_nothing_waits_forever() -> None:
 
 
 @pytest.mark.parametrize("end", [exited(1, -9), failed(1, 1.0, "boom")], ids=["died", "raised"])
-def test_restarts_start_all_ranks_again(end: Event) -> None:
-    run = follow(2, [end], [failed(0, 1.0, "again"), finished(1)], [finished(0), finished(1)], max_restarts=2)
+def test_restarts_start_all_ranks_again_which_know_how_often(end: Event) -> None:
+    scripts = [end], [failed(0, 1.0, "again"), finished(1)], [finished(0), finished(1)]
+    machines = [FakeMachine(*script) for script in scripts]
+    run = follow(2, *machines, max_restarts=2)
     assert (run.state, run.restarts, len(run.history.restarts)) == ("finished", 2, 2)
+    assert [machine.settings.restart_count for machine in machines] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("restarts", "words"), [(1, "1 restart;"), (2, "2 restarts;")])
@@ -354,12 +340,6 @@ def test_the_last_failure_is_raised_when_restarts_are_used_up(restarts: int, wor
     assert (run.state, run.restarts, str(run.error.cause)) == ("failed", restarts, "RuntimeError: last")
     first = "the first failure was RankError: rank 1 of 2 failed: RuntimeError: RuntimeError: first"
     assert f"That was after {words} {first}" in str(run.error)
-
-
-def test_each_attempt_knows_how_often_it_was_restarted() -> None:
-    machines = [FakeMachine(failed(0, 1.0, "boom")), FakeMachine(finished(0))]
-    follow(1, *machines, max_restarts=1)
-    assert [machine.settings.restart_count for machine in machines] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -400,27 +380,15 @@ def test_the_first_nan_ends_a_run_that_asks_for_it() -> None:
     assert follow(2, [nan, finished(0), finished(1)]).state == "finished"
 
 
-def test_stop_interrupts_and_a_rank_that_reports_is_not_killed() -> None:
-    machine, run, end = _in_the_background(FakeMachine())
-    run.stop(NEVER_S)
+@pytest.mark.parametrize(("deaf", "grace_s"), [(False, NEVER_S), (True, 0.005)])
+def test_a_stop_interrupts_kills_what_does_not_end_in_its_grace_and_is_not_restarted(
+    deaf: bool, grace_s: float
+) -> None:
+    machine, run, end = _in_the_background(FakeMachine(deaf=deaf), max_restarts=3)
+    run.stop(grace_s)
     end()
-    assert (run.state, run.error) == ("stopped", None)
-    assert machine.signals == [([0, 1], INT), ([0, 1], KILL)]  # the second one when it was over
-
-
-def test_stop_kills_ranks_that_do_not_end_in_its_grace() -> None:
-    machine, run, end = _in_the_background(FakeMachine(deaf=True))
-    run.stop(0.005)
-    end()
-    assert run.state == "stopped"
-    assert machine.signals == [([0, 1], INT), ([0, 1], KILL)]
-
-
-def test_a_stop_is_not_restarted() -> None:
-    _, run, end = _in_the_background(FakeMachine(), max_restarts=3)
-    run.stop(0.0)
-    end()
-    assert (run.state, run.restarts) == ("stopped", 0)
+    assert (run.state, run.error, run.restarts) == ("stopped", None, 0)
+    assert machine.signals == [([0, 1], INT), ([0, 1], KILL)]  # the second one when it was over, or for the deaf
 
 
 def test_a_stop_that_is_asked_for_when_all_have_failed_keeps_the_error_and_is_not_restarted() -> None:
@@ -440,41 +408,37 @@ def test_a_value_that_nobody_takes_since_another_rank_failed_is_closed() -> None
     assert (run.error.rank, block.fd) == (1, -1)
 
 
-@pytest.mark.parametrize("comes_to", ["starting", "ready"])
-def test_a_stop_before_the_function_has_begun_kills(comes_to: str) -> None:
-    machine = FakeMachine(comes_to=comes_to)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"comes_to": "starting"},
+        {"comes_to": "ready"},
+        {"when": {CountSteps: [failed(0, 1.0, "boom"), *interrupted(1)]}},
+    ],
+    ids=["starting", "ready", "failing"],
+)
+def test_a_stop_before_the_function_has_begun_or_while_ranks_fail_has_no_error_and_kills(given: dict) -> None:
+    machine = FakeMachine(**given)
     run: nbddp.Run = nbddp.Run(Settings("train", 2))
     run._ask_to_stop(NEVER_S)
     _carry_out(run, machine)
-    assert (run.state, machine.signals) == ("stopped", [([0, 1], KILL)])
+    assert (run.state, run.error, machine.signals) == ("stopped", None, [([0, 1], KILL)])
 
 
-def test_ranks_that_fail_while_they_are_stopped_are_no_failure() -> None:
-    machine = FakeMachine(when={CountSteps: [failed(0, 1.0, "boom"), *interrupted(1)]})
-    run: nbddp.Run = nbddp.Run(Settings("train", 2))
-    run._ask_to_stop(NEVER_S)
-    _carry_out(run, machine)
-    assert (run.state, run.error) == ("stopped", None)
-
-
-@pytest.mark.parametrize(("first_s", "second_s"), [(NEVER_S, 0.0), (NEVER_S, 0.002), (0.002, NEVER_S)])
-def test_a_second_stop_can_only_shorten_the_grace(quick: pytest.MonkeyPatch, first_s: float, second_s: float) -> None:
+@pytest.mark.parametrize("graces_s", [(NEVER_S, 0.0), (NEVER_S, 0.002), (0.002, NEVER_S), (0.0,)])
+def test_a_second_stop_can_only_shorten_the_grace_and_one_without_asks_for_nothing(
+    quick: pytest.MonkeyPatch, graces_s: tuple[float, ...]
+) -> None:
     quick.setattr(attempt, "_COUNT_S", NEVER_S)  # nor does it ask for the same step again
 
-    def stop_twice(attempt: Attempt) -> None:
-        attempt.stop(first_s)
-        attempt.stop(second_s)
+    def stop_each(attempt: Attempt) -> None:
+        for grace_s in graces_s:
+            attempt.stop(grace_s)
 
     machine = FakeMachine(deaf=True)
-    signals = followed(machine, called=stop_twice)[2]
+    signals = followed(machine, called=stop_each)[2]
     assert signals == [([0, 1], INT), ([0, 1], KILL)]
-    assert machine.sent.count(CountSteps()) == 1
-
-
-def test_a_stop_without_grace_asks_for_nothing() -> None:
-    machine = FakeMachine(deaf=True)
-    assert followed(machine, called=lambda attempt: attempt.stop(0.0))[2] == [([0, 1], INT), ([0, 1], KILL)]
-    assert CountSteps() not in machine.sent
+    assert machine.sent.count(CountSteps()) == (graces_s[0] > 0)
 
 
 def test_a_flood_of_metrics_does_not_hold_up_a_stop() -> None:
@@ -505,24 +469,22 @@ def test_ranks_that_train_stop_after_the_same_step_without_an_interrupt(
     assert machine.sent == [CountSteps(), StopAfter(taken[1] + 1)]
 
 
-def test_a_rank_that_does_not_train_has_all_interrupted_at_once(quick: pytest.MonkeyPatch) -> None:
-    quick.setattr(attempt, "_COUNT_S", NEVER_S)
-    machine = FakeMachine(when={CountSteps: [steps(0, 10), steps(1, 12, 5.0)]})
+@pytest.mark.parametrize(
+    ("answers", "count_s", "asked"),
+    [
+        ([steps(0, 10), steps(1, 12, 5.0)], NEVER_S, []),
+        ([steps(0, 10)], 0.003, []),
+        ([steps(0, 10), steps(1, 12)], NEVER_S, [StopAfter(13)]),
+    ],
+    ids=["does not train", "does not say where it is", "does not come to the step"],
+)
+def test_a_rank_that_cannot_stop_after_the_step_has_all_interrupted(
+    quick: pytest.MonkeyPatch, answers: list[Event], count_s: float, asked: list[StopAfter]
+) -> None:
+    quick.setattr(attempt, "_COUNT_S", count_s)
+    machine = FakeMachine(when={CountSteps: answers})
     assert followed(machine, called=stop)[2] == [([0, 1], INT)]
-    assert StopAfter(13) not in machine.sent
-
-
-def test_a_rank_that_does_not_say_where_it_is_has_all_interrupted_soon() -> None:
-    machine = FakeMachine(when={CountSteps: [steps(0, 10)]})
-    assert followed(machine, called=stop)[2] == [([0, 1], INT)]
-    assert StopAfter not in map(type, machine.sent)
-
-
-def test_ranks_that_do_not_come_to_the_step_are_interrupted(quick: pytest.MonkeyPatch) -> None:
-    quick.setattr(attempt, "_COUNT_S", NEVER_S)
-    machine = FakeMachine(when={CountSteps: [steps(0, 10), steps(1, 12)]})
-    assert followed(machine, called=stop)[2] == [([0, 1], INT)]
-    assert machine.sent[:2] == [CountSteps(), StopAfter(13)]
+    assert [sent for sent in machine.sent if sent != Release()] == [CountSteps(), *asked]
 
 
 def test_a_rank_that_is_done_is_not_waited_for_and_does_not_count(quick: pytest.MonkeyPatch) -> None:
@@ -585,11 +547,15 @@ def interrupts(machine: FakeMachine, most: int) -> Callable[[Attempt], None]:
     return look
 
 
-def test_an_interrupt_stops_the_ranks_and_the_handler_is_the_notebooks_again() -> None:
-    before, machine = signal.getsignal(INT), FakeMachine()
-    attempt, crew, signals = followed(machine, look=interrupts(machine, 1))
-    assert (attempt.ending, attempt.interrupts, signals) == ("stopped", 1, [([0, 1], INT)])
-    assert all(rank.is_consequence for rank in crew.ranks)
+@pytest.mark.parametrize(("deaf", "times"), [(False, 1), (True, 2)])
+def test_an_interrupt_stops_the_ranks_a_second_one_kills_and_the_handler_is_the_notebooks_again(
+    deaf: bool, times: int
+) -> None:
+    before, machine = signal.getsignal(INT), FakeMachine(deaf=deaf)
+    attempt, crew, signals = followed(machine, look=interrupts(machine, times))
+    assert (attempt.ending, attempt.interrupts) == ("stopped", times)
+    assert signals == ([([0, 1], INT)] * 2 + [([0, 1], KILL)] if deaf else [([0, 1], INT)])
+    assert deaf or all(rank.is_consequence for rank in crew.ranks)
     assert signal.getsignal(INT) is before
 
 
@@ -599,12 +565,6 @@ def test_an_interrupt_wakes_the_thread_that_waits(quick: pytest.MonkeyPatch) -> 
     timer = threading.Timer(0.005, signal.pthread_kill, (main, INT))
     assert followed(FakeMachine(), called=lambda _: timer.start())[2] == [([0, 1], INT)]
     timer.join()
-
-
-def test_a_runs_second_interrupt_kills() -> None:
-    machine = FakeMachine(deaf=True)
-    attempt, _, signals = followed(machine, look=interrupts(machine, 2))
-    assert (attempt.interrupts, signals[:3]) == (2, [([0, 1], INT), ([0, 1], INT), ([0, 1], KILL)])
 
 
 def test_a_sessions_second_interrupt_kills_nothing_and_the_third_is_raised_here() -> None:

@@ -42,7 +42,7 @@ def test_a_breakpoint_opens_pdb_in_the_users_frame_with_the_cells_lines(cell: No
     assert talk.result == "7"
 
 
-def test_stepping_until_return_and_into(cell: Notebook) -> None:
+def test_stepping_until_return_into_and_from_line_to_line_to_a_cells_last(cell: Notebook) -> None:
     source = """
     def double(x):
         z = x * 2
@@ -60,15 +60,9 @@ def test_stepping_until_return_and_into(cell: Notebook) -> None:
     assert "->8" in talk.shown
     assert "-> breakpoint()" in talk.shown
     assert talk.result == "9"
-
-
-def test_a_cell_is_stepped_from_line_to_line_to_its_last(cell: Notebook) -> None:
     talk = cell.talk("%%ddp -n 1\nx = 20\nbreakpoint()\nx += 1\nx", ["n", "n", "p x", "n"])
-    assert [line for line in talk.shown.splitlines() if line.startswith("->")] == [
-        "-> breakpoint()",
-        "-> x += 1",
-        "-> x",
-    ]
+    lines = [line for line in talk.shown.splitlines() if line.startswith("->")]
+    assert lines == ["-> breakpoint()", "-> x += 1", "-> x"]
     assert (talk.shown.count("--"), talk.result) == (0, "21")
 
 
@@ -160,8 +154,9 @@ def test_pdb_opens_where_a_rank_failed_while_its_peers_wait(cell: Notebook) -> N
 
 
 def test_a_cells_error_opens_ipythons_debugger_with_pdb(cell: Notebook) -> None:
-    talk = cell.talk("%%ddp --pdb\nw = rank\nraise ValueError('boom')", ["p w + 40", "c"])
-    assert talk.prompts == ["ranks 0 and 1 ipdb> "] * 2
+    source = "%%ddp --pdb\nw = rank\nraise ValueError('boom')"
+    talk = cell.talk(source, ["rank all", "p w + 40", "c"])  # the first prompt may come before the other rank is there
+    assert talk.prompts[1:] == ["ranks 0 and 1 ipdb> "] * 2
     assert "ValueError: boom\n" in talk.shown
     assert "[rank 1] 41\n" in talk.shown
     assert talk.ename == "ValueError"
@@ -185,14 +180,8 @@ def test_where_nobody_can_answer_the_run_goes_on_and_says_so_once(cell: Notebook
     reply = cell.end_of(message)
     assert reply.shown.count("debugger skipped: nobody can answer here") == 1
     assert reply.shown.count("'value'") == 1
-
-
-def test_in_a_script_without_stdin_the_run_goes_on() -> None:
-    def f() -> int:
-        breakpoint()
-        return nbddp.rank()
-
-    run = nbddp.run(f, nprocs=2, device="cpu", pdb=True)
+    # In a script.
+    run = nbddp.run(lambda: [breakpoint(), nbddp.rank()][1], nprocs=2, device="cpu", pdb=True)
     assert run.values == [0, 1]
     assert run.logs().count("debugger skipped") == 1
 

@@ -34,7 +34,7 @@ def _no_runs_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(earlier, "_newest", {})
 
 
-def test_a_run_is_compared_with_the_newest_of_its_function_that_has_curves(cell: Cells) -> None:
+def test_a_run_is_compared_with_the_newest_of_its_function_that_has_curves_and_is_over(cell: Cells) -> None:
     names = cell(TRAIN)
     first = run(names.train)
     assert first._before is None
@@ -47,14 +47,9 @@ def test_a_run_is_compared_with_the_newest_of_its_function_that_has_curves(cell:
     with pytest.raises(nbddp.RankError):
         run(names.train, 4.0, 3)
     failed = nbddp.last_run()
-    assert run(functools.partial(names.train, 5.0))._before is failed.history
-
-
-def test_a_run_that_goes_on_is_not_compared_with_until_it_was_stopped(cell: Cells) -> None:
-    names = cell(TRAIN)
     going = start(names.train, 1.0, None, True)
     wait_until(lambda: going.history.latest().get("loss") == 4.0)
-    assert run(names.train)._before is None
+    assert run(functools.partial(names.train, 5.0))._before is failed.history
     going.stop(0)
     assert run(names.train)._before is going.history
 
@@ -89,7 +84,7 @@ def test_one_history_of_the_newest_eight_functions_is_kept() -> None:
 
 
 def test_panel_and_picture_of_the_second_run_have_the_curves_of_the_first(notebook: Notebook) -> None:
-    notebook.ok(TRAIN)
+    notebook.ok(f"{TRAIN}\nfrom nbddp.kernel import earlier\nearlier._newest.clear()")
     look = """
         run = nbddp.run(train, ({},), nprocs=2, device="cpu", show=False)
         from nbddp.panel.charts import charts
@@ -101,28 +96,12 @@ def test_panel_and_picture_of_the_second_run_have_the_curves_of_the_first(notebo
     assert notebook.ok(look.format(2.0)).shown == "[(True, 4.0), (False, 8.0)] True\n"
 
 
-@pytest.mark.long
-def test_a_cell_is_compared_with_itself_where_the_page_tells_which_it_is(own_notebook: Notebook) -> None:
-    own_notebook.ok("%load_ext nbddp")
-    client = own_notebook._client
-
-    def logs(cell_id: str) -> str:
-        message = client.session.msg("execute_request", {"code": _CELL, "silent": False, "store_history": True})
-        message["metadata"]["cellId"] = cell_id
-        client.shell_channel.send(message)
-        own_notebook.end_of(message["header"]["msg_id"])
-        return own_notebook.ok("print(nbddp.last_run()._before)").shown
-
-    assert logs("a") == logs("b") == "None\n"
-    assert logs("a") == "History(x: 1 points)\n"
-
-
-_CELL = "%%ddp -n 2 --device cpu\nimport nbddp\nnbddp.log(x=1.0)"
-
 # ---------------------------------------------------------------------------- pictures
 
 
-def test_a_plot_has_some_metrics_and_another_runs_curves_in_gray(cell: Cells) -> None:
+def test_a_plot_has_some_metrics_of_a_run_or_a_loaded_history_and_another_runs_curves_in_gray(
+    cell: Cells, in_folder: Path
+) -> None:
     names = cell("import nbddp\ndef train(): nbddp.log(loss=1.0, acc=0.5, lr=0.1)")
     done = run(names.train)
     html = done.history.plot("acc", "lr", before=done).data
@@ -132,14 +111,9 @@ def test_a_plot_has_some_metrics_and_another_runs_curves_in_gray(cell: Cells) ->
     assert "before" not in done.history.plot("acc").data
     with pytest.raises(KeyError, match="no metric 'los' was logged; the metrics are: loss, acc, lr"):
         done.history.plot("los")
-
-
-def test_a_loaded_history_can_be_drawn_and_one_without_metrics_shows_its_text(in_folder: Path) -> None:
-    history = nbddp.History()
-    assert history._repr_html_() is None
-    history.add(0, [[1.0, 0, False, None, 1, {"loss": 1.0}]])
-    history.save("run.metrics")
-    assert nbddp.History.load("run.metrics").plot().data == history.plot().data
+    done.history.save("run.metrics")
+    assert nbddp.History.load("run.metrics").plot().data == done.history.plot().data
+    assert nbddp.History()._repr_html_() is None
 
 
 def test_a_run_shows_its_picture_at_a_cells_end_unless_the_cell_shows_it_anyway(notebook: Notebook) -> None:

@@ -6,18 +6,11 @@ import re
 import signal
 import textwrap
 import traceback
-from typing import Any
 
 import pytest
 
 import nbddp
-from tests.support import Cells, Notebook, run
-
-
-def _error(fn: Any, *args: Any, **options: Any) -> nbddp.RankError:
-    with pytest.raises(nbddp.RankError) as caught:
-        run(fn, *args, **options)
-    return caught.value
+from tests.support import Cells, Notebook, error_of, run
 
 
 @pytest.mark.parametrize("deep", [0, 40])
@@ -84,46 +77,27 @@ def test_a_crash_is_located_after_code_that_has_restored_all_handlers() -> None:
         assert "in crash" in str(caught.value)
 
 
-def test_a_crash_of_a_ranks_child_is_in_the_ranks_output(cell: Cells) -> None:
-    names = cell("""
-        import ctypes, os
-        def train():
-            pid = os.fork()
-            if not pid:
-                ctypes.string_at(0)
-            return os.WTERMSIG(os.waitpid(pid, 0)[1])
-    """)
-    finished = run(names.train, nprocs=1)
-    assert finished.value == signal.SIGSEGV
-    assert "Fatal Python error: Segmentation fault" in finished.logs(0)
-
-
-def test_a_killed_rank_is_not_located_by_the_crash_of_its_child(cell: Cells) -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_crash_of_a_ranks_child_is_in_the_ranks_output_and_does_not_locate_its_own_end(
+    cell: Cells, killed: bool
+) -> None:
     names = cell("""
         import ctypes, os, signal
-        def train():
+        def train(killed):
             pid = os.fork()
             if not pid:
                 ctypes.string_at(0)
-            os.waitpid(pid, 0)
-            os.kill(os.getpid(), signal.SIGKILL)
+            code = os.WTERMSIG(os.waitpid(pid, 0)[1])
+            if killed: os.kill(os.getpid(), signal.SIGKILL)
+            return code
     """)
-    with pytest.raises(nbddp.RankDied, match="was killed by SIGKILL") as caught:
-        run(names.train, nprocs=1)
-    assert "It was here" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("ranks", "who"), [(2, "both ranks"), (3, "all 3 ranks")])
-def test_an_error_of_all_ranks_says_that_all_failed(cell: Cells, ranks: int, who: str) -> None:
-    names = cell("""
-        import nbddp
-        def train():
-            nbddp.barrier()
-            raise ValueError(f"bad data on rank {nbddp.rank()}")
-    """)
-    error = _error(names.train, nprocs=ranks)
-    assert error.alike
-    assert str(error) == f"{who} failed, rank {error.rank} first: ValueError: bad data on rank {error.rank}"
+    if killed:
+        error = error_of(names.train, True, nprocs=1, kind=nbddp.RankDied)
+        assert "was killed by SIGKILL" in str(error)
+        assert "It was here" not in str(error)
+    else:
+        assert run(names.train, False, nprocs=1).value == signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in nbddp.last_run().logs(0)
 
 
 FOLDED = """
@@ -193,7 +167,7 @@ def test_a_recursions_error_shows_six_frames_and_says_how_many_are_left_out(note
     assert reply.traceback.count("in even()") + reply.traceback.count("in odd()") == 6
     assert "RecursionError: maximum recursion depth exceeded" in reply.traceback
     assert reply.seconds < 20
-    error = _error(cell(source).even, 0, nprocs=1)
+    error = error_of(cell(source).even, 0, nprocs=1)
     assert [name.split(" = ")[0] for name in error.locals] == ["n + 1", "n"]  # those of the innermost frame
     assert note.search("".join(traceback.format_exception(error)))
     with nbddp.Session(nprocs=1, device="cpu") as session:

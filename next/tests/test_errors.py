@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import nbddp
-from tests.support import Cells, Notebook, marked_pids, run, start
+from tests.support import Cells, Notebook, error_of, marked_pids, run, start
 
 IN_THE_CELL_S = 0.5
-
-
-def _error(fn: Callable[..., Any], *args: Any, **options: Any) -> nbddp.RankError:
-    with pytest.raises(nbddp.RankError) as caught:
-        run(fn, *args, **options)
-    return caught.value
+death_of = functools.partial(error_of, kind=nbddp.RankDied)
 
 
 def test_the_cause_is_the_original_exception(cell: Cells) -> None:
@@ -33,7 +30,7 @@ def test_the_cause_is_the_original_exception(cell: Cells) -> None:
                 helper({})
             nbddp.barrier()
     """)
-    error = _error(names.train, nprocs=3)
+    error = error_of(names.train, nprocs=3)
     assert (error.rank, error.world_size) == (1, 3)
     assert type(error.cause) is KeyError
     assert error.cause is error.__cause__
@@ -44,7 +41,7 @@ def test_the_cause_is_the_original_exception(cell: Cells) -> None:
     assert [frame.line for frame in frames] == ["helper({})", 'return values["missing"]']
 
 
-def test_an_exception_class_of_a_cell_is_the_same_class(cell: Cells) -> None:
+def test_an_exception_has_its_class_also_a_cells_and_its_own_fields(cell: Cells) -> None:
     names = cell("""
         class DataError(ValueError):
             def __init__(self, path, line):
@@ -59,12 +56,15 @@ def test_an_exception_class_of_a_cell_is_the_same_class(cell: Cells) -> None:
                 raise DataError("a.csv", 7)
             raise KeywordOnly(code=5)
     """)
-    error = _error(names.train, "odd init").cause
+    error = error_of(names.train, "odd init").cause
     assert type(error) is names.DataError
     assert (error.path, error.line, str(error)) == ("a.csv", 7, "a.csv:7")
-    error = _error(names.train, "keyword only").cause
+    error = error_of(names.train, "keyword only").cause
     assert type(error) is names.KeywordOnly
     assert (error.code, str(error)) == (5, "code 5")
+    error = error_of(b"\xff".decode).cause
+    assert type(error) is UnicodeDecodeError
+    assert (error.start, error.reason) == (0, "invalid start byte")
 
 
 def test_an_exception_that_does_not_pickle_keeps_name_text_and_lines(cell: Cells) -> None:
@@ -76,7 +76,7 @@ def test_an_exception_that_does_not_pickle_keeps_name_text_and_lines(cell: Cells
                 self.lock = threading.Lock()
         def train(): raise Holder("still readable")
     """)
-    error = _error(names.train)
+    error = error_of(names.train)
     assert type(error.cause).__name__ == "Holder"
     assert "still readable" in str(error)
     assert traceback.extract_tb(error.cause.__traceback__)[-1].name == "train"
@@ -91,7 +91,7 @@ def test_a_traceback_has_no_frame_of_nbddp_or_multiprocessing(cell: Cells) -> No
             dist.all_reduce("no tensor")
     """)
     for function in (names.train, names.collective):
-        files = [frame.filename for frame in traceback.extract_tb(_error(function).cause.__traceback__)]
+        files = [frame.filename for frame in traceback.extract_tb(error_of(function).cause.__traceback__)]
         assert files[0].startswith("/tmp/ipykernel_")
         assert not [file for file in files if "/nbddp/" in file or "multiprocessing" in file]
 
@@ -110,7 +110,7 @@ def test_the_first_failure_in_time_is_raised(cell: Cells) -> None:
                 raise RuntimeError("a consequence") from error
     """)
     for _ in range(3):
-        error = _error(names.train, nprocs=4)
+        error = error_of(names.train, nprocs=4)
         assert (error.rank, type(error.cause)) == (2, ValueError)
 
 
@@ -144,7 +144,7 @@ def test_the_error_is_in_the_cell_within_half_a_second(cell: Cells, others: str)
     """)
     taken = []
     for _ in range(3):  # the machine may be busy with something else once
-        error = _error(names.train, others, nprocs=3)
+        error = error_of(names.train, others, nprocs=3)
         taken.append(time.monotonic() - error.cause.args[0])
         assert type(error.cause) is ValueError
         if taken[-1] < IN_THE_CELL_S:
@@ -152,23 +152,25 @@ def test_the_error_is_in_the_cell_within_half_a_second(cell: Cells, others: str)
     raise AssertionError(f"{others}: {taken} s from the raise to the cell")
 
 
-def _death(fn: Callable[..., Any], *args: Any, **options: Any) -> nbddp.RankDied:
-    with pytest.raises(nbddp.RankDied) as caught:
-        run(fn, *args, **options)
-    return caught.value
+BY_ITSELF = [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT, signal.SIGBUS]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT, signal.SIGBUS])
-def test_a_death_by_signal_is_named(cell: Cells, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "outside"), [*((each, False) for each in BY_ITSELF), (signal.SIGKILL, True)])
+def test_a_death_by_signal_is_named_with_its_rank(cell: Cells, number: signal.Signals, outside: bool) -> None:
     names = cell("""
-        import os, signal, nbddp
+        import os, nbddp, time
         def train(number):
             if nbddp.rank() == 1:
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), number) if number else time.sleep(100)
             nbddp.barrier()
     """)
-    error = _death(names.train, int(number), nprocs=3)
-    assert (error.rank, error.exitcode, error.signal_name) == (1, -number, number.name)
+    going = start(names.train, 0 if outside else int(number), nprocs=3)
+    if outside:
+        os.kill(going.pids[1], number)
+    with pytest.raises(nbddp.RankDied) as caught:
+        going.wait(30)
+    error = caught.value
+    assert (going.state, error.rank, error.exitcode, error.signal_name) == ("failed", 1, -number, number.name)
     assert str(error).startswith("rank 1 of 3 ")
     assert number.name in str(error)
     if number == signal.SIGKILL:
@@ -187,16 +189,16 @@ def test_the_error_names_the_exit_code_and_rank(cell: Cells) -> None:
                 os._exit(code)
             nbddp.barrier()
     """)
-    error = _death(names.leave, 3)
+    error = death_of(names.leave, 3)
     assert (error.rank, error.exitcode, error.signal_name) == (1, 3, None)
     assert "sys.exit(3)" in str(error)
-    error = _death(names.leave, "no data found")
+    error = death_of(names.leave, "no data found")
     assert error.exitcode == 1
     assert "no data found" in str(error)
-    error = _death(names.vanish, 0)
+    error = death_of(names.vanish, 0)
     assert (error.rank, error.exitcode) == (1, 0)
     assert "no result" in str(error)
-    error = _death(names.vanish, 9)
+    error = death_of(names.vanish, 9)
     assert error.exitcode == 9
 
 
@@ -205,38 +207,6 @@ def test_sys_exit_0_ends_a_rank_without_a_value(cell: Cells) -> None:
     names = cell("import sys\ndef train(code): sys.exit(code)")
     assert run(names.train, 0).values == [None, None]
     assert run(names.train, None).values == [None, None]
-
-
-def test_a_rank_killed_from_outside_is_named_with_sigkill(cell: Cells) -> None:
-    names = cell("import time\ndef train(): time.sleep(100)")
-    going = start(names.train, nprocs=3)
-    os.kill(going.pids[2], signal.SIGKILL)
-    with pytest.raises(nbddp.RankDied, match="rank 2 of 3 was killed by SIGKILL"):
-        going.wait(30)
-    assert going.state == "failed"
-
-
-@pytest.mark.parametrize("bad", [None, 3, "train", "a generator", "a coroutine"])
-def test_a_non_function_generator_or_coroutine_is_refused(cell: Cells, bad: Any) -> None:
-    names = cell("def generator(): yield 1\nasync def coroutine(): pass")
-    bad = {"a generator": names.generator, "a coroutine": names.coroutine}.get(bad, bad)
-    with pytest.raises(nbddp.LaunchError) as caught:
-        run(bad)
-    if bad is None:
-        assert "run(train), not run(train())" in str(caught.value)
-
-
-def test_the_next_run_works_after_every_kind_of_failure(cell: Cells) -> None:
-    names = cell("""
-        import os, signal
-        def raises(): raise ValueError
-        def dies(): os.kill(os.getpid(), signal.SIGKILL)
-        def good(): return 1
-    """)
-    for bad in (names.raises, names.dies):
-        with pytest.raises(nbddp.NbddpError):
-            run(bad)
-        assert run(names.good).values == [1, 1]
 
 
 def test_a_cells_traceback_shows_only_the_users_lines(notebook: Notebook) -> None:
@@ -272,10 +242,23 @@ def test_an_error_stops_run_all(notebook: Notebook) -> None:
     assert notebook.ok("'after_error' in globals()").shown.strip() == "False"
 
 
+def generator() -> Iterator[int]:
+    yield 1
+
+
+async def coroutine() -> None: ...
+
+
+MOST = max(64, 16 * len(os.sched_getaffinity(0)))
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("nprocs 0", {"nprocs": 0}, "device_count"),
     ("nprocs negative", {"nprocs": -1}, "too small"),
     ("nprocs huge", {"nprocs": 10**6}, "at most .* ranks on .* cores"),
+    (
+        "nprocs one too many",
+        {"nprocs": MOST + 1},
+        rf"^nprocs={MOST + 1} is too large: at most {MOST} ranks on .* cores$",
+    ),
     ("nprocs float", {"nprocs": 2.0}, "whole number"),
     ("nprocs bool", {"nprocs": True}, "whole number"),
     ("nprocs text", {"nprocs": "2"}, "whole number"),
@@ -296,6 +279,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("args too many", {"args": (1, 2, 3)}, "cannot be called"),
     ("kwargs unknown", {"kwargs": {"nope": 1}}, "nope"),
     ("kwargs list", {"kwargs": [1]}, "dict"),
+    ("what a function returned", {"fn": None}, re.escape("run(train), not run(train())")),
+    ("a number", {"fn": 3}, "takes the function itself"),
+    ("a text", {"fn": "train"}, "takes the function itself"),
+    ("a generator", {"fn": generator}, "runs none of its lines"),
+    ("a coroutine", {"fn": coroutine}, "runs none of its lines"),
 ]
 
 
@@ -304,14 +292,8 @@ def test_bad_arguments_are_refused_at_once(cell: Cells, options: dict[str, Any],
     names = cell("def train(a=1): return a")
     before = marked_pids()
     with pytest.raises(nbddp.LaunchError, match=match):
-        nbddp.run(names.train, **{"device": "cpu", "show": False, **options})
+        nbddp.run(**{"fn": names.train, "device": "cpu", "show": False, **options})
     assert marked_pids() == before
-
-
-def test_too_many_ranks_are_refused_in_one_line(cell: Cells) -> None:
-    most = max(64, 16 * len(os.sched_getaffinity(0)))
-    with pytest.raises(nbddp.LaunchError, match=rf"^nprocs={most + 1} is too large: at most {most} ranks on .* cores$"):
-        run(cell("def train(): pass").train, nprocs=most + 1)
 
 
 def test_a_recursions_report_has_its_innermost_frames(cell: Cells) -> None:
@@ -327,14 +309,7 @@ def test_a_recursions_report_has_its_innermost_frames(cell: Cells) -> None:
                 return len(pickle.dumps(reports.failed(error, "call", time.monotonic()).failure))
         import pickle
     """)
-    error = _error(names.train)
+    error = error_of(names.train)
     assert type(error.cause) is RecursionError
     assert str(error).startswith("both ranks failed")
     assert run(names.report, nprocs=1).value < 20_000
-
-
-def test_an_exception_arrives_with_its_own_fields() -> None:
-    with pytest.raises(nbddp.RankError) as caught:
-        nbddp.run(b"\xff".decode, nprocs=2, device="cpu", show=False)
-    assert isinstance(caught.value.cause, UnicodeDecodeError)
-    assert (caught.value.cause.start, caught.value.cause.reason) == (0, "invalid start byte")

@@ -9,42 +9,29 @@ import numpy as np
 import pytest
 import torch
 
-import nbddp
 from nbddp.worker import failing_line
-from tests.support import Cells, run
+from tests.support import Cells, error_of
 
 
-def test_the_error_of_a_rank_has_them_and_a_cell_shows_them(cell: Cells) -> None:
-    here = cell(
-        """
-        import torch
-
+def test_the_error_of_a_rank_has_them_and_a_cell_shows_them_also_of_a_line_that_calls_a_helper(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
         def train(width):
             weight = torch.zeros(3, width)
             return torch.zeros(2, 4) @ weight
-        """
-    )
-    with pytest.raises(nbddp.RankError) as raised:
-        run(here.train, 5)
-    assert raised.value.locals == {"weight": "Tensor (3, 5) float32 cpu"}
-    assert "weight  Tensor (3, 5) float32 cpu" in "\n".join(raised.value._render_traceback_())
+        def reduce(mine):
+            nbddp.all_reduce(mine, "median")
+    """)
+    error = error_of(names.train, 5)
+    assert error.locals == {"weight": "Tensor (3, 5) float32 cpu"}
+    assert "weight  Tensor (3, 5) float32 cpu" in "\n".join(error._render_traceback_())
+    assert error_of(names.reduce, 3).locals == {"mine": "3"}
 
 
 def found(function: Any, *args: Any) -> dict[str, str]:
     with pytest.raises(Exception) as raised:  # noqa: PT011 - whichever
         function(*args)
     return dict(failing_line.names(raised.value))
-
-
-def test_an_error_in_a_helper_shows_the_names_of_the_line_that_calls_it(cell: Cells) -> None:
-    names = cell("""
-        import nbddp
-        def train(mine):
-            nbddp.all_reduce(mine, "median")
-    """)
-    with pytest.raises(nbddp.RankError) as caught:
-        run(names.train, 3)
-    assert caught.value.locals == {"mine": "3"}
 
 
 def test_secrets_and_long_values_are_not_shown() -> None:

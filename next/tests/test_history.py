@@ -68,20 +68,10 @@ def test_a_series_tells_its_length_and_its_ends() -> None:
     assert repr(two) == "Series(2 points: 0.5 at step 0 … 0.333333 at step 4)"
     assert repr(Series(np.array([7]), np.array([math.nan]))) == "Series(1 point: nan at step 7)"
     assert repr(Series(np.array([]), np.array([]))) == "Series(no points)"
-
-
-def test_the_ends_of_a_long_series_are_shown_at_once() -> None:
     steps = np.arange(3_000_000)
     began = time.process_time()
     assert repr(Series(steps, steps / 2)) == "Series(3000000 points: 0 at step 0 … 1.5e+06 at step 2999999)"
-    assert time.process_time() - began < 0.5
-
-
-def test_the_notebook_knows_when_a_ranks_records_arrived() -> None:
-    history, began = History(2), time.time()
-    log(history, 0, "loss", [0])
-    assert began <= history.ranks[0].arrived_at <= time.time()
-    assert history.ranks[1].arrived_at == 0
+    assert time.process_time() - began < 0.5, "of a long series, too"
 
 
 def test_returned_columns_are_copies() -> None:
@@ -119,9 +109,11 @@ def test_the_first_thousand_names_of_a_run_are_kept_and_the_others_counted_once(
     assert history.ranks[0].step == 8000  # a rank's progress counts all the same
 
 
-def test_a_progress_bar_gives_its_rate_and_time_left() -> None:
-    history = History(1)
+def test_a_ranks_progress_has_its_arrival_its_rate_and_time_left() -> None:
+    history, began = History(2), time.time()
     feed(history, 0, *({"time": 100.0 + done, "bar": [0, "epoch", done, 10]} for done in range(6)))
+    assert began <= history.ranks[0].arrived_at <= time.time()
+    assert history.ranks[1].arrived_at == 0
     bar = history.ranks[0].bars[0]
     assert (bar.desc, bar.total, bar.done, bar.rate, bar.seconds_left) == ("epoch", 10, 5, 1.0, 5.0)
     feed(history, 0, {"time": 106.0, "bar": [0, "epoch", 0, None]})
@@ -183,47 +175,32 @@ def test_where_ranks_do_not_log_alike_a_notice_says_so() -> None:
     ]
 
 
-def test_a_step_that_one_rank_skips_does_not_end_the_band() -> None:
-    history = History(3)
-    for rank, steps in enumerate([range(100), range(100), [s for s in range(100) if s % 7]]):
-        log(history, rank, "loss", steps, offset=float(rank))
-    assert history.spread("loss").steps.tolist() == [s for s in range(100) if s % 7], "what every rank has logged"
+MOST = [step for step in range(100) if step % 7]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "by_rank", "before", "after", "widths"),
+    [
+        (1, [range(100), range(100), MOST], MOST, range(100), [2.0 if step % 7 else 1.0 for step in range(100)]),
+        (1, [range(10), range(6), range(10)], range(6), range(10), [2.0] * 10),
+        (3, [[1, 2, 3, 4], [0, 2, 3, 4]], [2, 3, 4], [2, 3, 4], [1.0] * 3),
+        (1, [range(12), range(6, 12)], range(6, 12), range(6, 12), [1.0] * 6),
+    ],
+    ids=["one rank skips steps", "one is slow", "steps begin again", "one begins later"],
+)
+def test_the_band_waits_for_the_slowest_rank_until_the_end(
+    epochs: int, by_rank: list[Any], before: Any, after: Any, widths: list[float]
+) -> None:
+    history = History(len(by_rank))
+    for epoch in range(epochs):
+        for rank, steps in enumerate(by_rank):
+            log(history, rank, "loss", steps, offset=10 * epoch + rank)
+    assert history.spread("loss").steps.tolist() == [*before] * epochs
     history.settle()
     spread = history.spread("loss")
-    assert spread.steps.tolist() == list(range(100))
-    assert (spread.high - spread.low).tolist() == [2.0 if s % 7 else 1.0 for s in range(100)]
-
-
-def test_the_band_waits_for_the_slowest_rank_until_the_end() -> None:
-    history = History(3)
-    for rank, count in enumerate((10, 6, 10)):
-        log(history, rank, "loss", range(count), offset=float(rank))
-    assert history.spread("loss").steps.tolist() == list(range(6))
-    history.settle()
-    assert history.spread("loss").steps.tolist() == list(range(10))
-    assert history.spread("loss").low.tolist() == [float(s) for s in range(10)]
-
-
-def test_steps_that_begin_again_with_every_epoch_keep_their_band() -> None:
-    history = History(2)
-    for epoch in range(3):
-        for rank in range(2):
-            log(history, rank, "loss", [s for s in range(5) if s != rank], offset=10 * epoch + rank)
-    history.settle()
-    spread = history.spread("loss")
-    assert spread.steps.tolist() == [2, 3, 4] * 3
-    assert spread.low.tolist() == [s + 10 * epoch for epoch in range(3) for s in (2, 3, 4)]
-
-
-def test_the_band_starts_where_a_later_rank_begins_to_log() -> None:
-    history = History(2)
-    for step in range(12):
-        log(history, 0, "x", [step])
-        if step >= 6:
-            log(history, 1, "x", [step], 1.0)
-    spread = history.spread("x")
-    assert spread.steps.tolist() == list(range(6, 12))
-    assert (spread.high - spread.low).tolist() == [1.0] * 6
+    assert spread.steps.tolist() == [*after] * epochs
+    assert spread.low.tolist() == [step + 10.0 * epoch for epoch in range(epochs) for step in after]
+    assert (spread.high - spread.low).tolist() == widths * epochs
 
 
 # ---------------------------------------------------------------------------- restarts
@@ -253,79 +230,45 @@ def test_steps_that_are_repeated_after_a_restart_replace_the_old_ones(reduce: st
     assert history.latest() == {"loss": 6.5}
 
 
-def test_a_restart_replaces_only_steps_of_the_current_epoch() -> None:
-    history = History(1)
-    log(history, 0, "loss", [0, 1, 2, 3, 0, 1, 2])
-    history.restart()
-    log(history, 0, "loss", [1, 2], 0.5)
-    assert history["loss"].values.tolist() == [0, 1, 2, 3, 0, 1.5, 2.5], "the first epoch is kept"
-
-
-def test_a_saved_history_keeps_epochs_before_a_restart(tmp_path: Path) -> None:
-    history = History(1)
-    log(history, 0, "loss", [0, 1, 2, 0, 1])
-    history.restart()
-    log(history, 0, "loss", [0, 1, 2], 0.5)
-    history.save(tmp_path / "h")
-    for each in (history, History.load(tmp_path / "h")):
-        assert each["loss"].values.tolist() == [0, 1, 2, 0.5, 1.5, 2.5]
-
-
-def test_a_restart_cuts_each_metric_at_its_first_new_step() -> None:
+@pytest.mark.parametrize(
+    ("before", "again", "values"),
+    [
+        ([0, 1, 2, 3, 0, 1, 2], [[1, 2]], [0, 1, 2, 3, 0, 1.5, 2.5]),
+        ([0, 1, 2, 0, 1], [[0, 1, 2]], [0, 1, 2, 0.5, 1.5, 2.5]),
+        (range(100), [range(60, 62)], [*range(60), 60.5, 61.5]),
+        (range(10), [[5], [3]], [0, 1, 2, 3.75]),
+    ],
+)
+def test_a_restart_replaces_each_metrics_steps_from_its_first_new_one_in_the_newest_epoch(
+    before: Any, again: Any, values: Any, tmp_path: Path
+) -> None:
     history = History(2)
     for rank in range(2):
-        log(history, rank, "loss", range(100))
+        log(history, rank, "loss", before)
         log(history, rank, "val", [0, 50, 90])
-    history.restart()
-    log(history, 0, "loss", range(60, 62), 0.5)
-    assert history["loss"].values.tolist() == [*range(60), 60.5, 61.5]
+    for offset, steps in zip((0.5, 0.75), again):
+        history.restart()
+        log(history, 0, "loss", steps, offset)
     assert history["val"].steps.tolist() == [0, 50, 90]
     log(history, 0, "val", [90], 0.5)
-    assert history["val"].values.tolist() == [0, 50, 90.5]
+    history.save(tmp_path / "h")
+    for each in (history, History.load(tmp_path / "h")):
+        assert each["loss"].values.tolist() == values, "earlier epochs are kept"
+        assert each["val"].values.tolist() == [0, 50, 90.5]
 
 
-def test_restarts_without_metrics_between_them_share_the_next_step() -> None:
+def test_restarts_without_metrics_between_them_share_the_next_step_and_each_resets_progress() -> None:
     history = History(1)
     log(history, 0, "loss", range(5))
+    feed(history, 0, {"time": 160.0, "bar": [1, "epoch", 7, 10]})
     history.restart("first")
+    assert (history.ranks[0].step, history.ranks[0].bars, history.ranks[0].step_seconds) == (-1, [], None)
     history.restart("second")
     log(history, 0, "loss", [3, 4, 5])
+    assert history.ranks[0].step == 5
     history.restart("third")
     assert [(r.step, r.reason) for r in history.restarts] == [(3, "first"), (3, "second"), (None, "third")]
     assert history["loss"].steps.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_restart_resets_progress() -> None:
-    history = History(1)
-    log(history, 0, "loss", range(50))
-    feed(history, 0, {"time": 160.0, "bar": [1, "epoch", 7, 10]})
-    history.restart()
-    assert (history.ranks[0].step, history.ranks[0].bars, history.ranks[0].step_seconds) == (-1, [], None)
-    log(history, 0, "loss", [20])
-    assert history.ranks[0].step == 20
-
-
-def test_incomplete_steps_at_a_restart_are_not_combined_with_later_ones() -> None:
-    history = History(2)
-    log(history, 0, "loss", [0, 1, 2], reduce="sum")
-    log(history, 1, "loss", [0, 1], reduce="sum")
-    history.restart()
-    for rank in range(2):
-        log(history, rank, "loss", [1, 2], 0.5, "sum")
-    history.settle()
-    assert history["loss"].steps.tolist() == [0, 1, 2]
-    assert history["loss"].values.tolist() == [0, 3, 5]
-
-
-def test_a_run_that_is_broken_off_keeps_what_only_some_ranks_log() -> None:
-    history = History(3)
-    log(history, 0, "val", range(4), reduce="mean")  # a validation on rank 0
-    for rank, count in enumerate((9, 2, 9)):
-        log(history, rank, "own", range(count))
-        log(history, rank, "loss", range(count), reduce="mean")
-    history.restart()
-    history.settle(broken_off=True)
-    assert [len(history[name].steps) for name in ("val", "own", "loss")] == [4, 9, 2]
 
 
 # ---------------------------------------------------------------------------- files
@@ -355,17 +298,12 @@ def content(history: History) -> Any:
     return columns, list(history), history.notices, history.restarts
 
 
-def test_a_saved_history_is_loaded_as_it_was(tmp_path: Path) -> None:
+def test_a_history_is_saved_as_it_is_and_its_csv_and_pandas_have_every_name(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
     history = everything()
     history.save(tmp_path / "h")
     assert content(History.load(tmp_path / "h")) == content(history)
-    assert len(history) == 5
     assert len(history.notices) == 2
-
-
-def test_metrics_of_any_name_are_in_the_csv_and_in_pandas(tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    history = everything()
     history.to_csv(tmp_path / "h.csv")
     frame = pandas.read_csv(tmp_path / "h.csv", index_col="step").rename(columns={"step.1": "step"})
     pandas.testing.assert_frame_equal(frame, history.to_pandas())
@@ -417,11 +355,6 @@ def test_a_job_is_loaded_from_its_ranks_files_while_it_runs(tmp_path: Path) -> N
     assert [restart.step for restart in history.restarts] == [3]
 
 
-def test_zeros_left_by_a_machine_crash_are_not_metrics(tmp_path: Path) -> None:
-    (tmp_path / "m").write_bytes(HEAD + POINT + b"\0" * 100_000)
-    assert History.load(tmp_path / "m")["loss"].values.tolist() == [0.5]
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -453,8 +386,13 @@ def test_what_is_no_history_is_refused_soon(data: bytes, tmp_path: Path) -> None
         History.load(tmp_path / "none")
 
 
-def test_a_name_of_12_mb_without_an_end_takes_no_time(tmp_path: Path) -> None:
-    (tmp_path / "m").write_bytes(HEAD + POINT + POINT.split(b"\xa4")[0] + b"\xdb\x7f\xff\xff\xff" + b"n" * 12_000_000)
+@pytest.mark.parametrize(
+    "left",
+    [b"\0" * 100_000, POINT.split(b"\xa4")[0] + b"\xdb\x7f\xff\xff\xff" + b"n" * 12_000_000],
+    ids=["zeros of a machine's crash", "a name without an end"],
+)
+def test_what_follows_the_last_whole_record_is_no_metric_and_takes_no_time(left: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m").write_bytes(HEAD + POINT + left)
     began = time.monotonic()
-    assert list(History.load(tmp_path / "m")) == ["loss"]
+    assert [series.values.tolist() for series in History.load(tmp_path / "m").values()] == [[0.5]]
     assert time.monotonic() - began < 2

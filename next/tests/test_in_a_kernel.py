@@ -39,26 +39,6 @@ def test_input_asks_rank_0_and_every_rank_gets_its_own_answer(notebook: Notebook
     assert talk.result == "['Ada', 'nobody']"
 
 
-def test_breakpoint_opens_the_debugger_where_the_ranks_are(notebook: Notebook) -> None:
-    notebook.ok("""
-        import nbddp
-        def train(x):
-            y = x + 1
-            breakpoint()
-            return y
-    """)
-    talk = notebook.talk("nbddp.run(train, (3,), nprocs=2, device='cpu', show=False).values", ["p y", "y = 7", "c"])
-    assert "4\n" in talk.shown
-    assert talk.result == "[7, 7]"
-
-
-def test_pdb_opens_the_debugger_where_a_rank_failed(notebook: Notebook) -> None:
-    notebook.ok("import nbddp\ndef train():\n    z = 41\n    1 / 0")
-    talk = notebook.talk("nbddp.run(train, nprocs=1, device='cpu', pdb=True, show=False)", ["p z + 1", "q"])
-    assert "42\n" in talk.shown
-    assert talk.ename == "RankError"
-
-
 def test_a_run_waits_in_an_async_cell(notebook: Notebook) -> None:
     notebook.ok("import nbddp\ndef train(): return nbddp.rank()")
     reply = notebook.ok("r = nbddp.run(train, nprocs=2, device='cpu', wait=False)\n(await r).values, r.state")

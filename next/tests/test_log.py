@@ -1,4 +1,4 @@
-"""``log`` on real ranks: which values are combined, and what is refused."""
+"""``log`` on real ranks: which values are combined, what is refused, and the NaN that ends a run."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ def test_steps_that_restart_every_epoch_are_combined_by_epoch(cell: Cells) -> No
     assert history["loss"].values.tolist() == [100.0 * epoch + batch + 1 for epoch in range(3) for batch in range(4)]
 
 
-def test_invalid_steps_and_weights_are_refused_alike_in_a_rank_and_in_the_notebook(cell: Cells) -> None:
+def test_invalid_values_steps_and_weights_are_refused_alike_in_a_rank_and_in_the_notebook(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch, numpy as np
-        def said(**options):
+        def said(loss=1.0, **options):
             try:
-                nbddp.log({"loss": 1.0}, **options)
+                nbddp.log({"acc": 0.5, "loss": loss}, **options)
             except (TypeError, ValueError) as error:
                 return f"{type(error).__name__}: {error}"
         def train():
             found = [said(step=step) for step in (0.5, "3", torch.tensor(3.0), 2**53 + 1, -2**63 - 1)]
             found += [said(weight=weight) for weight in (-1, float("nan"), float("inf"), "3", None)]
+            found += [said(reduce="median"), *map(said, ("0.5", [1, 2], None, torch.ones(2), object))]
             for step in (4, np.int64(5), np.uint8(6), torch.tensor(7), True + 7):
                 nbddp.log(loss=float(step), step=step)
             nbddp.log(loss=9.0, weight=np.float32(2))
@@ -60,10 +61,14 @@ def test_invalid_steps_and_weights_are_refused_alike_in_a_rank_and_in_the_notebo
     here = names.train()
     done = run(names.train)
     assert done.values == [here, here]
+    assert list(done.history) == ["loss"]
     assert [column.tolist() for column in done.history["loss"]] == [[4, 5, 6, 7, 8, 9]] * 2
-    assert [text.split(":")[0] for text in here] == ["TypeError"] * 3 + ["ValueError"] * 5 + ["TypeError"] * 2
+    kinds = [*["TypeError"] * 3, *["ValueError"] * 5, *["TypeError"] * 2, "ValueError", *["TypeError"] * 5]
+    assert [text.split(":")[0] for text in here] == kinds
     assert here[0] == "TypeError: log(step=0.5): a step must be an integer"
     assert here[5] == "ValueError: log(weight=-1): a weight must be finite and at least 0, e.g. the number of samples"
+    assert here[10] == "ValueError: reduce must be None, 'mean', 'sum', 'min' or 'max', not 'median'"
+    assert all(text.startswith("TypeError: log(loss=") for text in here[11:])
 
 
 def test_a_device_that_fails_does_not_hide_the_functions_error(cell: Cells) -> None:
@@ -82,3 +87,24 @@ def test_a_device_that_fails_does_not_hide_the_functions_error(cell: Cells) -> N
     """)
     with pytest.raises(nbddp.RankError, match="ValueError: on purpose"):
         run(names.train, nprocs=1)
+
+
+LOGS_NAN = """
+    import nbddp, time
+    def train(forever):
+        for step in range(10):
+            bad = step == 6 and nbddp.rank() == 1
+            nbddp.log(loss=float("nan") if bad else float("inf") if step == 2 else 1.0)
+        while forever:
+            time.sleep(0.05)
+"""
+
+
+def test_the_first_nan_ends_the_run_and_names_metric_step_and_rank(cell: Cells) -> None:
+    train = cell(LOGS_NAN).train
+    with pytest.raises(nbddp.NanLogged, match=r"loss is NaN from step 6 on rank 1; .*lower learning rate") as caught:
+        run(train, True, nprocs=2, stop_on_nan=True, max_restarts=1)
+    assert (caught.value.metric, caught.value.step, caught.value.ranks) == ("loss", 6, [1])
+    failed = nbddp.last_run()
+    assert failed is not None
+    assert (failed.state, failed.restarts) == ("failed", 0)

@@ -16,8 +16,7 @@ import pytest
 import nbddp
 from nbddp.history.history import History
 from nbddp.loggers import log_to
-from tests.support import Cells, Notebook, run, script, wait_until
-from tests.wandb_file import stored_rows
+from tests.support import Cells, Notebook, run, wait_until
 
 TRAIN = """
     import math, nbddp
@@ -34,9 +33,17 @@ def names(cell: Cells) -> Any:
     return cell(TRAIN)
 
 
-def test_a_function_receives_every_step_once_in_order(names: Any) -> None:
+def test_a_function_receives_every_step_once_in_order_and_tensorboard_steps_values_and_times(
+    names: Any, in_folder: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
     got: list[tuple[int, dict[str, float]]] = []
-    made = run(names.train, log_to=lambda step, metrics: got.append((step, metrics)))
+    writer = SummaryWriter("mine")  # type: ignore[no-untyped-call]
+    began = time.time()
+    made = run(names.train, log_to=[lambda step, metrics: got.append((step, metrics)), writer])
+    ended = time.time()
     merged: dict[int, dict[str, float]] = {}
     for step, metrics in got:
         assert not merged.get(step, {}).keys() & metrics.keys()
@@ -45,16 +52,6 @@ def test_a_function_receives_every_step_once_in_order(names: Any) -> None:
     assert merged[3] == {"loss/train": 0.25, "rank": 0.0, "mean": 3.5}
     assert [merged[step]["mean"] for step in range(30)] == made.history["mean"].values.tolist()
     assert math.isnan(merged[7]["odd"])
-
-
-def test_tensorboard_has_the_steps_values_and_times(names: Any, in_folder: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter("mine")  # type: ignore[no-untyped-call]
-    began = time.time()
-    made = run(names.train, log_to=[writer])
-    ended = time.time()
     found = EventAccumulator("mine")
     found.Reload()
     for name in made.history:
@@ -219,37 +216,3 @@ def test_a_step_that_comes_again_in_the_next_epoch_is_a_call_of_its_own() -> Non
 
 
 # ---------------------------------------------------------------------------- W&B and Lightning's loggers
-
-TRACKED = """
-    import json, time
-    import nbddp, wandb
-    from lightning_fabric.loggers import CSVLogger
-    def train():
-        for step in range(30):
-            nbddp.log(loss=1 / (step + 1), mean=nbddp.rank() + step, step=step, reduce="mean")
-    logger = CSVLogger(".", name="lightning")
-    with wandb.init(project="trial", mode="offline") as run:
-        run.log({"before": 1.0})
-        began = time.time()
-        nbddp.run(train, nprocs=2, device="cpu", log_to=[run, logger], show=False)
-        print(json.dumps([began, time.time(), logger.log_dir]))
-        run.log({"after": 1.0})
-"""
-
-
-@pytest.mark.long
-def test_wandb_and_a_logger_of_lightnings_have_every_point(in_folder: Path) -> None:
-    import json
-
-    import pandas
-
-    done = script(TRACKED, WANDB_SILENT="true", TMPDIR=str(in_folder))
-    assert done.returncode == 0, done.stderr
-    began, ended, log_dir = json.loads(done.stdout.splitlines()[-1])
-    (path,) = in_folder.glob("wandb/offline-run-*/*.wandb")
-    first, *rows, last = stored_rows(path)
-    assert (first["before"], last["after"]) == (1.0, 1.0)
-    assert [(row["step"], row["mean"], row["loss"]) for row in rows] == [(s, s + 0.5, 1 / (s + 1)) for s in range(30)]
-    assert all(began < row["_timestamp"] < ended for row in rows)
-    frame = pandas.read_csv(in_folder / log_dir / "metrics.csv")
-    assert frame["mean"].tolist() == [step + 0.5 for step in range(30)]

@@ -7,12 +7,13 @@ import shlex
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from IPython.core.error import UsageError
 
 from nbddp.magic import magic, options, routing
 
+FEWER = settings(max_examples=max(1, settings().max_examples // 3))  # 20 ms each; NBDDP_CASES scales them
 NAMES = st.lists(st.from_regex(r"[a-zé_][a-z0-9_]{0,5}", fullmatch=True), min_size=1, max_size=3)
 WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12).filter(
     lambda word: not word.startswith("-")
@@ -58,6 +59,7 @@ def own_and_runs(parsed: Any) -> dict[str, Any]:
     }
 
 
+@FEWER
 @given(given_options(), st.randoms(use_true_random=False))
 def test_options_in_any_order_and_spelling_are_parsed(chosen: dict[str, Any], dice: random.Random) -> None:
     line = " ".join(written(name, value, dice) for name, value in chosen.items())
@@ -66,6 +68,7 @@ def test_options_in_any_order_and_spelling_are_parsed(chosen: dict[str, Any], di
     assert magic._DEFAULTS.parse(options.split(options.text(parsed.options))).options == parsed.options
 
 
+@FEWER
 @given(given_options(), WORDS, st.lists(WORDS, max_size=4), st.randoms(use_true_random=False))
 def test_a_scripts_arguments_are_passed_on_unparsed(
     chosen: dict[str, Any], script: str, argv: list[str], dice: random.Random
@@ -83,6 +86,7 @@ SCRAPS = [
 ]  # fmt: skip
 
 
+@FEWER
 @given(st.one_of(st.text(max_size=30), st.lists(st.sampled_from(SCRAPS), max_size=6).map(" ".join)))
 def test_any_line_is_parsed_or_refused_with_a_message(line: str) -> None:
     for parser in (magic._CELL, magic._DEFAULTS, magic._OPEN, magic._SCRIPT):

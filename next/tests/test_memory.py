@@ -16,8 +16,6 @@ import pytest
 import nbddp
 from nbddp.messages import Settings
 from nbddp.process import gauges, oom
-from nbddp.process.machine import Event
-from tests.machines import exited, follow
 from tests.support import Cells, Notebook, gone, ranks_of, run, wait_until
 
 GIB = 1 << 30
@@ -80,28 +78,21 @@ def of_gpu(gpu: str) -> tuple[int, int] | None:
     return memory.gpu
 
 
-def test_a_gpu_is_found_by_its_number_and_by_its_uuid(driver: Driver) -> None:
+def test_a_gpu_is_found_by_number_or_uuid_and_what_its_driver_reserves_is_not_in_use(driver: Driver) -> None:
     assert [of_gpu(gpu) for gpu in ["0", "1", *UUIDS]] == [(used, 16 * GIB) for used in USED * 2]
+    driver.missing.add("v2")  # it doesn't tell what it reserves
+    assert of_gpu("0") == (4 * GIB, 16 * GIB)
     assert driver.inits == 1
 
 
-def test_the_memory_that_the_driver_reserves_is_not_in_use_where_the_driver_tells_it_apart(driver: Driver) -> None:
-    assert of_gpu("0") == (3 * GIB, 16 * GIB)
-    driver.missing.add("v2")
-    assert of_gpu("0") == (4 * GIB, 16 * GIB)
-
-
-@pytest.mark.parametrize("gpu", ["2", "GPU-3", "MIG-1", "-1", ""])
-def test_of_a_gpu_that_is_not_there_nothing_is_known(driver: Driver, gpu: str) -> None:
-    assert of_gpu(gpu) is None
-
-
-def test_without_a_driver_nothing_is_known_and_nothing_is_printed(
+def test_of_a_gpu_or_driver_that_is_not_there_nothing_is_known_and_nothing_is_printed(
     driver: Driver, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    assert [of_gpu(gpu) for gpu in ("2", "GPU-3", "MIG-1", "-1", "")] == [None] * 5
+    gauges._nvml.cache_clear()
     driver.missing.add("init")
     assert [of_gpu("0") for _ in range(3)] == [None] * 3
-    assert driver.inits == 1  # nobody installs a driver under a running notebook
+    assert driver.inits == 2  # nobody installs a driver under a running notebook
     assert capfd.readouterr() == ("", "")
 
 
@@ -204,6 +195,8 @@ def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ids=["v2", "v2 in a container", "v1", "v1 in a container", "not counted", "another group"],
 )
 def test_kills_are_counted_in_our_memory_cgroup(cgroups: Path, lines: str, file: str, text: str, kills: int) -> None:
+    assert oom.kills() == 0  # without cgroups
+    oom._files.cache_clear()
     (cgroups / "cgroup").write_text(f"{lines}\n")
     assert oom.kills() == 0
     (cgroups / file).parent.mkdir(parents=True, exist_ok=True)
@@ -211,19 +204,10 @@ def test_kills_are_counted_in_our_memory_cgroup(cgroups: Path, lines: str, file:
     assert oom.kills() == kills
 
 
-def test_without_cgroups_no_kills_are_known(cgroups: Path) -> None:
-    assert oom.kills() == 0
+OOM_KILLER = "by the system's OOM killer: the machine or container is out of memory. Try a smaller"
 
 
-def test_a_rank_that_the_oom_killer_ended_says_so() -> None:
-    died = follow(2, [Event("oom", 1, None), exited(1, -9)]).error
-    assert isinstance(died, nbddp.RankDied)
-    assert str(died).startswith(
-        "rank 1 of 2 was killed by the system's OOM killer: the machine or container is out of memory. Try a smaller"
-    )
-
-
-@pytest.mark.parametrize(("after", "text"), [(3, "by the system's OOM killer"), (2, "by SIGKILL without")])
+@pytest.mark.parametrize(("after", "text"), [(3, OOM_KILLER), (2, "by SIGKILL without")])
 def test_it_was_the_oom_killer_if_it_has_killed_since_the_run_began(
     cell: Cells, cgroups: Path, after: int, text: str
 ) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 import sys
-import textwrap
 import time
 import traceback
 from pathlib import Path
@@ -23,8 +20,8 @@ from nbddp.messages import Settings
 from nbddp.payload import carried
 from nbddp.process.machine import Event
 from nbddp.ray.actor import NodeMachine
-from tests.machines import FakeMachine, exited, failed, finished
-from tests.support import Cells, gone, script, wait_until
+from tests.machines import FakeMachine, exited, failed, finished, run_on
+from tests.support import Cells
 
 
 @pytest.fixture
@@ -64,11 +61,8 @@ def test_a_node_gets_the_users_variables_and_not_those_of_the_notebook() -> None
 
 
 def _on(*attempts: tuple[FakeMachine, FakeMachine], **options: object) -> Run[None]:
-    given = Options(nprocs=2, show=False, device="cpu", **options)  # type: ignore[arg-type]
-    run: Run[None] = Run(Settings("train", 2))
     machines = iter(attempts)
-    start.carry_out(run, decide("train", given), start.pack_call("train", print, (), {}), given, lambda: next(machines))
-    return run
+    return run_on(lambda: next(machines), print, nprocs=2, **options)
 
 
 def _lost(rank: int) -> list[Event]:
@@ -132,44 +126,3 @@ def test_own_modules_are_imported_under_their_own_names(cell: Cells, tmp_path: P
     assert runs[0].value == (2, 3, str(tmp_path / "alone.py"))
     assert isinstance(runs[1].error, nbddp.RankError)
     assert f'File "{tmp_path}/alone.py", line 1, in fail' in "".join(traceback.format_exception(runs[1].error.cause))
-
-
-def test_ranks_on_a_node_that_is_cut_off_end() -> None:
-    """The process is an actor's; nobody tells it any more that the notebook is there."""
-    over = script("""
-        import time
-        from nbddp.messages import Settings
-        from nbddp.ray import actor
-        node = actor.Node("127.0.0.1")
-        node.open(1)
-        settings = Settings("train", 2, indices=(0, 1), environ={"A": "1"}, contract=False)
-        node.call(1, "start", settings, [0, 1])
-        pids = []
-        while len(pids) < 2:
-            pids += [event.data.pid for event in node.call(1, "events", 0.1)[1] if event.kind == "message"]
-            node.beat()
-        print(*pids, flush=True)
-        actor.SILENCE_S = 1.0
-        time.sleep(30)
-    """)
-    assert over.returncode == 1
-    pids = [*map(int, over.stdout.split())]
-    assert len(pids) == 2
-    wait_until(lambda: all(map(gone, pids)))
-
-
-def test_what_an_actor_that_was_killed_has_left_is_removed_when_the_next_one_starts(tmp_path: Path) -> None:
-    begin = "import os, sys; from nbddp.process import server; server.use_own_folder(); server.temporary_folder();"
-    killed = script(f"{begin} os.kill(os.getpid(), {int(signal.SIGKILL)})", TMPDIR=str(tmp_path))
-    assert killed.returncode == -signal.SIGKILL
-    (left,) = os.listdir(tmp_path)
-    look = textwrap.dedent("""
-        import subprocess, sys, tempfile
-        first = os.listdir(tempfile.gettempdir())
-        subprocess.run([sys.executable, "-c", "from nbddp.process import server; server.use_own_folder()"])
-        print(*first, "then", *os.listdir(tempfile.gettempdir()))
-        server.remove_own_folder()
-    """)
-    first, _, rest = script(begin + look, TMPDIR=str(tmp_path)).stdout.partition(" then ")
-    assert first != left
-    assert first in rest.split()  # it's locked

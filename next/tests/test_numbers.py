@@ -34,7 +34,7 @@ def test_a_metrics_value_is_written_with_about_five_digits() -> None:
     assert " ".join(map(numbers.metric, values)) == texts
 
 
-def test_ticks_have_as_many_digits_as_their_distance_needs() -> None:
+def test_ticks_have_as_many_digits_as_their_distance_needs_and_those_of_steps_are_whole_numbers() -> None:
     texts = {
         (0, 0.0008): "0 2e-4 4e-4 6e-4 8e-4",
         (0, 0.9): "0.0 0.2 0.4 0.6 0.8",
@@ -47,6 +47,8 @@ def test_ticks_have_as_many_digits_as_their_distance_needs() -> None:
         (-1e-5, 1e-5): "-1e-5 -5e-6 0 5e-6 1e-5",
     }
     assert {ends: " ".join(numbers.labels(numbers.ticks(*ends))) for ends in texts} == texts
+    assert numbers.ticks(0, 3, whole=True) == [0, 1, 2, 3]
+    assert numbers.ticks(0, 12, whole=True) == [0, 3, 6, 9, 12]
 
 
 def test_logarithmic_ticks_are_round_numbers_each_as_short_as_possible() -> None:
@@ -56,15 +58,11 @@ def test_logarithmic_ticks_are_round_numbers_each_as_short_as_possible() -> None
     assert {value: numbers.labels([value])[0] for value in short} == short
 
 
-def test_steps_are_whole_numbers() -> None:
-    assert numbers.ticks(0, 3, whole=True) == [0, 1, 2, 3]
-    assert numbers.ticks(0, 12, whole=True) == [0, 3, 6, 9, 12]
-
-
-def test_a_log_scale_of_constants_mixed_signs_and_many_decades_has_ticks() -> None:
+def test_a_log_scale_of_constants_mixed_signs_and_many_decades_has_ticks_and_a_chart_without_values_says_so() -> None:
     for values, label in (([5.0, 5.0], "5"), ([-1.0, 0.0, 10.0, 1000.0], "10"), ([1e-6, 1e6], "1e-6")):
         assert drawn(logged(loss=values), log=True).count(f">{label}</text>") == 1
     assert "no value is positive" in drawn(logged(loss=[-1.0, 0.0]), log=True)
+    assert ">every value is NaN or infinite</text>" in drawn(logged(loss=[math.nan] * 5))
 
 
 # ---------------------------------------------------------------------------- names
@@ -90,12 +88,9 @@ def test_a_stage_or_a_parameter_group_first_or_last_gives_one_chart() -> None:
         "lrp_loss": ("Lrp loss", "", "Lrp loss"),
     }
     assert {name: (*described(name), tile_label(name)) for name in cases} == cases
-
-
-def test_long_names_are_cut_in_the_middle_and_names_in_one_chart_differ_in_case_only() -> None:
-    assert cut("encoder.layers.11.attention.weight") == "encoder.lay…ntion.weight"
     shown, _ = charts(logged(**{"Loss/train": [1.0], "val/loss": [2.0]}))
     assert [[line.label for line in chart.lines] for chart in shown] == [["train", "val"]]
+    assert cut("encoder.layers.11.attention.weight") == "encoder.lay…ntion.weight"
 
 
 # ---------------------------------------------------------------------------- smoothing
@@ -141,9 +136,6 @@ def test_nan_is_marked_in_the_chart_of_its_metric_only_and_a_notice_names_the_ra
     marks = {chart.title: [text for _, text, _ in chart.marks] for chart in charts(history)[0]}
     assert marks == {"Loss": ["NaN from step 60"], "Accuracy": []}
     assert notices(history) == ["train/loss is NaN from step 60 on rank 1"]
-
-
-def test_all_ranks_are_named_as_a_range_and_infinity_as_itself() -> None:
     assert notices(logged(4, loss=[1.0, math.inf, math.nan])) == ["loss is ∞ from step 1 on ranks 0 to 3"]
 
 
@@ -158,10 +150,6 @@ def test_a_single_nan_among_numbers_is_not_the_end_of_the_line() -> None:
     logged(history=history, loss=[math.nan], first=6)
     history.restart("killed")
     assert not notices(history), "the ranks start again"
-
-
-def test_a_chart_of_nothing_but_nan_says_so() -> None:
-    assert ">every value is NaN or infinite</text>" in drawn(logged(loss=[math.nan] * 5))
 
 
 # ---------------------------------------------------------------------------- progress
@@ -190,16 +178,13 @@ def test_step_is_what_log_counts() -> None:
     assert progress(history).fraction == 0.4
 
 
-def test_progress_and_time_left_are_the_slowest_ranks() -> None:
+def test_progress_and_time_left_are_the_slowest_ranks_of_those_with_a_loop() -> None:
     history = History(3)
     for rank, speed in ((0, 10), (1, 4), (2, 10)):
         for at in (1, 2):
             bar(history, rank, 0, "step", 100, speed * at, at=float(at))
     now = progress(history)
     assert (now.loops, now.fraction, now.left) == ([("Step", 8, 100)], 0.08, 23.0)
-
-
-def test_a_rank_without_a_loop_does_not_hold_the_progress_back() -> None:
     history = History(2)
     bar(history, 0, 0, "epoch", 5, 2)
     logged(history=history, rank=1, loss=[1.0, 1.0])

@@ -11,12 +11,27 @@ import nbddp
 from tests.support import Cells, Notebook, run
 
 
-def test_logs_of_all_ranks_are_labelled_line_by_line(cell: Cells) -> None:
-    names = cell("import nbddp\ndef train():\n    for i in range(3): print('line', i, 'of', nbddp.rank())")
-    done = run(names.train)
-    assert done.logs() == "".join(f"[rank {rank}] line {i} of {rank}\n" for rank in range(2) for i in range(3))
+def test_logs_of_all_ranks_are_labelled_line_by_line_and_kept_after_a_crash(cell: Cells) -> None:
+    names = cell("""
+        import os, signal, nbddp
+        def train(crash):
+            for i in range(3): print('line', i, 'of', nbddp.rank())
+            nbddp.barrier()
+            if crash and nbddp.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            nbddp.barrier()
+    """)
+    done = run(names.train, False)
+    lines = "".join(f"[rank {rank}] line {i} of {rank}\n" for rank in range(2) for i in range(3))
+    assert done.logs() == lines
     with pytest.raises(ValueError, match="no rank 2"):
         done.logs(2)
+    with pytest.raises(nbddp.RankDied, match="line 2 of 1"):
+        run(names.train, True)
+    failed = nbddp.last_run()
+    assert failed is not None
+    assert failed.logs() == lines
+    assert failed.logs(1) == "line 0 of 1\nline 1 of 1\nline 2 of 1\n"
 
 
 def test_carriage_return_bars_are_folded(cell: Cells) -> None:
@@ -36,22 +51,6 @@ def test_carriage_return_bars_are_folded(cell: Cells) -> None:
     assert len(lines) <= 5
     assert re.search(r"100%.*1000/1000", done.logs(0))
     assert "\r" not in done.logs()
-
-
-def test_output_before_a_crash_is_kept(cell: Cells) -> None:
-    names = cell("""
-        import os, signal, nbddp
-        def train():
-            print("last words, of rank", nbddp.rank())
-            if nbddp.rank() == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            nbddp.barrier()
-    """)
-    with pytest.raises(nbddp.RankDied, match="last words, of rank 1"):
-        run(names.train)
-    failed = nbddp.last_run()
-    assert failed is not None
-    assert failed.logs(1) == "last words, of rank 1\n"
 
 
 def test_two_hundred_mb_of_output_keep_at_least_the_last_4_mib(cell: Cells) -> None:

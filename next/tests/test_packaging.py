@@ -58,11 +58,14 @@ def needed(metadata: email.message.Message) -> list[Requirement]:
     return [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else_in_at_most_one_megabyte(
+    built: Path, wheel: zipfile.ZipFile
+) -> None:
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nbddp").rglob("*") if path.is_file()}
     assert files == {name for name in package if "__pycache__" not in name}
     assert {"nbddp/py.typed", "nbddp/panel/page/panel.js", "nbddp/panel/page/uPlot.iife.min.js"} <= files
+    assert next(built.glob("*.whl")).stat().st_size <= 1_000_000
 
 
 def test_both_licences_are_in_the_metadata(wheel: zipfile.ZipFile, metadata: email.message.Message) -> None:
@@ -95,9 +98,11 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency(needed: l
     assert others - {"pynvml"} == ours - {"nvidia-ml-py"}
 
 
-def test_metadata_and_readme_agree_on_versions(metadata: email.message.Message, needed: list[Requirement]) -> None:
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    told = re.search(r"Python 3\.(\d+) to 3\.(\d+),?(?: and)? torch ([\d.]+) or newer", readme)
+def test_metadata_and_readme_agree_on_versions_and_on_what_is_installed(
+    metadata: email.message.Message, needed: list[Requirement]
+) -> None:
+    text = (ROOT / "README.md").read_text()
+    told = re.search(r"Python 3\.(\d+) to 3\.(\d+),?(?: and)? torch ([\d.]+) or newer", " ".join(text.split()))
     assert told is not None
     assert metadata["Requires-Python"] == f">=3.{told[1]}"
     assert f"torch>={told[3]}" in map(str, needed)
@@ -105,20 +110,12 @@ def test_metadata_and_readme_agree_on_versions(metadata: email.message.Message, 
     versions = [c.rpartition(" :: ")[2] for c in classifiers if re.fullmatch(r".*Python :: 3\.\d+", c)]
     assert versions == [f"3.{minor}" for minor in range(int(told[1]), int(told[2]) + 1)]
     assert [c for c in classifiers if "Operating System" in c] == ["Operating System :: POSIX :: Linux"]
-
-
-def test_the_readmes_first_command_installs_the_lab_that_it_opens(needed: list[Requirement]) -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    lab, tests = (line for line in lines if "-m venv" in line)
+    lab, tests = (line for line in text.splitlines() if "-m venv" in line)
     assert "jupyter lab" in lab
     assert re.findall(r"'\.\[(.*)\]'", lab) == ["lab,examples"]
     assert re.findall(r"'\.\[(.*)\]'", tests) == ["dev"]
     of_lab = {str(each.marker) for each in needed if each.name == "jupyterlab"}
     assert of_lab == {f'extra == "{extra}"' for extra in ("lab", "dev", "long")}
-
-
-def test_the_wheel_is_smaller_than_one_megabyte(built: Path) -> None:
-    assert next(built.glob("*.whl")).stat().st_size <= 1_000_000
 
 
 @pytest.mark.parametrize("place", ["colab", "kaggle"])

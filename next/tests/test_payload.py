@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -51,6 +52,9 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
         class Point(typing.NamedTuple):
             x: int
             y: int = 7
+
+        class OneSlot:
+            __slots__ = "name"
     """)
     names = cell("""
         def even(n): return n == 0 or odd(n - 1)
@@ -71,10 +75,13 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
 
         square = lambda x: x * x
         config = Config(lr=0.5)
+        slot = OneSlot()
+        slot.name = "s"
 
         def train(mode, config=config):
             child = Child.build(4)
-            return dict(
+            slot.name += "!"
+            return slot, dict(
                 child=child.value(), made=Child.made, twice=Child.twice(5), half=child.half,
                 lr=config.lr, equal=config == Config(0.5), mode=mode is Mode.TRAIN, name=Mode(mode.value).name,
                 point=Point(1).y, even=even(10), odd=odd(10), factorial=factorial(5), count=step(),
@@ -86,51 +93,55 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
         "point": 7, "even": True, "odd": False, "factorial": 120, "count": 2, "cached": 11, "square": 9, "partial": 9,
         "module": "__main__",
     }  # fmt: skip
-    assert run(names.train, names.Mode.TRAIN).values == [expected, expected]
+    for slot, value in run(names.train, names.Mode.TRAIN).values:
+        assert value == expected
+        assert (type(slot), slot.name, hasattr(slot, "__dict__")) == (names.OneSlot, "s!", False)
     assert names.Child.made == 0
     assert names.step() == 2  # the ranks' counting is not the notebook's
 
 
-def test_an_edited_cell_runs_its_new_code(cell: Cells) -> None:
-    cell("def helper(): return 'old'")
-    names = cell("def train(): return helper()")
-    assert run(names.train).values == ["old", "old"]
-    cell("def helper(): return 'new'")
-    assert run(names.train).values == ["new", "new"]
-    names = cell("def train(): return helper() + ' twice'")
-    assert run(names.train).values == ["new twice", "new twice"]
-
-
-def test_an_edited_module_beside_the_notebook_runs_its_new_code(
+def test_an_edited_cell_or_module_next_to_the_notebook_runs_its_new_code(
     cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fork server that imported the old text would run it forever."""
+    """A fork server that imported the module's old text would run it forever."""
     monkeypatch.syspath_prepend(str(in_folder))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     names = cell("""
         def train():
             import my_model
-            return my_model.SIZE
+            return helper(), my_model.SIZE
     """)
     for size in (1, 22, 333):
+        cell(f"def helper(): return 'helper {size}'")
         (in_folder / "my_model.py").write_text(f"SIZE = {size}\n")
-        assert run(names.train).values == [size, size]
+        assert run(names.train).values == [(f"helper {size}", size)] * 2
+    names = cell("def train(): return helper() + ' twice'")
+    assert run(names.train).values == ["helper 333 twice"] * 2
 
 
-def test_a_global_that_a_rank_sets_is_its_own(cell: Cells) -> None:
+def test_what_a_rank_sets_or_writes_changes_nowhere_else(cell: Cells) -> None:
+    """Copy-on-write must be private: one shared page would be a data race in every training."""
     names = cell("""
         import torch.distributed as dist
         total = [0]
         best = 0.5
-        def train():
+        def train(tensor, array):
             global best
-            best += dist.get_rank()
-            total.append(dist.get_rank())
+            rank = dist.get_rank()
+            best += rank
+            total.append(rank)
+            tensor.fill_(rank + 1)
+            array[:] = rank + 1
+            dist.barrier()
             import __main__
-            return best, __main__.best, total
+            return best, __main__.best, total, tensor.unique().tolist(), sorted(set(array.tolist()))
     """)
-    assert run(names.train).values == [(0.5, 0.5, [0, 0]), (1.5, 1.5, [0, 1])]
+    tensor, array = torch.zeros(1 << 19), np.zeros(1 << 19)
+    expected = [(0.5 + rank, 0.5 + rank, [0, rank], [rank + 1.0], [rank + 1.0]) for rank in range(3)]
+    assert run(names.train, tensor, array, nprocs=3).values == expected
     assert (names.best, names.total) == (0.5, [0])
+    assert not bool(tensor.any())
+    assert not array.any()
 
 
 def test_tied_weights_stay_tied_and_come_back_tied(cell: Cells) -> None:
@@ -156,138 +167,20 @@ def test_tied_weights_stay_tied_and_come_back_tied(cell: Cells) -> None:
     assert not bool((model.embed.weight == 3).any())
 
 
-def test_writing_to_data_in_a_rank_changes_it_nowhere_else(cell: Cells) -> None:
-    """Copy-on-write must be private: one shared page would be a data race in every training."""
-    names = cell("""
-        import torch.distributed as dist
-        def train(tensor, array):
-            rank = dist.get_rank()
-            tensor.fill_(rank + 1)
-            array[:] = rank + 1
-            dist.barrier()
-            return tensor.unique().tolist(), sorted(set(array.tolist()))
-    """)
-    tensor, array = torch.zeros(1 << 19), np.zeros(1 << 19)
-    assert run(names.train, tensor, array, nprocs=3).values == [([float(r)], [float(r)]) for r in (1, 2, 3)]
-    assert not bool(tensor.any())
-    assert not array.any()
-
-
-def _refused(names_train: object, *args: object, **kwargs: object) -> nbddp.PayloadError:
-    before = marked_pids()
-    with pytest.raises(nbddp.PayloadError) as caught:
-        nbddp.run(names_train, args, kwargs, nprocs=2, device="cpu", show=False)  # type: ignore[arg-type]
-    assert marked_pids() == before  # refused before any process starts
-    return caught.value
-
-
-def test_a_widget_and_the_shell_are_refused_by_name(cell: Cells) -> None:
-    pytest.importorskip("ipywidgets")
-    names = cell("""
-        import ipywidgets
-        from IPython.core.interactiveshell import InteractiveShell
-        bar = ipywidgets.IntProgress()
-        shell = InteractiveShell.__new__(InteractiveShell)
-        def train(): bar.value += 1
-        def other(): return shell
-    """)
-    error = _refused(names.train)
-    assert error.path == ("train", "bar")
-    assert "front end" in str(error)
-    error = _refused(names.other)
-    assert error.path == ("other", "shell")
-    assert "notebook itself" in str(error)
-
-
-def test_a_class_whose_slots_are_one_word_has_one_slot(cell: Cells) -> None:
-    names = cell("""
-        class Point:
-            __slots__ = "name"
-        def train(point):
-            point.name += "!"
-            return point
-    """)
-    point = names.Point()
-    point.name = "p"
-    (back, _) = run(names.train, point).values
-    assert (type(back), back.name, hasattr(back, "__dict__")) == (names.Point, "p!", False)
-
-
-def test_an_open_file_is_named_with_the_path_to_it(cell: Cells, tmp_path: Path) -> None:
-    """Also one that's open for reading, of which cloudpickle would send the contents."""
-    for mode in ("w", "r", "rb"):
-        names = cell(f"""
-            log_file = open({str(tmp_path / "log.txt")!r}, {mode!r})
-            def helper(): log_file.write("x")
-            def train(): helper()
-        """)
-        with names.log_file:
-            error = _refused(names.train)
-        assert error.path == ("train", "helper", "log_file")
-        assert "train → helper → log_file: an open file (" in str(error)
-        assert "log.txt') stays where it was opened; send its path" in str(error)
-
-
-PREPARED = "in the notebook, which knows one process; pass what was given to {}(), and call it inside the function"
-ACCELERATED, SET_UP = "comes from accelerator.prepare() ", "comes from fabric.setup() "
-MADE = "made in the notebook knows one process; make it inside the function"
-LAUNCHERS = """
-    import torch
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    class Mine(Accelerator): ...
-    model, loader = torch.nn.Linear(2, 1), torch.utils.data.DataLoader([torch.ones(2)] * 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    mine = Mine()
-    def train(): return str(thing)
-    things = [Accelerator(), mine, mine.state, PartialState(), GradientState()]
-    things += mine.prepare(optimizer, loader, schedule)
-"""
-REFUSED = (
-    f"an Accelerator {MADE}: accelerator = Accelerator()",
-    f"a Mine {MADE}: accelerator = Accelerator()",
-    f"an AcceleratorState {MADE}",
-    f"a PartialState {MADE}",
-    f"a GradientState {MADE}",
-    f"an AcceleratedOptimizer {ACCELERATED}{PREPARED.format('prepare')}",
-    f"a DataLoaderShard {ACCELERATED}{PREPARED.format('prepare')}",
-    f"an AcceleratedScheduler {ACCELERATED}{PREPARED.format('prepare')}",
-)
-OF_OTHERS = """
-    import torch, pytorch_lightning
-    from lightning_fabric import Fabric
-    from transformers import Trainer, TrainingArguments
-    model, fabric = torch.nn.Linear(2, 1), Fabric(accelerator="cpu")
-    def train(): return str(thing)
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    things = [fabric, *fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))]
-    things += [fabric.setup_dataloaders(torch.utils.data.DataLoader([1, 2]))]
-    things += [pytorch_lightning.Trainer(accelerator="cpu", **quiet)]
-    things += [Trainer(model, TrainingArguments("out", use_cpu=True, report_to=[]))]
-"""
-REFUSED_OF_OTHERS = (
-    f"a Fabric {MADE}: fabric = Fabric()",
-    *(f"a {kind} {SET_UP}{PREPARED.format('setup')}" for kind in ("_FabricModule", "FabricSGD", "_FabricDataLoader")),
-    *[f"a Trainer {MADE}: trainer = Trainer(...)"] * 2,
-)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("source", "texts"),
-    [(LAUNCHERS, REFUSED), pytest.param(OF_OTHERS, REFUSED_OF_OTHERS, marks=pytest.mark.long)],
-    ids=["accelerate", "others"],
-)
-def test_a_launchers_object_is_refused_by_name_with_a_remedy(
-    cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, texts: tuple[str, ...]
-) -> None:
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # these libraries set variables
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    names = cell(source)
-    for thing, text in zip(names.things, texts, strict=True):
+def refused(cell: Cells, names: SimpleNamespace, path: str = "train → thing") -> list[str]:
+    """What is said of each of the things after the path to it, before any process starts."""
+    said = []
+    for thing in names.things:
         cell.main.__dict__["thing"] = thing
-        assert str(_refused(names.train)) == f"train cannot be sent to the ranks: train → thing: {text}"
+        before = marked_pids()
+        with pytest.raises(nbddp.PayloadError) as caught:
+            run(names.train)
+        assert marked_pids() == before
+        assert " → ".join(caught.value.path) == path
+        beginning, _, rest = str(caught.value).partition(f"train cannot be sent to the ranks: {path}: ")
+        assert beginning == ""
+        said.append(rest)
+    return said
 
 
 def test_a_class_arrives_without_its_bases_hook_being_called_again(cell: Cells) -> None:
@@ -430,15 +323,18 @@ def test_exit_in_a_function_ends_its_rank_and_not_the_notebook(cell: Cells) -> N
         run(names.train, 3)
 
 
-def test_what_belongs_to_one_process_is_refused_with_what_to_write_instead(cell: Cells, in_folder: Path) -> None:
+def test_what_belongs_to_the_notebook_is_refused_with_the_path_to_it_and_what_to_write_instead(
+    cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = cell("""
-        import ctypes, mmap, multiprocessing.sharedctypes, sys, torch, types
+        import ctypes, ipywidgets, mmap, multiprocessing.sharedctypes, torch
+        from IPython.core.interactiveshell import InteractiveShell
         from safetensors import safe_open
         from safetensors.torch import save_file
         save_file({"w": torch.ones(2)}, "w.safetensors")
-        sys.modules["lmdb"] = types.ModuleType("lmdb")  # it isn't installed here
         class Environment: ...
-        sys.modules["lmdb"].Environment = Environment
+        class Accelerator: ...
+        class Mine(Accelerator): ...
         @torch.library.custom_op("mine::double", mutates_args=())
         def double(x: torch.Tensor) -> torch.Tensor: return 2 * x
         ddp = object.__new__(torch.nn.parallel.DistributedDataParallel)
@@ -446,9 +342,16 @@ def test_what_belongs_to_one_process_is_refused_with_what_to_write_instead(cell:
         make = multiprocessing.sharedctypes.synchronized  # as Value and Array do
         things = [make(ctypes.c_int(), fork.Lock(), fork), make((ctypes.c_double * 3)(), fork.Lock(), fork)]
         things += [fork.Lock(), fork.Event(), mmap.mmap(-1, 8), Environment(), safe_open("w.safetensors", "pt")]
-        things += [ddp, double]
-        def train(): return thing
+        things += [ddp, double, ipywidgets.IntProgress(), InteractiveShell.__new__(InteractiveShell)]
+        things += [Accelerator(), Mine()]
+        things += [open("log.txt", mode) for mode in ("w", "r", "rb")]  # the contents, too, stay here
+        def helper(): return thing
+        def train(): return helper()
     """)
+    # lmdb isn't installed here, and accelerate takes long to import.
+    for module, kind in (("lmdb", names.Environment), ("accelerate.accelerator", names.Accelerator)):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{kind.__name__: kind}))
+    one_process = "made in the notebook knows one process; make it inside the function: accelerator = Accelerator()"
     texts = (
         "a Synchronized is shared only with processes that multiprocessing starts; return",
         "a SynchronizedArray is shared only with processes that multiprocessing starts; return",
@@ -459,63 +362,15 @@ def test_what_belongs_to_one_process_is_refused_with_what_to_write_instead(cell:
         "a safe_open is open in this process; send the file's path, and open it inside the function: safe_open(",
         "a DistributedDataParallel model belongs to this process's group; send model.module, and wrap it",
         "a CustomOpDef is known to one process; define it in a module, and import it from there inside the function",
+        "an IntProgress lives in the notebook's front end; log() values and update it outside",
+        "an InteractiveShell is the notebook itself; ranks have none",
+        f"an Accelerator {one_process}",
+        f"a Mine {one_process}",
+        *["an open file ('log.txt') stays where it was opened; send its path"] * 3,
     )
-    for thing, text in zip(names.things, texts, strict=True):
-        cell.main.__dict__["thing"] = thing
-        assert str(_refused(names.train)).startswith(f"train cannot be sent to the ranks: train → thing: {text}")
-    del sys.modules["lmdb"], thing, names
+    for said, text in zip(refused(cell, names, "train → helper → thing"), texts, strict=True):
+        assert said.startswith(text)
+    for file in names.things[-3:]:
+        file.close()
+    del file, names
     cell.main.__dict__.clear()
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_function_arrives_as_its_original_and_its_settings(
-    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # which torch sets
-    names = cell("""
-        import torch
-        from nbddp.payload.pickler import _compiler_of
-        scale = 3
-        @torch.compile(backend="eager", fullgraph=True)
-        def tripled(x, n=2): return scale * x if n == 0 else again(x, n - 1)
-        def again(x, n): return tripled(x, n)
-        relu = torch.compile(torch.nn.functional.relu, backend="eager", dynamic=True)
-        def train():
-            compilers = [_compiler_of(tripled), _compiler_of(relu)]
-            settings = [(each.fullgraph, each._dynamic) for each in compilers]
-            return tripled(torch.ones(2)).tolist(), relu(torch.tensor([-1.0, 2.0])).tolist(), settings, tripled.__name__
-    """)
-    expected = [3.0, 3.0], [0.0, 2.0], [(True, None), (False, True)], "tripled"
-    assert run(names.train, nprocs=1).value == expected
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-def test_a_lightning_data_module_arrives_without_its_trainer_and_trains_with_ddp(
-    cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # these libraries set variables
-    names = cell("""
-        import pytorch_lightning as pl, torch
-        class Data(pl.LightningDataModule):
-            def train_dataloader(self): return torch.utils.data.DataLoader([torch.ones(2)] * 8, batch_size=2)
-        class Model(pl.LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.linear = torch.nn.Linear(2, 1)
-            def training_step(self, batch, _): return self.linear(batch).sum()
-            def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.1)
-        def trainer(**options):
-            return pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-                              enable_progress_bar=False, enable_model_summary=False, **options)
-        data, model = Data(), Model()
-        data.trainer = trainer(devices=1)  # as fit() does
-        def train():
-            before = data.trainer
-            mine = trainer(devices=2, strategy="ddp")
-            mine.fit(model, data)
-            return before, mine.world_size, data.trainer is mine
-    """)
-    assert run(names.train).values == [(None, 2, True)] * 2
-    assert names.data.trainer.world_size == 1

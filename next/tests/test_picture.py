@@ -106,7 +106,7 @@ def test_the_band_is_the_lowest_and_highest_over_the_ranks() -> None:
     assert 'fill-opacity=".18"' not in svg.draw(charts(logged(loss=[1.0, 2.0]))[0][0], 350)
 
 
-def test_a_restart_replaces_the_curve_and_is_marked() -> None:
+def test_a_restart_replaces_the_curve_and_is_marked_and_a_new_epoch_replaces_it() -> None:
     history = logged(2, loss=[1.0] * 2000)
     history.restart("RankDied")
     assert len(charts(history, points=5000)[0][0].lines[0].x) == 2000, "the old curve stands until there is another"
@@ -115,6 +115,9 @@ def test_a_restart_replaces_the_curve_and_is_marked() -> None:
     assert (chart.lines[0].x.tolist(), chart.lines[0].y[-1]) == ([*range(1501)], 2.0)
     assert [mark[:2] for mark in chart.marks] == [(1500, "restart 1")]
     assert 'text-anchor="end">restart 1</text>' in svg.draw(chart, 350), "on the side with more space"
+    history = logged(loss=[5.0, 4.0, 3.0])
+    logged(history=history, loss=[2.0, 1.0])
+    assert charts(history)[0][0].lines[0].y.tolist() == [2.0, 1.0]
 
 
 def test_an_earlier_run_is_gray_behind_the_curves_it_has() -> None:
@@ -136,16 +139,10 @@ def test_a_stage_has_its_color_in_every_chart_and_eight_lines_are_drawn() -> Non
     assert text_of(plot(families, ["metric_h"])) == "Metric h ━ 1"
 
 
-def test_of_steps_that_begin_again_only_the_newest_are_drawn() -> None:
-    history = logged(loss=[5.0, 4.0, 3.0])
-    logged(history=history, loss=[2.0, 1.0])
-    assert charts(history)[0][0].lines[0].y.tolist() == [2.0, 1.0]
-
-
 # ---------------------------------------------------------------------------- around the curves
 
 
-def test_the_picture_of_a_finished_run_has_its_tiles_and_ranks() -> None:
+def test_the_picture_has_tiles_and_ranks_with_their_memory_and_what_waits_for_the_user() -> None:
     history = logged(2, reduce="mean", **{"train/loss": [1.0, 0.5], "acc": [0.25, 0.5]})
     history.add(0, [{"time": 1.0, "bar": [0, "epoch", 5, 5]}])
     page = picture(history, status(ranks=2))
@@ -159,6 +156,12 @@ def test_the_picture_of_a_finished_run_has_its_tiles_and_ranks() -> None:
     assert text.endswith("0 cpu finished 1 100.0 ms 600 MB 1 cpu finished 1 100.0 ms 600 MB")
     assert "Time left" not in text
     assert 'alt="Loss: train 0.5000"' in page
+    text = text_of(picture(History(2), change(status("running", 2), 1, waits="at line 3")))
+    assert text.startswith("Paused at line 3 train")
+    assert text.endswith("0 cpu running – – 600 MB 1 cpu paused at line 3 – – 600 MB")
+    assert "Waits for input" in text_of(picture(History(), change(status("running"), 0, waits="for input")))
+    gauge = text_of(picture(History(), change(status("running"), 0, gpu=(8 << 30, 16 << 30))))
+    assert gauge.endswith("cpu running – – 8.0 / 16 GB")
 
 
 @pytest.mark.parametrize(
@@ -170,15 +173,6 @@ def test_a_state_has_one_color_in_head_bar_and_table(state: str, color: str) -> 
     assert all(
         set(re.findall("background:(#[0-9a-f]{6})", pieces[name])) == {color} for name in ("head", "bar", "table")
     )
-
-
-def test_the_table_has_memory_and_which_rank_waits_for_the_user() -> None:
-    text = text_of(picture(History(2), change(status("running", 2), 1, waits="at line 3")))
-    assert text.startswith("Paused at line 3 train")
-    assert text.endswith("0 cpu running – – 600 MB 1 cpu paused at line 3 – – 600 MB")
-    assert "Waits for input" in text_of(picture(History(), change(status("running"), 0, waits="for input")))
-    gauge = text_of(picture(History(), change(status("running"), 0, gpu=(8 << 30, 16 << 30))))
-    assert gauge.endswith("cpu running – – 8.0 / 16 GB")
 
 
 def test_a_rank_that_is_slow_stuck_or_behind_is_marked() -> None:

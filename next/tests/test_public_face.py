@@ -7,8 +7,6 @@ import importlib
 import inspect
 import operator
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -121,40 +119,28 @@ def _public(thing: Any) -> set[str]:
     return {name for name in dir(thing) if not name.startswith("_")}
 
 
-def test_type_checkers_and_the_reference_see_every_public_name() -> None:
-    block = next(node for node in TREES[PACKAGE / "__init__.py"].body if ast.unparse(node).startswith("if TYPE_CHECK"))
-    imports = [node for node in ast.walk(block) if isinstance(node, ast.ImportFrom)]
-    assert {alias.name: node.module for node in imports for alias in node.names} == nbddp._HOME
-    assert get_type_hints(Given) == get_type_hints(Options)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)  # torch, without a cache
-def test_a_type_checker_knows_what_a_run_returns_and_which_options_there_are() -> None:
-    config = Path(__file__).parent.parent / "pyproject.toml"
-    example = Path(__file__).with_name("typing_example.py")
-    done = subprocess.run([sys.executable, "-m", "mypy", "--config-file", config, example], capture_output=True)
-    assert done.returncode == 0, done.stdout.decode()
-
-
-def test_all_public_names_are_as_promised() -> None:
+def test_all_public_names_and_the_error_tree_are_as_promised_also_for_type_checkers() -> None:
     assert {*nbddp.__all__} == {*_FUNCTIONS, "History", "NbddpError", "Run", "Session", *ERRORS} - ALSO
     assert dir(nbddp) == sorted({*nbddp.__all__, *ALSO, "__version__"})
     assert [name for name in nbddp.__all__ if not getattr(nbddp, name).__doc__] == []
     assert len(nbddp.__all__) <= 45
     with pytest.raises(AttributeError, match=r"^module 'nbddp' has no attribute 'nope'$"):
         _ = nbddp.nope  # type: ignore[attr-defined]
+    assert nbddp.NbddpError.__mro__[1] is Exception
+    for name in ERRORS:
+        assert getattr(nbddp, name).__mro__[1] is nbddp.NbddpError
+    assert {*re.findall("[├└]── (\\w+)", str(errors.__doc__))} == ERRORS
+    block = next(node for node in TREES[PACKAGE / "__init__.py"].body if ast.unparse(node).startswith("if TYPE_CHECK"))
+    imports = [node for node in ast.walk(block) if isinstance(node, ast.ImportFrom)]
+    assert {alias.name: node.module for node in imports for alias in node.names} == nbddp._HOME
+    assert get_type_hints(Given) == get_type_hints(Options)
 
 
 _FUNCTIONS = [name for name in SIGNATURES if "." not in name]
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_are_as_promised(name: str) -> None:
-    assert _bare(operator.attrgetter(name)(nbddp)) == SIGNATURES[name]
-
-
-def test_every_promised_function_has_a_promised_signature() -> None:
+def test_every_function_has_its_promised_signature() -> None:
+    assert {name: _bare(operator.attrgetter(name)(nbddp)) for name in SIGNATURES} == SIGNATURES
     assert {name for name in dir(nbddp) if inspect.isfunction(getattr(nbddp, name))} == {*_FUNCTIONS}
     for kind in (nbddp.Run, nbddp.Session):
         own = {f"{kind.__name__}.{name}" for name in _public(kind) if inspect.isfunction(getattr(kind, name))}
@@ -164,7 +150,12 @@ def test_every_promised_function_has_a_promised_signature() -> None:
 
 def test_a_name_of_another_version_or_library_is_answered_with_the_one_here() -> None:
     for name, here in [
-        *(("session", "Session"), ("reduce", "all_reduce"), ("gather", "all_gather"), ("show", "IPython's display")),
+        *(
+            ("session", "Session"),
+            ("reduce", "all_reduce(x, op='mean')"),
+            ("gather", "all_gather"),
+            ("show", "IPython's display"),
+        ),
         *(("compare", "History.plot(before=)"), ("launch", "run"), ("notebook_launcher", "run")),
         ("cluster", "run(nnodes=)"),
     ]:
@@ -187,13 +178,6 @@ def test_a_run_has_the_promised_attributes(cell: Cells) -> None:
     assert inspect.isawaitable(done)
     assert len(_public(done.history)) <= 24
     assert _public(nbddp.Session) == {"cell", "close", "logs", "pull", "push", "run"}  # and nprocs, lost
-
-
-def test_the_error_tree_is_as_promised() -> None:
-    assert nbddp.NbddpError.__mro__[1] is Exception
-    for name in ERRORS:
-        assert getattr(nbddp, name).__mro__[1] is nbddp.NbddpError
-    assert {*re.findall("[├└]── (\\w+)", str(errors.__doc__))} == ERRORS
 
 
 def test_a_rank_imports_no_front_end_and_no_kernel_side_module(cell: Cells) -> None:
@@ -219,9 +203,10 @@ def test_importing_nbddp_imports_no_torch_ipython_or_numpy() -> None:
     assert (ended.stdout, ended.stderr) == ("[]\n", "")
 
 
-def test_every_module_has_a_docstring_and_no_function_over_60_lines() -> None:
+def test_every_module_has_a_docstring_no_function_over_60_lines_and_no_name_like_utils() -> None:
     for path, tree in TREES.items():
         assert ast.get_docstring(tree) or not tree.body, path
+        assert not path.name.startswith("util")
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
@@ -229,26 +214,21 @@ def test_every_module_has_a_docstring_and_no_function_over_60_lines() -> None:
                 assert lines <= 60, f"{path.name}: {node.name} has {lines} lines"
 
 
-def test_no_file_is_called_utils() -> None:
-    assert [path for path in TREES if path.name.startswith("util")] == []
-
-
-@pytest.mark.parametrize("owner", PRIVATE)
-def test_private_interfaces_of_torch_and_python_still_exist(owner: str) -> None:
+def test_private_interfaces_of_torch_and_python_are_all_listed_and_still_exist() -> None:
     """This fails when a new version drops one."""
-    module, _, name = owner.partition(":")
-    if owner.endswith(".py"):  # slow to import
-        source, missing = (Path(torch.__file__).parents[1] / owner).read_text(), PRIVATE[owner].split()
-    else:
-        found: Any = importlib.import_module(module)
-        found = getattr(found, name) if name else found
-        found = found() if name in ("ForkServer", "current_process") else found
-        missing = [each for each in PRIVATE[owner].split() if not hasattr(found, each)]
-        source = inspect.getsource(found) if missing else ""  # attributes of an object
-    assert [each for each in missing if not re.search(rf"\b{each}\b", source)] == []
-
-
-def test_the_list_of_private_interfaces_is_complete() -> None:
+    gone = {}
+    for owner, names in PRIVATE.items():
+        module, _, name = owner.partition(":")
+        if owner.endswith(".py"):  # slow to import
+            source, missing = (Path(torch.__file__).parents[1] / owner).read_text(), names.split()
+        else:
+            found: Any = importlib.import_module(module)
+            found = getattr(found, name) if name else found
+            found = found() if name in ("ForkServer", "current_process") else found
+            missing = [each for each in names.split() if not hasattr(found, each)]
+            source = inspect.getsource(found) if missing else ""  # attributes of an object
+        gone[owner] = [each for each in missing if not re.search(rf"\b{each}\b", source)]
+    assert {owner: names for owner, names in gone.items() if names} == {}
     text = "".join(path.read_text() for path in TREES)
     ours = {*re.findall(r"(?:\bself\.|\bdef |\bclass |^)(_\w+)", text, re.MULTILINE)}
     used = {*re.findall(r"(?<!\bself)\.(_[A-Za-z]\w*)", text)}

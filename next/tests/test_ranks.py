@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +11,12 @@ import pytest
 import torch
 
 import nbddp
-from tests.support import Cells, Notebook, gone, out, run, wait_until
+from tests.support import Cells, Notebook, free_port, out, run
 
 CONTRACT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def test_the_process_group_is_ready_and_collectives_are_right(cell: Cells) -> None:
+def test_the_process_group_is_ready_and_collectives_are_right_on_1_and_32_ranks(cell: Cells) -> None:
     names = cell("""
         import torch, torch.distributed as dist
         def train():
@@ -29,21 +24,26 @@ def test_the_process_group_is_ready_and_collectives_are_right(cell: Cells) -> No
             dist.all_reduce(x)
             seen = [None] * dist.get_world_size()
             dist.all_gather_object(seen, dist.get_rank())
-            return dist.get_backend(), dist.get_world_size(), x.item(), seen
+            return dist.get_backend(), dist.get_rank(), x.item(), seen
     """)
-    assert run(names.train, nprocs=4).values == [("gloo", 4, 10.0, [0, 1, 2, 3])] * 4
+    for size in (1, 32):
+        expected = [("gloo", rank, size * (size + 1) / 2, list(range(size))) for rank in range(size)]
+        assert run(names.train, nprocs=size, timeout=120).values == expected
 
 
-def test_the_environment_is_torchruns(cell: Cells) -> None:
-    names = cell("""
-        import os
-        def train(): return {k: v for k, v in os.environ.items() if k.startswith("TORCHELASTIC") or k in wanted}
+def test_the_environment_is_torchruns_with_and_without_a_process_group(cell: Cells) -> None:
+    wanted = (*CONTRACT, "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "ACCELERATE_USE_CPU")
+    names = cell(f"""
+        import os, nbddp, torch.distributed as dist
+        def train():
+            found = {{k: v for k, v in os.environ.items() if k.startswith("TORCHELASTIC") or k in {wanted!r}}}
+            return found, (dist.is_initialized(), nbddp.rank(), nbddp.world_size())
     """)
-    names = cell(f"wanted = {(*CONTRACT, 'GROUP_RANK', 'ROLE_RANK', 'ROLE_WORLD_SIZE', 'ACCELERATE_USE_CPU')!r}")
     for init in (True, False):
         values = run(names.train, nprocs=3, init_process_group=init).values
-        assert len({value["MASTER_PORT"] for value in values}) == 1
-        for rank, value in enumerate(values):
+        assert len({value["MASTER_PORT"] for value, _ in values}) == 1
+        for rank, (value, told) in enumerate(values):
+            assert told == (init, rank, 3)
             assert value["RANK"] == value["LOCAL_RANK"] == value["ROLE_RANK"] == str(rank)
             assert value["WORLD_SIZE"] == value["LOCAL_WORLD_SIZE"] == value["ROLE_WORLD_SIZE"] == "3"
             assert value["MASTER_ADDR"] == "127.0.0.1"
@@ -52,20 +52,6 @@ def test_the_environment_is_torchruns(cell: Cells) -> None:
             assert value["TORCHELASTIC_RUN_ID"].startswith("nbddp-")
             assert value["ACCELERATE_USE_CPU"] == "true"
     assert not any(key in os.environ for key in CONTRACT)
-
-
-def test_init_false_makes_no_process_group(cell: Cells) -> None:
-    names = cell("""
-        import nbddp, torch.distributed as dist
-        def train(): return dist.is_initialized(), nbddp.rank(), nbddp.world_size()
-    """)
-    assert run(names.train, init_process_group=False).values == [(False, 0, 2), (False, 1, 2)]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize("init", [True, False], ids=["group ready", "init_process_group=False"])
@@ -97,7 +83,7 @@ def test_a_function_can_make_its_own_process_group(cell: Cells, tmp_path: Path, 
             return x.item(), dist.is_initialized(), nbddp.world_size()
     """)
     assert (
-        run(names.train, url, _free_port(), str(tmp_path), init_process_group=init, timeout=60).values
+        run(names.train, url, free_port(), str(tmp_path), init_process_group=init, timeout=60).values
         == [(2.0, False, 2)] * 2
     )
 
@@ -116,10 +102,13 @@ def test_a_store_that_a_rank_hosts_at_master_port_is_for_the_other_ranks(cell: C
     assert run(names.train, timeout=60).values == [(b"here", True)] * 2
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 @pytest.mark.parametrize("port", ["ours", "own"])
-def test_processes_that_a_rank_launches_form_a_group_of_their_own(cell: Cells, method: str, port: str) -> None:
+def test_processes_that_a_rank_launches_form_a_group_of_their_own(cell: Cells, port: str) -> None:
     """As under ``python``; under torchrun only at its port."""
+    launched_processes_form_a_group(cell, "fork", port)
+
+
+def launched_processes_form_a_group(cell: Cells, method: str, port: str) -> None:
     names = cell("""
         import os, torch, torch.distributed as dist, torch.multiprocessing as mp
         def child(rank, port):
@@ -131,7 +120,7 @@ def test_processes_that_a_rank_launches_form_a_group_of_their_own(cell: Cells, m
         def launch(method, port):
             mp.start_processes(child, (port or os.environ["MASTER_PORT"],), 2, start_method=method)
     """)
-    launched = run(names.launch, method, "" if port == "ours" else str(_free_port()), nprocs=1, timeout=90)
+    launched = run(names.launch, method, "" if port == "ours" else str(free_port()), nprocs=1, timeout=90)
     assert launched.logs(0).count("total 3.0") == 2
 
 
@@ -159,11 +148,11 @@ def test_ddp_trains_and_every_rank_holds_the_same_moved_weights(cell: Cells) -> 
     assert first[3] < 0.1
 
 
-@pytest.mark.parametrize(
-    "workers", ["fork", *(pytest.param(each, marks=pytest.mark.long) for each in ("spawn", "forkserver"))]
-)
-def test_dataloader_workers_work_inside_ranks_with_every_start_method(cell: Cells, workers: str) -> None:
-    """Their start method is the platform's or the user's, never an accident of how the rank was started."""
+def test_dataloader_workers_work_inside_ranks(cell: Cells) -> None:
+    dataloader_workers_work(cell, "fork")
+
+
+def dataloader_workers_work(cell: Cells, method: str) -> None:
     names = cell("""
         import torch, torch.distributed as dist
         class Squares(torch.utils.data.Dataset):
@@ -179,43 +168,28 @@ def test_dataloader_workers_work_inside_ranks_with_every_start_method(cell: Cell
             return total
     """)
     expected = 2 * sum(i * i + 1 for i in range(8))
-    assert run(names.train, workers, timeout=100).values == [expected, expected]
+    assert run(names.train, method, timeout=100).values == [expected, expected]
 
 
-def test_seeds_differ_by_rank_and_repeat_by_run(cell: Cells) -> None:
+def test_seeds_differ_by_rank_and_repeat_by_run_and_the_notebooks_own_numbers_stay(cell: Cells) -> None:
+    """A forked process inherits the generator's state: every rank of every run would draw the same numbers."""
     names = cell("""
-        import random, numpy, torch
+        import random, numpy, torch, uuid
         def train(): return random.random(), float(numpy.random.rand()), torch.rand(1).item(), torch.initial_seed()
     """)
-    first, again, other = (run(names.train, seed=seed).values for seed in (7, 7, 8))
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    first, again, other = (run(names.train, seed=seed, deterministic=True).values for seed in (7, 7, 8))
     assert first == again
     assert [value[3] for value in first] == [7, 8]
     assert first[0] != first[1]
     assert other[0] == first[1]  # seed + rank
-    unseeded = run(names.train).values
-    assert unseeded[0][2] != unseeded[1][2]
-    assert unseeded != run(names.train).values
-
-
-def test_a_run_leaves_the_notebooks_random_state_alone(cell: Cells) -> None:
-    names = cell("def train(): return 1")
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    run(names.train, seed=3, deterministic=True)
+    unseeded = [value for _ in range(2) for value in run(names.train).values]
+    for column in zip(*unseeded):
+        assert len(set(column)) == 4
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_unseeded_ranks_of_two_runs_do_not_repeat_the_fork_servers_numbers(cell: Cells) -> None:
-    """A forked process inherits the generator's state: every rank of every run would draw the same numbers."""
-    names = cell("""
-        import random, numpy, torch, uuid
-        def train(): return torch.rand(1).item(), random.random(), float(numpy.random.rand())
-    """)
-    drawn = [value for _ in range(2) for value in run(names.train).values]
-    for column in zip(*drawn):
-        assert len(set(column)) == 4
 
 
 def test_threads_are_divided_among_the_ranks(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,12 +214,6 @@ def test_each_rank_has_its_own_session(cell: Cells) -> None:
     assert os.getsid(0) not in {value[0] for value in values}
 
 
-def test_runs_of_1_and_of_32_ranks_work(cell: Cells) -> None:
-    names = cell("import nbddp\ndef train(): return nbddp.rank(), nbddp.world_size(), nbddp.all_reduce(1, 'sum')")
-    assert run(names.train, nprocs=1).values == [(0, 1, 1)]
-    assert run(names.train, nprocs=32, timeout=120).values == [(rank, 32, 32) for rank in range(32)]
-
-
 def test_restart_count_grows_with_each_failure_up_to_max_restarts(cell: Cells, in_folder: Path) -> None:
     names = cell("""
         import nbddp, os
@@ -264,42 +232,22 @@ def test_restart_count_grows_with_each_failure_up_to_max_restarts(cell: Cells, i
     assert caught.value.rank == 1
 
 
-def test_the_notebooks_time_zone_and_arguments_are_the_ranks(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = cell("import sys, time\ndef train(): return time.strftime('%H', time.localtime(0)), sys.argv")
-    monkeypatch.setenv("TZ", "Asia/Tokyo")
-    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1"])
-    assert run(names.train).values == [("09", ["train.py", "--lr", "0.1"])] * 2
-    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "colab_kernel_launcher", "-f", "kernel.json"])
-    monkeypatch.setattr("sys.argv", ["colab_kernel_launcher.py", "-f", "kernel.json"])
-    assert run(names.train).values == [("09", ["train"])] * 2
-
-
-@pytest.mark.long
-def test_variables_that_are_read_when_python_or_torch_starts_count_for_a_run_of_their_own(cell: Cells) -> None:
-    names = cell("""
-        import os, sys, torch
-        def seen():
-            logs = torch._logging._internal.log_state.is_artifact_enabled("graph_breaks")
-            return hash("a name"), sys.warnoptions, torch.jit._state._enabled.enabled, logs, os.getppid()
+def test_the_notebooks_time_zone_and_arguments_are_the_ranks_but_not_its_kernels_own(notebook: Notebook) -> None:
+    notebook.ok("""
+        import nbddp, os, sys, time
+        def train(): return time.strftime("%H", time.localtime(0)), sys.argv
+        def ran(argv, orig_argv=sys.orig_argv):
+            sys.argv, sys.orig_argv = argv, orig_argv
+            return nbddp.run(train, nprocs=1, device="cpu", show=False).value
+        kernels = sys.argv, sys.orig_argv
+        os.environ["TZ"] = "Asia/Tokyo"
     """)
-    at_start = {"PYTHONHASHSEED": "7", "PYTHONWARNINGS": "ignore", "PYTORCH_JIT": "0", "TORCH_LOGS": "+graph_breaks"}
-    later = {"OMP_NUM_THREADS": "2", "TORCH_DISTRIBUTED_DEBUG": "INFO", "MY_OWN": "x"}
-    assert run(names.seen, env=later).values == run(names.seen).values  # in the same server
-    for _ in range(2):
-        found = run(names.seen, env=at_start).values
-        server = found[0][-1]
-        os.kill(server, signal.SIGKILL)  # the one that is started in its place reads them, too
-        wait_until(functools.partial(gone, server))
-    plain = [sys.executable, "-c", "import sys; print(hash('a name'), sys.warnoptions)"]
-    expected = subprocess.run(plain, env={**os.environ, **at_start}, capture_output=True, text=True, check=True).stdout
-    assert [(f"{value[0]} {value[1]}\n", *value[2:4]) for value in found] == [(expected, False, True)] * 2
-    assert not at_start.keys() & os.environ.keys()
-
-
-def test_a_kernels_own_arguments_are_nothing_for_the_ranks(notebook: Notebook) -> None:
-    notebook.ok("import nbddp, sys\ndef train(): return sys.argv")
-    ran = "nbddp.run(train, nprocs=1, device='cpu', show=False).value"
-    assert out(notebook.ok(ran)) == "['train']"
-    assert out(notebook.ok(f"kernels, sys.argv = sys.argv, ['x.py', '--lr', '1']\n{ran}")) == "['x.py', '--lr', '1']"
-    assert out(notebook.ok(f"sys.argv = ['x.py']\n{ran}")) == "['x.py']"
-    notebook.ok("sys.argv = kernels")
+    notebook.ok("colab = ['colab_kernel_launcher', '-f', 'kernel.json']")
+    for arguments, expected in (
+        ("sys.argv", "['train']"),
+        ("['x.py', '--lr', '1']", "['x.py', '--lr', '1']"),
+        ("['x.py']", "['x.py']"),
+        ("colab, ['python', '-m', *colab]", "['train']"),
+    ):
+        assert out(notebook.ok(f"ran({arguments})")) == f"('09', {expected})"
+    notebook.ok("sys.argv, sys.orig_argv = kernels; del os.environ['TZ']")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import nbddp
-from tests.support import Cells, run, start, wait_until
+from tests.support import Cells, error_of, run, start, wait_until
 
 RESUMING = """
     import nbddp, os, signal, torch
@@ -40,9 +40,8 @@ def test_the_last_error_is_raised_and_names_the_first(cell: Cells) -> None:
                 raise ValueError(f"attempt {nbddp.restart_count()}")
             nbddp.barrier()
     """)
-    with pytest.raises(nbddp.RankError, match="attempt 2") as raised:
-        run(names.train, max_restarts=2)
-    error = raised.value
+    error = error_of(names.train, max_restarts=2)
+    assert "attempt 2" in str(error)
     assert isinstance(error.first, nbddp.RankDied)
     assert (error.restarts, error.first.exitcode) == (2, 7)
     told = "That was after 2 restarts; the first failure was RankDied: rank 1 of 2 ended with exit code 7"
@@ -79,20 +78,6 @@ def test_a_resumed_run_has_every_step_once(cell: Cells, in_folder: Path) -> None
     assert "RankDied: rank 1 of 2 was killed by SIGKILL" in finished.history.restarts[0].reason
 
 
-def test_a_stop_is_not_restarted(cell: Cells, in_folder: Path) -> None:
-    names = cell("""
-        import nbddp, time
-        def train():
-            open(f"started-{nbddp.rank()}-{nbddp.restart_count()}", "w").close()
-            time.sleep(1000)
-    """)
-    going = start(names.train, max_restarts=3)
-    wait_until(lambda: len(os.listdir()) == 2)
-    going.stop()
-    assert (going.state, going.restarts) == ("stopped", 0)
-    assert sorted(os.listdir()) == ["started-0-0", "started-1-0"]
-
-
 def test_what_a_restart_cannot_heal_is_not_restarted(cell: Cells, in_folder: Path) -> None:
     Path("s.pt").write_bytes(b"no snapshot")
     with pytest.raises(nbddp.RankError, match="cannot be read as a snapshot"):
@@ -100,15 +85,3 @@ def test_what_a_restart_cannot_heal_is_not_restarted(cell: Cells, in_folder: Pat
     last = nbddp.last_run()
     assert last is not None
     assert last.restarts == 0
-
-
-@pytest.mark.long
-def test_a_timeout_after_a_restart_names_the_first_failure(cell: Cells) -> None:
-    names = cell("""
-        import nbddp, time
-        def train():
-            if nbddp.restart_count() == 0: raise ValueError("once")
-            time.sleep(1000)
-    """)
-    with pytest.raises(nbddp.RunTimeout, match="That was after 1 restart; the first failure was RankError"):
-        run(names.train, max_restarts=2, timeout=3)

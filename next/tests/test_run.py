@@ -6,20 +6,17 @@ import asyncio
 import concurrent.futures
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nbddp
 from nbddp.messages import Settings
-from tests.support import Cells, run, script, start, wait_until
+from tests.support import Cells, run, start, wait_until
 
 SLEEPS = """
     import time
@@ -38,18 +35,14 @@ def often() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def test_result_waits_for_rank_0s_value(cell: Cells) -> None:
+def test_a_run_has_the_methods_of_a_future_and_its_result_waits_for_rank_0s_value(cell: Cells) -> None:
     going = start(cell(SLEEPS).train, 0.2)
     assert not going.done()
     with pytest.raises(TimeoutError, match="still"):
         going.result(timeout=0.01)
     assert going.result() == "slept"
     assert (going.done(), going.exception()) == (True, None)
-
-
-def test_a_run_has_the_methods_of_a_future() -> None:
-    mine = {"result", "exception", "done", "cancel"}
-    assert mine <= set(dir(concurrent.futures.Future)) & set(dir(nbddp.Run))
+    assert {"result", "exception", "done", "cancel"} <= set(dir(concurrent.futures.Future)) & set(dir(going))
 
 
 def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go(often: None) -> None:
@@ -95,49 +88,6 @@ def test_a_run_may_have_any_name(cell: Cells, name: str) -> None:
     going = run(cell("def train(): return 1").train, name=name, wait=False)
     assert going.wait().values == [1, 1]
     assert going.name == name
-
-
-_PRINTS = """
-    import nbddp
-    def schnee():
-        print("grüß 雪")
-        nbddp.log(größe=1.0)
-        return nbddp.rank()
-    for _ in range(2):  # also with a fork server that runs already
-        assert nbddp.run(schnee, nprocs=2, device="cpu", timeout=30).values == [0, 1]
-"""
-
-
-@pytest.mark.long
-def test_a_script_runs_with_ascii_output_and_all_signals_blocked() -> None:
-    began = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
-    ended = script(began + textwrap.dedent(_PRINTS), PYTHONIOENCODING="ascii")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout == "gr\\xfc\\xdf \\u96ea\nschnee: step 0  gr\\xf6\\xdfe 1\n" * 2
-
-
-@pytest.mark.long
-def test_a_script_runs_with_closed_standard_streams() -> None:
-    shell = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh"]
-    assert subprocess.run([*shell, sys.executable, "-c", textwrap.dedent(_PRINTS)], timeout=100).returncode == 0
-
-
-def test_a_fork_server_that_ends_while_it_starts_is_named(tmp_path: Path) -> None:
-    (tmp_path / "ends.py").write_text("import os\nos._exit(1)\n")
-    ended = script(
-        """
-        import nbddp
-        nbddp.preload("ends")
-        for _ in range(2):
-            try:
-                nbddp.run(print, nprocs=2, device="cpu")
-            except nbddp.LaunchError as error:
-                print(error)
-        """,
-        PYTHONPATH=f"{os.environ['PYTHONPATH']}:{tmp_path}",
-    )
-    why = "the ranks could not be started: the fork server has ended unexpectedly; its output on stderr says why\n"
-    assert (ended.stdout, ended.stderr) == (why * 2, "")
 
 
 def test_an_unknown_option_is_refused_with_the_one_that_was_meant(cell: Cells) -> None:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,12 @@ _MEETS = """
 """
 
 
-@pytest.mark.parametrize("init", [True, False])
-@pytest.mark.parametrize("how", ["ours", "env", "file"])
+@pytest.mark.parametrize(
+    ("how", "init"), [("ours", True), *((how, init) for how in ("env", "file") for init in (True, False))]
+)
 def test_a_run_listens_only_on_loopback(cell: Cells, tmp_path: Path, how: str, init: bool) -> None:
     """torch's own store listens on all interfaces."""
     names = cell(_MEETS)
-    if how == "ours" and not init:
-        pytest.skip("there is no group")
     started = run(names.meet, how, str(tmp_path), init_process_group=init, wait=False)
     try:
         wait_until(lambda: started.error or all((tmp_path / str(rank)).exists() for rank in range(2)))
@@ -80,9 +79,8 @@ def _heard_beyond_loopback(pids: set[int]) -> list[str]:
                     bad = isinstance(c.laddr, str) and c.laddr.startswith("@")
                 else:
                     waits = c.status == psutil.CONN_LISTEN or c.type == socket.SOCK_DGRAM
-                    bad = (
-                        waits and not c.raddr and c.laddr.ip not in ("127.0.0.1", "::1")
-                    )  # a library's lookup is connected
+                    # A library's lookup is connected.
+                    bad = waits and not c.raddr and c.laddr.ip not in ("127.0.0.1", "::1")
                 if bad:
                     found.append(f"{pid}: {c}")
     return found
@@ -100,6 +98,13 @@ _STRANGER = """
         except PermissionError:
             return
         done.append(what)
+    def take(pid, fd):
+        pidfd = os.pidfd_open(pid)
+        try:
+            if libc.syscall(438, pidfd, fd, 0) == -1:  # pidfd_getfd
+                raise OSError(ctypes.get_errno(), "pidfd_getfd")
+        finally:
+            os.close(pidfd)
     def trace(pid):
         if libc.ptrace(16, pid, None, None) == -1:
             raise OSError(ctypes.get_errno(), "ptrace")
@@ -119,15 +124,6 @@ _STRANGER = """
     attempt("nothing, which always works", lambda: None)
     print(json.dumps(done))
 """
-_TAKE = """
-    def take(pid, fd):
-        pidfd = os.pidfd_open(pid)
-        try:
-            if libc.syscall(438, pidfd, fd, 0) == -1:  # pidfd_getfd
-                raise OSError(ctypes.get_errno(), "pidfd_getfd")
-        finally:
-            os.close(pidfd)
-"""
 
 
 @as_root
@@ -139,10 +135,8 @@ def test_another_user_cannot_reach_ranks_server_or_folder(cell: Cells) -> None:
         folders = [forkserver.temporary_folder(), *_folders_of_runs()]
         assert [stat.S_IMODE(os.stat(folder).st_mode) for folder in folders] == [0o700, 0o700]
         pids = {pid: _fds(pid) for pid in (*started.pids, server)}
-        source = textwrap.dedent(_TAKE) + textwrap.dedent(_STRANGER)
-        source = "import ctypes, json, os, socket, sys\n" + source
         said = subprocess.run(
-            [sys.executable, "-c", source],
+            [sys.executable, "-c", textwrap.dedent(_STRANGER)],
             input=json.dumps([pids, folders, forkserver.running()._forkserver_address]),
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
@@ -160,9 +154,25 @@ def _folders_of_runs() -> list[str]:
     return [str(path) for path in Path(forkserver.temporary_folder()).glob("r-*")]
 
 
-def test_private_files_cannot_be_opened_by_others(cell: Cells) -> None:
+def test_private_files_cannot_be_opened_by_others_and_secrets_are_in_no_file_message_or_command_line(
+    cell: Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What has a name lies in a folder that only we can open; all else has none."""
-    names = cell("import time\ndef wait(data): print(data); time.sleep(60)")
+    monkeypatch.setenv("API_TOKEN", SECRET)
+    names = cell("""
+        import os, time, nbddp
+        def train(data):
+            assert os.environ["API_TOKEN"] == data
+            nbddp.log(loss=1.0)
+            raise ValueError("boom")
+        def wait(data): print(data); time.sleep(60)
+    """)
+    with pytest.raises(nbddp.RankError) as caught:
+        run(names.train, SECRET, nprocs=2)
+    failed = nbddp.last_run()
+    assert failed is not None
+    told = [str(caught.value), repr(caught.value), repr(failed), failed.logs(), str(failed.stacks())]
+    assert not [text for text in (*told, repr(failed.history)) if SECRET in text]
     started = start(names.wait, SECRET)
     try:
         wait_until(lambda: SECRET in started.logs(0))  # it opens no more files
@@ -182,66 +192,43 @@ def test_private_files_cannot_be_opened_by_others(cell: Cells) -> None:
             for path in named
             if stat.S_IMODE(os.stat(path).st_mode) != 0o600 or not path.startswith(tuple(folders))
         }
-        with_secret = [path for path in _files(tempfile.gettempdir()) if SECRET.encode() in path.read_bytes()]
-        assert with_secret == []
-    finally:
-        started.stop(0)
-
-
-def _files(folder: str) -> Iterator[Path]:
-    return (path for path in Path(folder).rglob("*") if path.is_file())
-
-
-def test_secrets_appear_on_no_command_line_and_in_no_message(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks have the notebook's environment, as they must; nobody else sees it."""
-    monkeypatch.setenv("API_TOKEN", SECRET)
-    names = cell("""
-        import os, time, nbddp
-        def train(data):
-            assert os.environ["API_TOKEN"] == data
-            nbddp.log(loss=1.0)
-            raise ValueError("boom")
-        def wait(data): time.sleep(60)
-    """)
-    with pytest.raises(nbddp.RankError) as caught:
-        run(names.train, SECRET, nprocs=2)
-    failed = nbddp.last_run()
-    assert failed is not None
-    told = [
-        str(caught.value),
-        repr(caught.value),
-        repr(failed),
-        failed.logs(),
-        str(failed.stacks()),
-        repr(failed.history),
-    ]
-    assert not [text for text in told if SECRET in text]
-    started = start(names.wait, SECRET)
-    try:
         lines = [Path(f"/proc/{pid}/cmdline") for pid in marked_pids()]
         assert len(lines) >= 3
-        assert not [line for line in lines if SECRET.encode() in line.read_bytes()]
+        files = [path for path in Path(tempfile.gettempdir()).rglob("*") if path.is_file()]
+        assert [path for path in (*lines, *files) if SECRET.encode() in path.read_bytes()] == []
     finally:
         started.stop(0)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from os import environ",
-        "import os\nenviron = os.environ",
-        "from os import environb as environ",
-        "from os import environ as it\nenviron = [it]",
-        "from os import environ as it\nenviron = it.get",
-    ],
-)
-def test_the_environment_is_not_exported_under_any_name(
-    cell: Cells, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_job_holds_neither_the_environment_nor_source_that_it_does_not_need(
+    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("API_TOKEN", SECRET)
-    names = cell(f"{line}\ndef train(): return environ")
-    nbddp.export(names.train, tmp_path / "job.nbddp")
-    assert SECRET.encode() not in (tmp_path / "job.nbddp").read_bytes()
+    for line in (
+        "from os import environ",
+        "import os; environ = os.environ",
+        "from os import environb as environ",
+        "from os import environ as it; environ = [it]",
+        "from os import environ as it; environ = it.get",
+    ):
+        names = cell(f"""
+            # the key of the service: {SECRET}
+            key = "{SECRET}"
+            {line}
+            def unused():
+                return "{SECRET}"
+            def helper():
+                return environ  # helper's line
+            class Model:
+                def forward(self): return helper()  # the method's line
+            def train(): return Model().forward()
+            key = "{SECRET}"
+        """)
+        nbddp.export(names.train, tmp_path / "job.nbddp")
+        data = (tmp_path / "job.nbddp").read_bytes()
+        assert SECRET.encode() not in data
+        assert b"helper's line" in data
+        assert b"the method's line" in data
 
 
 def test_os_environ_in_a_function_is_that_of_its_rank(cell: Cells) -> None:
@@ -254,26 +241,6 @@ def test_os_environ_in_a_function_is_that_of_its_rank(cell: Cells) -> None:
     """)
     assert run(names.train).values == [("0", b"0", True, "yes"), ("1", b"1", True, "yes")]
     assert "ONLY_HERE" not in os.environ
-
-
-def test_a_job_holds_only_the_source_of_functions_it_needs(cell: Cells, tmp_path: Path) -> None:
-    names = cell(f"""
-        # the key of the service: {SECRET}
-        key = "{SECRET}"
-        def unused():
-            return "{SECRET}"
-        def helper():
-            return 1  # helper's line
-        class Model:
-            def forward(self): return helper()  # the method's line
-        def train(): return Model().forward()
-        key = "{SECRET}"
-    """)
-    nbddp.export(names.train, tmp_path / "job.nbddp")
-    data = (tmp_path / "job.nbddp").read_bytes()
-    assert SECRET.encode() not in data
-    assert b"helper's line" in data
-    assert b"the method's line" in data
 
 
 def test_no_signal_reaches_a_process_that_reused_a_ranks_pid() -> None:

@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 from pathlib import Path
 
 import psutil
@@ -15,7 +14,7 @@ import pytest
 import torch.multiprocessing
 
 import nbddp
-from tests.support import Cells, wait_until
+from tests.support import Cells, free_port, wait_until
 
 
 def test_the_signature_is_torchs() -> None:
@@ -24,10 +23,16 @@ def test_the_signature_is_torchs() -> None:
     assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
 
 
-def test_an_exception_is_worded_as_torch_does(cell: Cells) -> None:
+def test_an_exception_and_any_other_end_are_worded_as_torch_does(cell: Cells) -> None:
     names = cell("""
+        import os, sys, time
         def train(i, arg):
             raise ValueError(f"legitimate exception from process {i}: {arg}")
+        def leave(i, code): sys.exit(code)
+        def die(i, number):
+            if i == 1:
+                os.kill(os.getpid(), number)
+            time.sleep(60)
     """)
     with pytest.raises(torch.multiprocessing.ProcessRaisedException) as caught:
         nbddp.spawn(names.train, args=("x",), nprocs=2)
@@ -38,27 +43,20 @@ def test_an_exception_is_worded_as_torch_does(cell: Cells) -> None:
     assert isinstance(error, nbddp.RankError)
     assert type(error.cause) is ValueError
     assert error.error_pid > 0
-
-
-def test_an_end_without_an_exception_is_worded_as_torch_does(cell: Cells) -> None:
-    names = cell("""
-        import os, sys, time
-        def leave(i, code): sys.exit(code)
-        def die(i, number):
-            if i == 1:
-                os.kill(os.getpid(), number)
-            time.sleep(60)
-    """)
-    with pytest.raises(torch.multiprocessing.ProcessExitedException, match=r"^process 0 .* exit code 123$") as caught:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.error_pid) == (type(error), str(error), error.error_pid)
+    with pytest.raises(torch.multiprocessing.ProcessExitedException, match=r"^process 0 .* exit code 123$") as ended:
         nbddp.spawn(names.leave, args=(123,))
-    assert (caught.value.error_index, caught.value.exit_code) == (0, 123)
-    with pytest.raises(torch.multiprocessing.ProcessExitedException, match=r"^process 1 .* signal SIGKILL$") as caught:
+    assert (ended.value.error_index, ended.value.exit_code) == (0, 123)
+    with pytest.raises(torch.multiprocessing.ProcessExitedException, match=r"^process 1 .* signal SIGKILL$") as ended:
         nbddp.spawn(names.die, args=(int(signal.SIGKILL),), nprocs=2)
-    assert isinstance(caught.value, nbddp.RankDied)
-    assert (caught.value.error_index, caught.value.exit_code, caught.value.signal_name) == (1, -9, "SIGKILL")
+    assert isinstance(ended.value, nbddp.RankDied)
+    assert (ended.value.error_index, ended.value.exit_code, ended.value.signal_name) == (1, -9, "SIGKILL")
 
 
-def test_join_false_gives_a_context_whose_join_has_a_timeout(cell: Cells, tmp_path: Path) -> None:
+def test_join_false_gives_a_context_whose_join_has_a_timeout_and_takes_no_stop_for_a_success(
+    cell: Cells, tmp_path: Path
+) -> None:
     names = cell("""
         import os, time
         def train(i, go):
@@ -83,23 +81,19 @@ def test_join_false_gives_a_context_whose_join_has_a_timeout(cell: Cells, tmp_pa
             assert context.join() is True
         assert context.pids() == pids
         wait_until(lambda pids=pids: not any(psutil.pid_exists(pid) for pid in pids))
-
-
-def test_spawn_sets_no_environment_and_makes_no_process_group(cell: Cells) -> None:
-    names = cell("""
-        import os, torch.distributed as dist
-        def train(i, wanted):
-            assert not dist.is_initialized()
-            assert not [key for key in wanted if key in os.environ]
-    """)
-    wanted = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
-    nbddp.spawn(names.train, args=(wanted,), nprocs=2)
+    going = nbddp.spawn(names.train, (str(tmp_path / "never"),), nprocs=2, join=False)
+    assert going is not None
+    going.pids()
+    going.run.stop(0)
+    with pytest.raises(nbddp.NbddpError, match="is stopped"):
+        going.join()
 
 
 def test_the_official_tutorial_trains_after_changing_one_word(cell: Cells, tmp_path: Path) -> None:
-    """The official DDP tutorial: own MASTER_PORT, own init_process_group, mp.spawn(fn, args, nprocs, join)."""
+    """It sets MASTER_PORT and makes its group itself, and finds neither."""
     names = cell("""
         import os, torch, torch.distributed as dist
+        wanted = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID".split()
         from torch.nn.parallel import DistributedDataParallel as DDP
         def setup(rank, world_size, port):
             os.environ["MASTER_ADDR"] = "localhost"
@@ -112,6 +106,8 @@ def test_the_official_tutorial_trains_after_changing_one_word(cell: Cells, tmp_p
                 self.net2 = torch.nn.Linear(10, 5)
             def forward(self, x): return self.net2(torch.relu(self.net1(x)))
         def demo_basic(rank, world_size, port, folder):
+            assert not dist.is_initialized()
+            assert not [key for key in wanted if key in os.environ]
             setup(rank, world_size, port)
             torch.manual_seed(rank)
             model = DDP(ToyModel())
@@ -124,10 +120,7 @@ def test_the_official_tutorial_trains_after_changing_one_word(cell: Cells, tmp_p
             torch.save(weight, f"{folder}/{rank}.pt")
             dist.destroy_process_group()
     """)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    nbddp.spawn(names.demo_basic, args=(2, port, str(tmp_path)), nprocs=2, join=True)
+    nbddp.spawn(names.demo_basic, args=(2, free_port(), str(tmp_path)), nprocs=2, join=True)
     assert torch.equal(torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt"))
 
 
@@ -139,17 +132,3 @@ def test_what_cannot_work_is_refused_by_name(cell: Cells) -> None:
         nbddp.spawn(names.train, (1, 2))
     with pytest.raises(nbddp.PayloadError, match=r"args\[0\]"):
         nbddp.spawn(names.train, (names.lock,))
-
-
-def test_a_stopped_spawn_is_no_success_and_its_errors_can_be_pickled(cell: Cells) -> None:
-    names = cell("import time\ndef wait(rank): time.sleep(60)\ndef fail(rank): raise ValueError('boom')")
-    going = nbddp.spawn(names.wait, nprocs=2, join=False)
-    assert going is not None
-    going.pids()
-    going.run.stop(0)
-    with pytest.raises(nbddp.NbddpError, match="is stopped"):
-        going.join()
-    with pytest.raises(nbddp.RankError) as caught:
-        nbddp.spawn(names.fail)
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert (type(again), str(again), again.error_pid) == (type(caught.value), str(caught.value), caught.value.error_pid)

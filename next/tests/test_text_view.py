@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import json
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -49,7 +45,7 @@ class Followed:
         self._view.update()
 
 
-def test_a_line_in_two_seconds_tells_the_progress_and_one_the_end(
+def test_a_line_in_two_seconds_tells_loops_time_left_and_metrics_and_one_the_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     history = History()
@@ -63,9 +59,6 @@ def test_a_line_in_two_seconds_tells_the_progress_and_one_the_end(
     run.becomes("finished", 39.0)
     lines = ["train: step 20 · loss 20", "train: step 40 · loss 40", "train: step 59 · loss 59"]
     assert capsys.readouterr().out.splitlines() == [*lines, "train: finished after 0:38 · 2 processes · gloo · loss 59"]
-
-
-def test_loops_and_time_left_come_before_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:
     history = History()
     history.add(0, [{"bar": [0, "Epoch", 2, 5], "time": 1.0}, {"bar": [0, "Epoch", 3, 5], "time": 2.0}])
     log(history, "loss", [70])
@@ -73,17 +66,6 @@ def test_loops_and_time_left_come_before_the_metrics(capsys: pytest.CaptureFixtu
     run.becomes("running", 0.0)
     run.becomes("running", 3.0)
     assert capsys.readouterr().out == "train: epoch 4/5 · step 70 · 2.0 s left · loss 70\n"
-
-
-def test_progress_and_time_left_are_the_slowest_ranks_in_panel_and_text(capsys: pytest.CaptureFixture[str]) -> None:
-    history = History(3)
-    for rank, speed in enumerate((10, 4, 10)):
-        for at in (1, 2):
-            history.add(rank, [{"bar": [0, "batch", speed * at, 100], "time": float(at)}])
-    run = Followed(history)
-    run.becomes("running", 0.0)
-    run.becomes("running", 3.0)
-    assert capsys.readouterr().out == "train: batch 8/100 · 0:23 left\n"
 
 
 def test_a_run_that_has_nothing_to_show_but_its_output_is_silent_unless_it_takes_long(
@@ -97,7 +79,9 @@ def test_a_run_that_has_nothing_to_show_but_its_output_is_silent_unless_it_takes
     assert capsys.readouterr().out == "train: finished after 0:50 · 2 processes · gloo\n"
 
 
-def test_text_lines_report_a_restart_and_the_number_of_restarts_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_lines_report_once_a_restart_the_number_of_restarts_and_a_hang_with_all_stacks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     history = History()
     run = Followed(history)
     run.becomes("running", 1.0)
@@ -107,9 +91,6 @@ def test_text_lines_report_a_restart_and_the_number_of_restarts_at_the_end(capsy
     assert capsys.readouterr().out == (
         f"train: restarted 1 of 3 after {REASON}\ntrain: finished after 0:38 · 2 processes · gloo · 1 restart\n"
     )
-
-
-def test_a_hang_is_said_once_with_all_stacks(capsys: pytest.CaptureFixture[str]) -> None:
     run = Followed(History())
     for seconds in (30, 31):
         run.becomes("running", seconds, hang=f"Nothing for {seconds} s\n  File ...")
@@ -162,62 +143,12 @@ def test_the_thread_of_a_run_in_the_background_writes_nothing(capsys: pytest.Cap
 # ---------------------------------------------------------------------------- real runs
 
 
-@pytest.mark.long
-def test_a_script_says_how_a_run_ended_and_of_one_in_the_background_when_it_is_waited_for() -> None:
-    done = script(
-        f"""
-{TRAIN}
-if __name__ == "__main__":
-    nbddp.run(print, ("only printed",), nprocs=1, device="cpu")
-    nbddp.run(train, nprocs=2, device="cpu")
-    run = nbddp.run(train, nprocs=2, device="cpu", wait=False, name="second")
-    while not run.done(): pass
-    print("over")
-    run.wait()
-    run.wait()
-    run.show()
-"""
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = (f"{name}: finished after # · 2 processes · gloo · loss 0.0500" for name in ("train", "second"))
-    lines = [_without_duration(line) for line in done.stdout.splitlines()]
-    assert lines == ["only printed", "done", first, "over", second, second]
-
-
-def _without_duration(line: str) -> str:
-    start, after, rest = line.partition(" after ")
-    return f"{start}{after}#{rest[rest.index(' ·') :]}" if after else line
-
-
 def test_importing_nbddp_in_a_plain_script_loads_no_widget() -> None:
     done = script("""
         import sys, nbddp, nbddp.kernel.start, nbddp.panel.live, nbddp.panel.plotted
         print([m for m in ("anywidget", "ipywidgets", "matplotlib") if m in sys.modules])
     """)
     assert done.stdout == "[]\n", done.stderr
-
-
-@pytest.fixture
-def executed(in_folder: Path) -> Callable[..., list[Any]]:
-    def execute(*cells: str) -> list[Any]:
-        """The outputs of each cell, as ``jupyter nbconvert --execute`` leaves them."""
-        new = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
-        code = [{**new, "id": f"c{number}", "source": source} for number, source in enumerate((TRAIN, *cells))]
-        metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-        notebook = {"cells": code, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
-        (in_folder / "test.ipynb").write_text(json.dumps(notebook))
-        command = ["jupyter", "nbconvert", "--to", "notebook", "--execute", "--inplace", "test.ipynb"]
-        subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
-        after = json.loads((in_folder / "test.ipynb").read_text())
-        assert "widgets" not in after["metadata"]
-        return [cell["outputs"] for cell in after["cells"]][1:]
-
-    return execute
-
-
-def shown(outputs: list[Any]) -> list[Any]:
-    """Text as it is, and of what's displayed the types."""
-    return ["".join(out["text"]) if "text" in out else (out["output_type"], {*out["data"]}) for out in outputs]
 
 
 PICTURE = {"text/html", "text/plain"}
@@ -232,25 +163,6 @@ def test_an_executed_notebook_keeps_the_picture_and_no_dead_widget(notebook: Not
     assert [set(each) for each in at_once.data] == [PICTURE]
     assert not notebook.ok(call.format(", wait=False")).data
     assert [set(each) for each in notebook.ok("_ = run.wait()").data] == [PICTURE]
-
-
-@pytest.mark.long
-def test_nbconvert_keeps_the_picture_of_a_run_once(executed: Callable[..., list[Any]]) -> None:
-    call = "nbddp.run(train, nprocs=2, device='cpu'{})"
-    at_once, background, waited, silent = executed(
-        call.format(""), f"run = {call.format(', wait=False')}", "run.wait()", call.format(", show=False")
-    )
-    assert shown(at_once)[:2] == ["done\n", ("display_data", PICTURE)]
-    text, html = ("".join(at_once[1]["data"][kind]) for kind in ("text/plain", "text/html"))
-    assert text.startswith("train: finished after")
-    assert "data:image/svg+xml" in html
-    assert "Finished" in html
-    assert [set(out["data"]) for out in at_once[2:]] == [{"text/plain"}], "the run's value has no second picture"
-    assert not background
-    assert [kind for kind, _ in shown(waited)] == ["display_data", "execute_result"]
-    assert set(waited[0]["data"]) == PICTURE
-    assert set(waited[1]["data"]) == {"text/plain"}
-    assert shown(silent) == [("execute_result", PICTURE)], "a run that isn't shown shows itself at the cell's end"
 
 
 def test_a_view_shows_in_which_line_a_rank_has_stopped(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 from tests.support import MARK, START_TIMEOUT_S, Notebook, wait_until
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 _BEGIN = """
 import os, time, torch, nbddp
@@ -129,23 +129,18 @@ def test_places_and_environment_are_those_of_torchrun_on_two_nodes(notebook: Not
     """)
 
 
-def test_tens_of_megabytes_go_there_and_back(notebook: Notebook) -> None:
+def test_output_metrics_and_tens_of_megabytes_arrive_whole(notebook: Notebook) -> None:
     notebook.ok("""
         data = torch.arange(8 << 20, dtype=torch.float32)
-        values = on_two(lambda data: data + nbddp.rank(), data, nprocs=2).values
-        assert all((value == data + rank).all() for rank, value in enumerate(values))
-    """)
-
-
-def test_output_and_metrics_arrive_whole(notebook: Notebook) -> None:
-    notebook.ok("""
-        def train():
+        def train(data):
             for step in range(5000):
                 nbddp.log(loss=step)
                 print(step)
-        run = on_two(train)
+            return data + nbddp.rank()
+        run = on_two(train, data, nprocs=2)
+        assert all((value == data + rank).all() for rank, value in enumerate(run.values))
         assert run.history["loss"].steps.tolist() == list(range(5000))
-        assert all(run.logs(rank).split() == [*map(str, range(5000))] for rank in range(4))
+        assert all(run.logs(rank).split() == [*map(str, range(5000))] for rank in range(2))
     """)
 
 

@@ -1,6 +1,6 @@
 """A session is one kernel: random sequences of cells show and leave on rank 0 what they do in a plain kernel.
 
-``NBDDP_CASES=500 NBDDP_SEED=7 python -m pytest tests/test_cell_sequences.py --timeout=0`` tries that many new ones.
+``NBDDP_CASES=500 NBDDP_SEED=7 python -m pytest tests/long/test_cell_sequences.py --timeout=0`` tries that many new ones.
 """
 
 # ruff: noqa: E501 - a cell is one line

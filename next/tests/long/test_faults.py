@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests import faults
-from tests.faults import GRACE_S, Case, draw
+from tests.long import faults
+from tests.long.faults import GRACE_S, Case, draw
 from tests.support import Notebook, Reply, gone, is_fork_server, marked_pids, ranks_of, wait_until_alone
 
 SEED = int(os.environ.get("NBDDP_SEED", "1"))
@@ -178,7 +178,6 @@ def test_faults_at_random_moments_end_as_they_have_to_and_leave_nothing(kernel: 
     check(kernel, CASES)
 
 
-@pytest.mark.long
 def test_cases_that_found_a_defect_stay_right(kernel: Notebook) -> None:
     check(kernel, [draw(seed, index) for seed, index in FOUND])
 
@@ -190,7 +189,6 @@ def left_by(processes: set[int], files: set[str], temporary: str) -> list[str]:
     return [*alive, *(name for name in found if "torchinductor" not in name)]
 
 
-@pytest.mark.long
 def test_a_kernel_killed_at_any_moment_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     for case in CASES:
         rng, processes, files = random.Random(f"{case}"), marked_pids(), set(os.listdir("/dev/shm"))

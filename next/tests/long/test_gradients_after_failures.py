@@ -1,6 +1,6 @@
 """After a failure in a session, DDP's gradient is the mean of the ranks' own (float64, so that only rounding is left).
 
-``NBDDP_CASES=300 NBDDP_SEED=7 python -m pytest tests/test_gradients_after_failures.py -m long --timeout=0``
+``NBDDP_CASES=300 NBDDP_SEED=7 python -m pytest tests/long/test_gradients_after_failures.py --timeout=0``
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ FAILURES = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("nprocs", [2, 3, 4])
 def test_gradients_are_the_mean_of_the_ranks_own_after_any_failure(own_notebook: Notebook, nprocs: int) -> None:
     rng, wrong = random.Random(SEED * 10 + nprocs), []

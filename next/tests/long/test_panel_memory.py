@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.support import Notebook
 
 FOLLOW = """
@@ -46,7 +44,6 @@ live.time = widget.time = time
 """
 
 
-@pytest.mark.long
 def test_a_kernels_memory_grows_by_the_history_alone(notebook: Notebook) -> None:
     shown = notebook.ok(f"KINDS = ['panel', 'picture', 'text']{FOLLOW}", timeout_s=110.0).shown
     history, rest = map(int, next(line for line in shown.splitlines() if line[0].isdigit()).split())

@@ -1,0 +1,82 @@
+"""A run as lines of text in a script, and a notebook that a program executes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import script
+from tests.test_text_view import PICTURE, TRAIN
+
+
+def test_a_script_says_how_a_run_ended_and_of_one_in_the_background_when_it_is_waited_for() -> None:
+    done = script(
+        f"""
+{TRAIN}
+if __name__ == "__main__":
+    nbddp.run(print, ("only printed",), nprocs=1, device="cpu")
+    nbddp.run(train, nprocs=2, device="cpu")
+    run = nbddp.run(train, nprocs=2, device="cpu", wait=False, name="second")
+    while not run.done(): pass
+    print("over")
+    run.wait()
+    run.wait()
+    run.show()
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (f"{name}: finished after # · 2 processes · gloo · loss 0.0500" for name in ("train", "second"))
+    lines = [_without_duration(line) for line in done.stdout.splitlines()]
+    assert lines == ["only printed", "done", first, "over", second, second]
+
+
+def _without_duration(line: str) -> str:
+    start, after, rest = line.partition(" after ")
+    return f"{start}{after}#{rest[rest.index(' ·') :]}" if after else line
+
+
+@pytest.fixture
+def executed(in_folder: Path) -> Callable[..., list[Any]]:
+    def execute(*cells: str) -> list[Any]:
+        """The outputs of each cell, as ``jupyter nbconvert --execute`` leaves them."""
+        new = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+        code = [{**new, "id": f"c{number}", "source": source} for number, source in enumerate((TRAIN, *cells))]
+        metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+        notebook = {"cells": code, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+        (in_folder / "test.ipynb").write_text(json.dumps(notebook))
+        command = ["jupyter", "nbconvert", "--to", "notebook", "--execute", "--inplace", "test.ipynb"]
+        subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+        after = json.loads((in_folder / "test.ipynb").read_text())
+        assert "widgets" not in after["metadata"]
+        return [cell["outputs"] for cell in after["cells"]][1:]
+
+    return execute
+
+
+def shown(outputs: list[Any]) -> list[Any]:
+    """Text as it is, and of what's displayed the types."""
+    return ["".join(out["text"]) if "text" in out else (out["output_type"], {*out["data"]}) for out in outputs]
+
+
+def test_nbconvert_keeps_the_picture_of_a_run_once(executed: Callable[..., list[Any]]) -> None:
+    call = "nbddp.run(train, nprocs=2, device='cpu'{})"
+    at_once, background, waited, silent = executed(
+        call.format(""), f"run = {call.format(', wait=False')}", "run.wait()", call.format(", show=False")
+    )
+    assert shown(at_once)[:2] == ["done\n", ("display_data", PICTURE)]
+    text, html = ("".join(at_once[1]["data"][kind]) for kind in ("text/plain", "text/html"))
+    assert text.startswith("train: finished after")
+    assert "data:image/svg+xml" in html
+    assert "Finished" in html
+    assert [set(out["data"]) for out in at_once[2:]] == [{"text/plain"}], "the run's value has no second picture"
+    assert not background
+    assert [kind for kind, _ in shown(waited)] == ["display_data", "execute_result"]
+    assert set(waited[0]["data"]) == PICTURE
+    assert set(waited[1]["data"]) == {"text/plain"}
+    assert shown(silent) == [("execute_result", PICTURE)], "a run that isn't shown shows itself at the cell's end"
