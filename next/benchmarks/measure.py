@@ -57,7 +57,11 @@ class Figure:
         first = next(iter(self.values), "")
         for name, values in self.values.items():
             low, middle, high = (shown(of(values), self.unit) for of in (min, statistics.median, max))
-            ratio = "" if name == first else f"{self.median(first) / self.median(name):.2g}"
+            ratio = (
+                ""
+                if name == first or not first.startswith("nbddp")
+                else f"{self.median(first) / self.median(name):.2g}"
+            )
             found.append(f"{name} | {middle} | {low} to {high} | {ratio}")
         return found + [f"{name} | {why} | | " for name, why in self.failures.items()]
 
@@ -72,7 +76,9 @@ class Table:
         self.figures.setdefault(figure, Figure(unit)).values.setdefault(name, []).append(value)
         print(f"{time.strftime('%H:%M:%S')} {figure}: {name}: {shown(value, unit)}", file=sys.stderr)
 
-    def turns(self, figure: str, rounds: int, ways: Sequence[Any], turn: Callable[[Any], None]) -> None:
+    def turns(
+        self, figure: str, rounds: int, ways: Sequence[Any], turn: Callable[[Any], None], unit: str = "s"
+    ) -> None:
         """Give each way a turn in every round, there and back; one that fails gets no more."""
         left = list(ways)
         for _ in range(rounds):
@@ -81,7 +87,7 @@ class Table:
                     turn(way)
                 except Exception as error:  # the others' figures are still worth having
                     why = f"{type(error).__name__}: {error}".splitlines()[0][:100].replace("|", "/")
-                    self.figures.setdefault(figure, Figure("s")).failures[way.name] = why
+                    self.figures.setdefault(figure, Figure(unit)).failures[way.name] = why
                     left.remove(way)
             left.reverse()
 

@@ -19,7 +19,7 @@ from benchmarks.ways import ACCELERATE, FORK, NBDDP, ON_RAY, SILENT, WAYS, WORK,
 
 
 def warm(table: Table, sizes: Sizes, ways: Sequence[Way] = WAYS) -> None:
-    """A run with an all-reduce in a kernel that had one before, until all ranks have ended."""
+    """A run with an all-reduce in a kernel that had one before; ipyparallel keeps its engines and their group."""
     figure = f"warm run of {sizes.ranks} ranks"
     with kept(lambda way: way.prepared(sizes.ranks)) as kernels:
 
@@ -31,7 +31,7 @@ def warm(table: Table, sizes: Sizes, ways: Sequence[Way] = WAYS) -> None:
 
 def first(table: Table, sizes: Sizes, ways: Sequence[Way] = tuple(installed([NBDDP, SILENT, ACCELERATE]))) -> None:
     """From the imports in a new kernel to the end of a run that trains one step."""
-    figure = f"first cell of a new kernel, DDP and SGD on {sizes.ranks} ranks"
+    figure = f"first run of a new kernel with its imports, DDP and SGD on {sizes.ranks} ranks"
 
     def turn(way: Way) -> None:
         with Kernel(way.path) as kernel:
@@ -75,7 +75,8 @@ def killed(table: Table, sizes: Sizes, ways: Sequence[Way] = (SILENT, FORK)) -> 
             began = time.monotonic()
             kernel.process.kill()
             for end in ends:
-                select.select([end], [], [], LIMIT_S)
+                if not select.select([end], [], [], LIMIT_S)[0]:
+                    raise TimeoutError("processes are left")
                 os.close(end)
             table.add(figure, way.name, time.monotonic() - began)
 

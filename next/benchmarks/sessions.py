@@ -31,16 +31,16 @@ def cell(table: Table, sizes: Sizes, ways: Sequence[Way] = SESSIONS) -> None:
 
 
 def memory(table: Table, sizes: Sizes, ways: Sequence[Way] = SESSIONS) -> None:
-    """What belongs only to one of the processes below the kernel."""
-    figure = f"private memory of a session of {sizes.ranks} ranks"
+    """All processes below the kernel; pages that several share are divided among them."""
+    figure = f"memory of a session of {sizes.ranks} ranks"
 
     def turn(way: Way) -> None:
         with way.prepared(sizes.ranks, BEGIN) as kernel:
             kernel.cell(way.cell(ASSIGN, sizes.ranks))
-            private = sum(process.memory_full_info().uss for process in kernel.started())
-            table.add(figure, way.name, private, "B")
+            nbytes = sum(process.memory_full_info().pss for process in kernel.started())
+            table.add(figure, way.name, nbytes, "B")
 
-    table.turns(figure, sizes.rounds, ways, turn)
+    table.turns(figure, sizes.rounds, ways, turn, "B")
 
 
 def failure(table: Table, sizes: Sizes, ways: Sequence[Way] = SESSIONS) -> None:

@@ -60,7 +60,7 @@ def _filled(source: str, ranks: int, function: str = "", args: str = "") -> str:
 
 NBDDP = Way("nbddp", "%load_ext nbddp\nimport nbddp", "nbddp.run({fn}, ({args}), nprocs={n}, device='cpu')")
 SILENT = replace(NBDDP, name="nbddp, show=False", call=NBDDP.call.replace("'cpu'", "'cpu', show=False"))
-ON_RAY = replace(NBDDP, call=SILENT.call.replace("'cpu'", "'cpu', nnodes=2"))
+ON_RAY = replace(SILENT, call=SILENT.call.replace("'cpu'", "'cpu', nnodes=2"))
 FORK = Way(
     "a fork of the kernel, by torch",
     "import torch.multiprocessing as mp",

@@ -40,7 +40,7 @@ class Job:
 
 
 def launch(folder: Path, size: int, *words: object, main: Callable[[], object] = launched.main) -> None:
-    """Run that many ranks with the variables that torchrun sets; none fails or prints."""
+    """Run that many ranks, forked like nbddp's own, with the variables that torchrun sets; none fails or prints."""
     meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     jobs = [

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -348,3 +349,20 @@ def test_shared_memory_and_semaphores_of_a_stopped_run_are_removed(cell: Cells, 
     assert {kind: sum(entry.startswith(kind) for entry in made) for kind in kinds} == kinds
     going.stop(0)
     assert set(os.listdir("/dev/shm")) - before == set()
+
+
+def test_values_of_earlier_runs_are_freed_unless_somebody_holds_them(cell: Cells) -> None:
+    train = cell("import torch\ndef train(): return torch.ones(1 << 20)").train
+
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    held = run(train)
+    for _ in range(2):
+        run(train)
+    before, last = mappings(), weakref.ref(nbddp.last_run())
+    for _ in range(12):
+        run(train)
+    assert mappings() <= before + 6
+    assert last() is None
+    assert held.value.sum() == 1 << 20

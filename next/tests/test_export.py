@@ -232,7 +232,7 @@ def test_a_job_file_is_its_owners_only_and_stays_when_the_next_export_fails(cell
     path = tmp_path / "job.nbddp"
     before = os.umask(0)
     try:
-        for mask in (0o077, 0):
+        for mask in (0, 0o077):
             os.umask(mask)
             nbddp.export(np.sum, path, (1,))
             assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -1,4 +1,4 @@
-"""The same seed gives bit for bit the weights that ``torchrun`` gives, and the official tutorial trains."""
+"""The same seed gives the weights of processes with torchrun's variables, to the bit; the official tutorial trains."""
 
 from __future__ import annotations
 

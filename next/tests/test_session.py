@@ -366,6 +366,7 @@ def test_opening_again_keeps_the_names_and_other_options_are_refused(ranks: Note
 
 
 def test_a_rank_that_dies_ends_the_session_whose_names_can_be_pulled_from_the_others(notebook: Notebook) -> None:
+    notebook.cell("%ddp close")
     notebook.ok("%load_ext nbddp\n%ddp open -n 3 --device cpu")
     notebook.ok("import nbddp, os\nx = nbddp.rank() + 7")
     before = ranks_of(notebook.pid)
@@ -381,6 +382,7 @@ def test_a_rank_that_dies_ends_the_session_whose_names_can_be_pulled_from_the_ot
 
 
 def test_close_ends_the_ranks_and_a_fresh_cell_has_its_own(notebook: Notebook) -> None:
+    notebook.cell("%ddp close")
     notebook.ok("%load_ext nbddp\nlr = 3\n%ddp open -n 2 --device cpu")
     assert len(ranks_of(notebook.pid)) == 2
     notebook.ok("%ddp close")

@@ -181,7 +181,7 @@ def _namespace(items: dict[str, Any]) -> argparse.Namespace:
     return argparse.Namespace(**items)
 
 
-@settings(max_examples=settings().max_examples // 6)
+@settings(max_examples=max(1, settings().max_examples // 6))
 @given(st.dictionaries(_NAMES, st.recursive(_LEAVES, _containers, max_leaves=8), min_size=1, max_size=3))
 def test_state_comes_back_as_plain_torch_gives_it(state: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:

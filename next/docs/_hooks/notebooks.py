@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ def on_files(files: Files, config: Any) -> Files:
         pages[str(path.relative_to(FOLDER))] = path.read_bytes()
     for path in FOLDER.glob("*.ipynb"):
         page, _ = HTMLExporter(template_name="lab").from_notebook_node(nbformat.read(path, as_version=4))
-        pages[f"{path.stem}.html"] = page
+        page = re.sub(r'href="(\w+)\.ipynb"', r'href="\1.html"', page)
+        pages[f"{path.stem}.html"] = re.sub(r'href="\.\./docs/([\w/]+)\.md', r'href="../\1/', page)
     for name, content in sorted(pages.items()):
         files.append(File.generated(config, f"notebooks/{name}", content=content))
     return files

@@ -6,20 +6,16 @@ import json
 import subprocess
 import sys
 import time
-import weakref
 from pathlib import Path
 
-import nbddp
 from tests import support
 from tests.support import (
     GONE_S,
-    Cells,
     Notebook,
     gone,
     marked_pids,
     out,
     ranks_of,
-    run,
     script,
     wait_until,
     wait_until_alone,
@@ -100,20 +96,3 @@ def test_runs_do_not_grow_the_kernel(notebook: Notebook) -> None:
     assert descriptors <= 2  # ipykernel's own
     assert threads <= 0
     assert nbytes < 16 << 20
-
-
-def test_values_of_earlier_runs_are_freed_unless_somebody_holds_them(cell: Cells) -> None:
-    train = cell("import torch\ndef train(): return torch.ones(1 << 20)").train
-
-    def mappings() -> int:
-        return len(Path("/proc/self/maps").read_text().splitlines())
-
-    held = run(train)
-    for _ in range(2):
-        run(train)
-    before, last = mappings(), weakref.ref(nbddp.last_run())
-    for _ in range(20):
-        run(train)
-    assert mappings() <= before + 10
-    assert last() is None
-    assert held.value.sum() == 1 << 20
