@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +38,8 @@ def torchrun(nprocs: int, function: str) -> None:
     rank = f"from benchmarks import work; work.dist.init_process_group('gloo'); work.{function}()"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}"]
     command += ["--no-python", sys.executable, "-c", f"{rank}; print('done', flush=True)"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:  # in which it leaves a folder
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": folder})
     assert done.stdout.count("done") == nprocs, done.stderr
 
 
