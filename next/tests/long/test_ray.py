@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.support import MARK, START_TIMEOUT_S, Notebook, wait_until
+from tests.test_notebooks import executed
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)
@@ -102,6 +103,15 @@ def test_weights_are_those_of_one_machine_to_the_bit(notebook: Notebook) -> None
             assert all(torch.equal(a[name], b[name]) for name in b)
         assert (there.history["loss"].values == here.history["loss"].values).all()
     """)
+
+
+def test_the_notebook_for_several_machines_trains_to_the_weights_of_one(
+    ray: Ray, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ray.environ.items():
+        monkeypatch.setenv(name, value)
+    found = executed("several_machines", "[same, [place for place, _ in run.values]]", in_folder)
+    assert found == [True, [f"rank {rank}: rank {rank % 2} of its node" for rank in range(4)]]
 
 
 def test_an_exception_has_the_cells_lines_and_the_nodes_name(notebook: Notebook) -> None:
