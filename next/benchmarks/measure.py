@@ -57,11 +57,8 @@ class Figure:
         first = next(iter(self.values), "")
         for name, values in self.values.items():
             low, middle, high = (shown(of(values), self.unit) for of in (min, statistics.median, max))
-            ratio = (
-                ""
-                if name == first or not first.startswith("nbddp")
-                else f"{self.median(first) / self.median(name):.2g}"
-            )
+            is_compared = name != first and first.startswith("nbddp")
+            ratio = f"{self.median(first) / self.median(name):.2g}" if is_compared else ""
             found.append(f"{name} | {middle} | {low} to {high} | {ratio}")
         return found + [f"{name} | {why} | | " for name, why in self.failures.items()]
 

@@ -31,8 +31,9 @@ def test_rank_device_torch_and_dist_are_ready_in_the_cell(magic: Notebook) -> No
     )
     assert magic.ok(f"%%ddp -n 3\n%reset -f\n{source}").status == "ok"
     assert magic.ok(f"%%ddp -n 3\n{source}").shown == "(3.0, 0, 3, 3)\n"
-    magic.ok("for rank, dist in enumerate('ab'): world_size = 7")
-    assert magic.ok("%%ddp\nnbddp.all_gather(rank), world_size, dist").shown == "([0, 1], 2, 'b')\n"
+    magic.ok("for rank, dist in enumerate('ab'): world_size = 7\ndef helper(): return rank")
+    cell = "%%ddp\nnbddp.all_gather((rank, helper())), world_size, dist"
+    assert magic.ok(cell).shown == "([(0, 0), (1, 1)], 2, 'b')\n"
     magic.ok("del rank, world_size, dist")
 
 

@@ -314,6 +314,12 @@ def test_what_comes_back_from_a_cell_with_a_loader_is_no_run_of_its_own(ranks: N
     assert shown == "([1.0], True)\n"
 
 
+def test_a_pushed_function_leaves_each_rank_its_own_number(ranks: Notebook) -> None:
+    ranks.ok("%%local\nrank = 7\ndef helper(): return rank\n%ddp push helper")
+    assert ranks.ok("nbddp.all_gather((rank, helper()))").shown == "[(0, 0), (1, 1), (2, 2)]\n"
+    ranks.ok("%%local\ndel rank, helper")
+
+
 def test_a_cell_that_takes_a_while_or_fails_is_a_run(ranks: Notebook) -> None:
     ranks.ok("%%local\nbefore = nbddp.last_run()")
     ranks.ok("1")

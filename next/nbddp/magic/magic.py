@@ -19,6 +19,7 @@ from nbddp.kernel.session import ONLY_OF_RUNS, Session
 from nbddp.kernel.settings import CPU_NPROCS, Options, device_and_count
 from nbddp.magic import options, reads, routing
 from nbddp.magic.options import Parser
+from nbddp.messages import OF_A_RANK
 from nbddp.payload import pack
 from nbddp.process import gauges
 from nbddp.text import did_you_mean
@@ -144,7 +145,7 @@ class DdpMagics(Magics):
         shell, source = self.shell, self.shell.transform_cell(cell)
         found = {
             name: shell.user_ns[name]
-            for name in reads.names_read(source, out) - vars(builtins).keys() - _OF_A_RANK
+            for name in reads.names_read(source, out) - vars(builtins).keys() - {*OF_A_RANK}
             if name in shell.user_ns and shell.user_ns_hidden.get(name) is not shell.user_ns[name]
         }
         for name in found.keys() & reads.names_bound(source):
@@ -243,7 +244,6 @@ class DdpMagics(Magics):
         return self.session
 
 
-_OF_A_RANK = {"rank", "world_size", "device"}  # the notebook's would be the same on all ranks
 _COMMANDS = ("open", "close", "push", "pull", "run", "status", "stop", "logs", "stacks", "show", "devices")
 # ``%%ddp?`` shows the options.
 vars(DdpMagics)["on_ranks"].__doc__ += f"\n{_CELL.format_usage()}"

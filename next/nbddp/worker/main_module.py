@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 
 from nbddp import payload
+from nbddp.messages import OF_A_RANK
 
 # Classes and functions of the notebook: by their number in what it has sent, or by the name that was asked for.
 received: dict[int | str, Any] = {}
@@ -52,9 +53,11 @@ def unpack(block: payload.Block, before: int) -> Any:
     Args:
         before: how many of them it has sent, though perhaps not all have arrived.
     """
+    names = vars(sys.modules["__main__"])
+    own = {name: names[name] for name in OF_A_RANK if name in names}
     with block:
-        unpacked = payload.unpack(block)
-    vars(sys.modules["__main__"]).update(unpacked.named)
+        unpacked = payload.unpack(block)  # cloudpickle sets the globals that functions use
+    names.update({**unpacked.named, **own})
     received.update(enumerate(unpacked.by_value, before))
     return unpacked.value
 

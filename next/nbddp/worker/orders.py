@@ -139,6 +139,7 @@ class Orders:
         return Report(at, answer, failure)
 
     def _push(self, order: messages.Push) -> None:
+        self._shell.give()
         with self._interruptible():
             self._shell.user_ns.update(self._unpacked(order))
 

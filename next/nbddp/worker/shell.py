@@ -128,16 +128,17 @@ class Shell(InteractiveShell):
         for inputs in (history.input_hist_parsed, history.input_hist_raw):
             inputs += [""] * (count - len(inputs))  # the notebook has run them
         self.execution_count, self.value, self.error, self._render, self.leaving = count, "", None, None, False
-        self._give()
+        self.give()
 
-    def _give(self) -> None:
+    def give(self) -> None:
+        """Define the names that every cell has, unless the user has bound them."""
         for name in self.given.keys() - self.user_ns.keys():
             self.user_ns[name] = self.user_ns_hidden[name] = self.given[name]
 
     def init_user_ns(self) -> None:
         """Begin with the names of a kernel, also after ``%reset``."""
         super().init_user_ns()  # type: ignore[no-untyped-call]
-        self._give()
+        self.give()
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         sys.last_type, sys.last_value, sys.last_traceback = found = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
