@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from tests.support import (
     Notebook,
     error_of,
     gone,
+    is_fork_server,
     listening_ports,
     marked_pids,
     ranks_of,
@@ -250,7 +252,9 @@ def test_a_killed_kernels_ranks_end_in_time_whatever_they_do(in_folder: Path) ->
     *others, last = BODIES
     with Notebook() as notebook:
         # killed here and not by a fixture: what is left must be looked at with the kernel gone
-        notebook.ok("import nbddp\nopen_session = nbddp.Session(nprocs=2, device='cpu')")
+        notebook.ok("import nbddp")
+        assert any(map(is_fork_server, psutil.Process(notebook.pid).children()))  # it imports torch meanwhile
+        notebook.ok("open_session = nbddp.Session(nprocs=2, device='cpu')")
         begin_runs(notebook, in_folder, others)
         notebook.ok(f"os.chdir({str(in_folder)!r})" + source_of(last))
         notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nbddp
-from nbddp.payload import mapped
+from nbddp.payload import huge_pages, mapped
 from tests.support import Cells, marked_pids, run
 
 
@@ -304,6 +304,23 @@ def test_a_mapped_file_may_be_larger_than_the_memory_and_must_be_the_one_that_wa
         mapped.view(("small.bin", 0, 1), 8, {})
     del names
     cell.main.__dict__.clear()
+
+
+def test_a_large_block_is_written_by_several_threads_and_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = {"tensor": torch.randint(256, (40 << 20,), dtype=torch.uint8), "array": np.arange(5 << 20), "few": [1.0] * 9}
+    sent["array"].setflags(write=False)
+    with nbddp.payload.pack(sent).block as block:
+        assert block.nbytes > huge_pages.FROM_NBYTES
+        got = nbddp.payload.unpack(block).value
+    assert all(np.array_equal(got[name], sent[name]) for name in sent)
+    assert not got["array"].flags.writeable
+
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        nbddp.payload.pack(sent)
 
 
 def test_exit_in_a_function_ends_its_rank_and_not_the_notebook(cell: Cells) -> None:

@@ -47,6 +47,12 @@ def running(environ: Mapping[str, str] = os.environ) -> forkserver.ForkServer:
         return _server
 
 
+def start_early() -> None:
+    """Start it before a run needs it: it imports torch while the notebook does. What fails here, the run says."""
+    with contextlib.suppress(OSError):
+        running()
+
+
 def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if _READ_AT_START.match(name)}
 
