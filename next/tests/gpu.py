@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import statistics
@@ -54,6 +55,7 @@ import torch, torch.distributed as dist
 import nbddp
 
 def hold(path, nbytes, end):
+    nbddp.log(held=nbytes)
     taken = torch.ones(nbytes // 4, device=nbddp.device())
     taken.sum().item()
     Path(f"{path}/{nbddp.rank()}").touch()
@@ -305,7 +307,7 @@ def _ends(book: Notebook, tmp_path: Path, figure: Figure, ranks: int, end: str) 
 
 @only_gpu
 @one_or_two
-def test_status_has_the_gpus_memory_as_nvidia_smi_has_it(
+def test_status_and_panel_have_the_gpus_memory_as_nvidia_smi_has_it(
     book: Notebook, tmp_path: Path, figure: Figure, ranks: int
 ) -> None:
     book.ok(f"going = nbddp.run(hold, ({str(tmp_path)!r}, {HELD}, 'stay'), {RANKS[ranks]}, wait=False, show=False)")
@@ -320,6 +322,14 @@ def test_status_has_the_gpus_memory_as_nvidia_smi_has_it(
             is_used, total = int(words[-4]), int(words[-2])
             assert abs(is_used - smi_used) < 64, (is_used, smi_used)
             assert abs(total - smi_total) < 64, (total, smi_total)
+        waits = "while not going.history.latest(): time.sleep(0.05)"
+        (panel,) = (data["text/html"] for data in book.ok(f"{waits}\ndisplay(going)").data)
+        gauges_shown = re.findall(r"([\d.]+) / (\d+) GB", panel)
+        figure("the panel's gauges, GB", " ".join(map("/".join, gauges_shown)))
+        assert len(gauges_shown) == ranks
+        for shown_used, shown_total in gauges_shown:
+            assert abs(float(shown_used) - smi_used / 1024) < 0.1, (shown_used, smi_used)
+            assert abs(int(shown_total) - smi_total / 1024) < 1, (shown_total, smi_total)
     finally:
         (tmp_path / "go").touch()
         book.ok("going.wait()")
@@ -533,6 +543,7 @@ def test_a_session_keeps_its_ranks_and_its_model(own_notebook: Notebook, figure:
         else:
             going = book.begin("print('here', flush=True)\nwhile True: time.sleep(0.1)")
             book.shown_so_far(going, "here")
+            time.sleep(0.5)  # in a cell's first moments, it waits for an optimizer's step
             began = time.monotonic()
             book.interrupt()
             assert book.end_of(going).ename == "KeyboardInterrupt"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import nbddp
-from tests.support import Cells, run
+from tests.support import Cells, run, start, wait_until
 
 
 def test_validation_on_rank_0_alone_does_not_shift_the_loss_of_other_ranks(cell: Cells) -> None:
@@ -69,6 +69,25 @@ def test_invalid_values_steps_and_weights_are_refused_alike_in_a_rank_and_in_the
     assert here[5] == "ValueError: log(weight=-1): a weight must be finite and at least 0, e.g. the number of samples"
     assert here[10] == "ValueError: reduce must be None, 'mean', 'sum', 'min' or 'max', not 'median'"
     assert all(text.startswith("TypeError: log(loss=") for text in here[11:])
+
+
+def test_a_number_from_a_device_is_shown_when_it_arrives_also_if_nothing_is_logged_after_it(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time
+        from nbddp.helpers import log
+        class Pending:
+            def __init__(self, *_): self.at = time.monotonic() + 0.2
+            def arrived(self): return time.monotonic() > self.at
+            def read(self): return 3.0
+        def train():
+            log._Copy = log._number = Pending
+            nbddp.log(loss=3)
+            while True: time.sleep(0.05)
+    """)
+    going = start(names.train, nprocs=1)
+    wait_until(lambda: "loss" in going.history)
+    assert not going.done()
+    going.stop(0)
 
 
 def test_a_device_that_fails_does_not_hide_the_functions_error(cell: Cells) -> None:
