@@ -90,6 +90,7 @@ def _ensure_running(server: forkserver.ForkServer) -> None:
     """Without the standard library's side effect, after which the user could not set a start method any more."""
     default: Any = context._default_context
     before = default._actual_context
+    vars(sys.modules["__main__"]).setdefault("__spec__", None)  # multiprocessing reads it; IPython's reset() removes it
     try:
         server.ensure_running()
     finally:
