@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,94 +79,8 @@ def test_bytes_cut_anywhere_give_the_same_columns_under_any_name(
     assert history[name].steps.tolist() == list(range(len(values)))
 
 
-@FEW
-@given(
-    st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.125, 100, width=32)), min_size=2, max_size=5),
-    st.randoms(use_true_random=False),
-)
-def test_values_of_ranks_combine_alike_in_any_order(points: list[tuple[float, float]], random: Any) -> None:
-    order = list(range(len(points)))
-    random.shuffle(order)
-    history = History(len(points))
-    for rank in order:
-        value, weight = points[rank]
-        assert "mean" not in history or len(history["mean"].values) == 0
-        for op in ("mean", "sum", "min", "max"):
-            history.add(rank, [[1.0, 0, True, op, weight, {op: value}]])
-    values = [value for value, _ in points]
-    total = sum(weight for _, weight in points)
-    mean = sum(value * weight for value, weight in points) / total
-    assert history["mean"].values[0] == pytest.approx(mean, rel=1e-9, abs=1e-6)
-    assert history["sum"].values.tolist() == [pytest.approx(math.fsum(values))]
-    assert history["min"].values.tolist() == [min(values)]
-    assert history["max"].values.tolist() == [max(values)]
-
-
-# ---------------------------------------------------------------------------- one rank's steps
-
-
-def columns_of(history: History) -> Any:
-    return {(rank, name): rows_of(series) for name in history for rank, series in history.by_rank(name).items()}
-
-
 def rows_of(series: Any) -> list[tuple[Any, ...]]:
     return list(zip(*(column.tolist() for column in series)))
-
-
-def logged_twice_replaced(points: list[tuple[int, float]], step: int, value: float) -> None:
-    if points and points[-1][0] == step:
-        points.pop()
-    points.append((step, value))
-
-
-class Column:
-    """What one rank logged under one name: by attempt its points, and how many of them count."""
-
-    def __init__(self) -> None:
-        self.attempts: list[tuple[list[tuple[int, float]], int]] = []
-
-    def begin(self, step: int) -> None:
-        """An attempt whose first step this is: it repeats the last stretch whose steps don't fall."""
-        for i, (points, kept) in reversed(list(enumerate(self.attempts))):
-            start = max((i for i in range(1, len(points)) if points[i][0] < points[i - 1][0]), default=0)
-            kept = min(kept, *(i for i in range(start, len(points)) if points[i][0] >= step), len(points))
-            self.attempts[i] = points, kept
-            if kept:
-                break
-        self.attempts.append(([], sys.maxsize))
-
-    def log(self, step: int, value: float) -> None:
-        logged_twice_replaced(self.attempts[-1][0], step, value)
-
-    @property
-    def points(self) -> list[tuple[int, float]]:
-        return [point for points, kept in self.attempts for point in points[:kept]]
-
-
-CHUNK = st.tuples(st.integers(0, 9), st.integers(0, 4), st.lists(st.integers(-3, 9), min_size=1, max_size=5), VALUES)
-
-
-@FEW
-@given(st.lists(CHUNK, max_size=30))
-def test_any_order_of_steps_and_restarts_leaves_each_rank_what_it_logged_last(chunks: Any) -> None:
-    """Of one rank, with several metrics."""
-    history = History(1)
-    expected: dict[str, Column] = {}
-    begun: set[str] = set()
-    for restart, number, steps, value in chunks:
-        name = f"m{number}"
-        if restart == 0:
-            history.restart()
-            begun = set()
-        column = expected.setdefault(name, Column())
-        if name not in begun:
-            begun.add(name)
-            column.begin(steps[0])
-        for step in steps:
-            column.log(step, value)
-            history.add(0, [[1.0, step, False, None, 1, {name: value}]])
-    assert columns_of(history).keys() == {(0, name) for name in expected}
-    assert repr(columns_of(history)) == repr({(0, name): expected[name].points for name in history})
 
 
 # ---------------------------------------------------------------------------- the rules of log
