@@ -13,24 +13,22 @@ import nbddp
 from nbddp.helpers.loader import _seeded
 from tests.support import Cells, run
 
-RESUMES = """
-    import nbddp, torch
-    def train(path, stop_at=None):
-        loader = nbddp.loader(torch.arange(1000), 8, shuffle=True, exact=True)
-        if (state := nbddp.load_snapshot(path)): loader.load_state_dict(state["loader"])
-        seen = []
-        for step, batch in enumerate(loader, 1):
-            nbddp.barrier() if stop_at else None
-            seen += batch.tolist()
-            if step == stop_at:
-                nbddp.save_snapshot(path, loader=loader.state_dict())
-                return seen
-        return seen
-"""
-
 
 def test_a_snapshot_resumes_in_the_middle_of_an_epoch_with_any_number_of_ranks(cell: Cells, in_folder: Path) -> None:
-    names = cell(RESUMES)
+    names = cell("""
+        import nbddp, torch
+        def train(path, stop_at=None):
+            loader = nbddp.loader(torch.arange(1000), 8, shuffle=True, exact=True)
+            if (state := nbddp.load_snapshot(path)): loader.load_state_dict(state["loader"])
+            seen = []
+            for step, batch in enumerate(loader, 1):
+                nbddp.barrier() if stop_at else None
+                seen += batch.tolist()
+                if step == stop_at:
+                    nbddp.save_snapshot(path, loader=loader.state_dict())
+                    return seen
+            return seen
+    """)
     whole = run(names.train, "none", seed=3).values
     begun = run(names.train, "snapshot", 20, seed=3).values
     assert begun == [share[:160] for share in whole]
@@ -96,21 +94,6 @@ def test_samplers_that_draw_differently_or_split_themselves_are_errors_with_a_re
         assert said[0].startswith("TypeError: loader() distributes the samples itself: as DistributedSampler splits")
 
 
-STREAMS = """
-    import nbddp, os, torch
-    import torch.distributed as dist
-    from nbddp import rank
-    from torch.distributed import get_world_size
-    class Stream(torch.utils.data.IterableDataset):
-        def __init__(self, how): self.how = how
-        def __iter__(self):
-            first, step = {"plain": lambda: (0, 1), "nbddp": lambda: (rank(), nbddp.world_size()),
-                "torch": lambda: (dist.get_rank(), get_world_size()), "printed": lambda: (nbddp.print() or 0, 1),
-                "environment": lambda: (int(os.environ["RANK"]), 2)}[self.how]()
-            yield from range(first, 11, step)
-"""
-
-
 def test_a_stream_can_be_profiled_and_a_loader_that_one_rank_makes_in_addition_disturbs_no_other(cell: Cells) -> None:
     names = cell("""
         import cProfile, nbddp, torch
@@ -132,19 +115,27 @@ def test_a_stream_can_be_profiled_and_a_loader_that_one_rank_makes_in_addition_d
 
 
 def test_a_stream_is_shared_unless_it_reads_its_rank_while_it_is_iterated(cell: Cells) -> None:
-    names = cell(
-        STREAMS
-        + """
-    def train(how, exact=True, workers=0):
-        loader = nbddp.loader(Stream(how), 4, exact=exact, num_workers=workers, persistent_workers=workers > 0)
-        return [torch.cat(list(loader)).tolist() for _ in range(2)]
-    def resume(how):
-        loader = nbddp.loader(Stream(how), 2)
-        loader.load_state_dict({"epoch": 1, "taken": 4})
-        loader.set_epoch(1)
-        return [torch.cat(list(loader)).tolist() for _ in range(2)]
-    """
-    )
+    names = cell("""
+        import nbddp, os, torch
+        import torch.distributed as dist
+        from nbddp import rank
+        from torch.distributed import get_world_size
+        class Stream(torch.utils.data.IterableDataset):
+            def __init__(self, how): self.how = how
+            def __iter__(self):
+                first, step = {"plain": lambda: (0, 1), "nbddp": lambda: (rank(), nbddp.world_size()),
+                    "torch": lambda: (dist.get_rank(), get_world_size()), "printed": lambda: (nbddp.print() or 0, 1),
+                    "environment": lambda: (int(os.environ["RANK"]), 2)}[self.how]()
+                yield from range(first, 11, step)
+        def train(how, exact=True, workers=0):
+            loader = nbddp.loader(Stream(how), 4, exact=exact, num_workers=workers, persistent_workers=workers > 0)
+            return [torch.cat(list(loader)).tolist() for _ in range(2)]
+        def resume(how):
+            loader = nbddp.loader(Stream(how), 2)
+            loader.load_state_dict({"epoch": 1, "taken": 4})
+            loader.set_epoch(1)
+            return [torch.cat(list(loader)).tolist() for _ in range(2)]
+    """)
     shares = [list(range(0, 11, 2)), list(range(1, 11, 2))]
     for how in ("plain", "printed", "nbddp", "torch", "environment"):
         done = run(names.train, how)
@@ -166,15 +157,11 @@ def test_a_torch_dataloader_is_rebuilt_with_its_options(cell: Cells) -> None:
     batches = torch.utils.data.BatchSampler(range(10), 4, drop_last=False)
     twice = RandomSampler(data, replacement=True, num_samples=30)
     assert run(names.train, DataLoader(data, 2)).values == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
-    assert run(names.train, DataLoader(data, batch_sampler=batches)).values == [
-        [[0, 1, 2, 3], [8, 9]],
-        [[4, 5, 6, 7]],
-    ]
+    by_batch = run(names.train, DataLoader(data, batch_sampler=batches)).values
+    assert by_batch == [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7]]]
     assert run(names.train, DataLoader(data, None)).values == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
-    assert (
-        sum(len(batch) for share in run(names.train, DataLoader(data, 4, sampler=twice)).values for batch in share)
-        == 30
-    )
+    shares = run(names.train, DataLoader(data, 4, sampler=twice)).values
+    assert sum(len(batch) for share in shares for batch in share) == 30
     with pytest.raises(ValueError, match="choose them there"):
         nbddp.loader(DataLoader(data), 4)
     with pytest.raises(ValueError, match="choose one of them"):
@@ -204,6 +191,7 @@ def test_an_epoch_ends_with_its_last_batch_however_the_passes_are_cut(cell: Cell
         for states, epochs, resumed in (first, second):
             assert states == [{"epoch": i, "taken": 0, "length": 20} for i in (1, 2, 3)]
             assert [len(epoch) for epoch in epochs] == [8 if drop_last else 10] * 3
+            assert epochs[0] != epochs[1] != epochs[2]  # shuffled again
             assert drop_last or resumed == epochs[1]
         assert drop_last or [sorted(a + b) for a, b in zip(first[1], second[1])] == [list(range(20))] * 3
 
@@ -248,7 +236,7 @@ def test_an_evaluation_is_the_same_to_the_bit_with_any_number_of_ranks(cell: Cel
 def test_join_lets_ranks_have_different_numbers_of_batches(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
-        def train(joined):
+        def train():
             torch.manual_seed(0)
             model = nbddp.wrap(torch.nn.Linear(4, 1))
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -259,9 +247,9 @@ def test_join_lets_ranks_have_different_numbers_of_batches(cell: Cells) -> None:
                     optimizer.step()
             return [p.detach().clone() for p in model.parameters()]
     """)
-    first, second = run(names.train, True, timeout=60).values
+    first, second = run(names.train, timeout=60).values
     assert all(torch.equal(a, b) for a, b in zip(first, second))
-    (alone,) = run(names.train, True, nprocs=1).values
+    (alone,) = run(names.train, nprocs=1).values
     assert len(alone) == 2
 
 

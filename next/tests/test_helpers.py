@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -245,26 +244,6 @@ def test_a_warning_of_ddps_constructor_names_the_users_file(cell: Cells) -> None
             return [each.filename for each in caught if "check_reduction" in str(each.message)]
     """)
     assert run(names.train).values == [[names.train.__code__.co_filename]] * 2
-
-
-def test_loader_shards_cover_the_data_and_reshuffle_every_epoch(cell: Cells) -> None:
-    names = cell("""
-        import nbddp, torch
-        def train(size, shuffle):
-            loader = nbddp.loader(torch.arange(size), batch_size=4, shuffle=shuffle)
-            return [torch.cat(list(loader)).tolist() for _ in range(3)], len(loader), loader.batch_size
-        def each(cases): return [train(*case) for case in cases]
-    """)
-    cases = [*itertools.product((24, 25), (False, True))]
-    for (size, shuffle), *values in zip(cases, *run(names.each, cases, nprocs=3, seed=5).values):
-        share = math.ceil(size / 3)
-        for epoch in range(3):
-            shards = [value[0][epoch] for value in values]
-            assert [len(shard) for shard in shards] == [share] * 3
-            assert set().union(*shards) == set(range(size))
-        first, second, third = values[0][0]
-        assert (first != second and second != third) == shuffle
-        assert {value[1:] for value in values} == {(math.ceil(share / 4), 4)}
 
 
 def test_the_history_has_logged_values_in_order_at_their_steps(cell: Cells) -> None:
