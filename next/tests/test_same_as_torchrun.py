@@ -16,8 +16,8 @@ import nbddp
 from tests.jobs import launch
 from tests.support import Cells, run
 
-# One source for both: a cell here, a script there. mse_loss and not the tutorial's cross_entropy on one class, whose
-# gradient is 0: its weights never move, and equal ones would prove nothing.
+# One source for all: a cell here, a script and a module there. mse_loss and not the tutorial's cross_entropy on one
+# class, whose gradient is 0: its weights never move, and equal ones would prove nothing.
 TRAIN = """
 import os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -128,15 +128,7 @@ def test_the_official_tutorial_series_trains_and_resumes_in_a_notebook(
 ) -> None:
     """A helper module, a relative path, a snapshot, and the resume that repeats no finished epoch."""
     monkeypatch.syspath_prepend("")
-    (in_folder / "datautils.py").write_text(
-        "import torch\nfrom torch.utils.data import Dataset\n"
-        "class MyTrainDataset(Dataset):\n"
-        "    def __init__(self, size):\n"
-        "        g = torch.Generator().manual_seed(0)\n"
-        "        self.data = [(torch.rand(20, generator=g), torch.rand(1, generator=g)) for _ in range(size)]\n"
-        "    def __len__(self): return len(self.data)\n"
-        "    def __getitem__(self, i): return self.data[i]\n"
-    )
+    (in_folder / "datautils.py").write_text(TRAIN)
     names = cell("""
         import os, torch, torch.distributed as dist, nbddp
         from torch.nn.parallel import DistributedDataParallel as DDP

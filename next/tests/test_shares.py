@@ -121,7 +121,7 @@ def test_shuffled_batches_are_those_of_torchs_distributed_sampler(
         for each in (loader, theirs):
             each.set_epoch(epoch)
         expected: Any = DataLoader(range(size), batch_size, sampler=theirs, drop_last=drop_last)  # type: ignore[arg-type]
-        assert len(loader) == len(expected)
+        assert (len(loader), loader.batch_size) == (len(expected), batch_size)
         assert _batches(loader) == _batches(expected)
 
     _on_ranks(ranks, compare)

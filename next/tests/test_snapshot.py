@@ -25,8 +25,7 @@ from tests.support import Cells, run, start, wait_until
 
 
 def test_rank_0_writes_a_snapshot_and_every_rank_reads_the_same(in_folder: Path, cell: Cells) -> None:
-    names = cell(
-        """
+    names = cell("""
         import os, nbddp, torch
         def save():
             torch.manual_seed(nbddp.rank())
@@ -42,8 +41,7 @@ def test_rank_0_writes_a_snapshot_and_every_rank_reads_the_same(in_folder: Path,
             model = torch.nn.Linear(3, 2)
             model.load_state_dict(found["model"])
             return model.weight.detach(), found["epoch"], found["ranks"], found["optimizer"]["state"][0]["step"].item()
-        """
-    )
+    """)
     saved, loaded = run(names.save).values, run(names.load, nprocs=3).values
     assert [files for _, files in saved] == [["s.pt"], ["s.pt"]]
     for weight, *rest in loaded:
@@ -52,15 +50,13 @@ def test_rank_0_writes_a_snapshot_and_every_rank_reads_the_same(in_folder: Path,
 
 
 def test_a_rank_killed_while_it_writes_leaves_a_whole_snapshot(in_folder: Path, cell: Cells) -> None:
-    names = cell(
-        """
+    names = cell("""
         import itertools, nbddp, torch
         def save_for_ever():
             big = torch.zeros(4_000_000)
             for i in itertools.count():
                 nbddp.save_snapshot("s.pt", big=big + i, i=i)
-        """
-    )
+    """)
     for _ in range(2):
         going = start(names.save_for_ever)
         wait_until(lambda pid=going.pids[0]: os.path.exists("s.pt") and _writes_in(in_folder, pid))
@@ -83,16 +79,14 @@ def _writes_in(folder: Path, pid: int) -> bool:
 
 
 def test_two_runs_that_save_at_one_path_at_once_leave_the_whole_snapshot_of_one(in_folder: Path, cell: Cells) -> None:
-    names = cell(
-        """
+    names = cell("""
         import os, nbddp, torch
         def save(number, unnamed):
             if not unnamed:
                 os.O_TMPFILE = 0  # as on a disk without unnamed files
             for _ in range(10):
                 nbddp.save_snapshot("s.pt", numbers=torch.full((100_000,), number), number=number)
-        """
-    )
+    """)
     for unnamed in (True, False):
         for going in [run(names.save, number, unnamed, nprocs=1, wait=False) for number in range(2)]:
             going.wait()
@@ -103,16 +97,14 @@ def test_two_runs_that_save_at_one_path_at_once_leave_the_whole_snapshot_of_one(
 
 
 def test_a_full_disk_is_said_and_keeps_the_old_snapshot(in_folder: Path, cell: Cells) -> None:
-    names = cell(
-        """
+    names = cell("""
         import nbddp, resource, signal, torch
         def save():
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             nbddp.save_snapshot("s.pt", epoch=1)
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
             nbddp.save_snapshot("s.pt", weights=torch.zeros(1_000_000))
-        """
-    )
+    """)
     with pytest.raises(nbddp.RankError, match=f"cannot write '{in_folder}/s.pt': File too large"):
         run(names.save, nprocs=1)
     assert nbddp.load_snapshot("s.pt") == {"epoch": 1}
@@ -223,8 +215,7 @@ def test_a_state_that_holds_itself_comes_back_holding_itself(in_folder: Path) ->
 
 
 def test_restarted_ranks_continue_from_the_snapshot(in_folder: Path, cell: Cells) -> None:
-    names = cell(
-        """
+    names = cell("""
         import nbddp
         def train():
             found = nbddp.load_snapshot("s.pt")
@@ -237,8 +228,7 @@ def test_restarted_ranks_continue_from_the_snapshot(in_folder: Path, cell: Cells
                     raise RuntimeError(f"in epoch {epoch}")
                 nbddp.barrier()  # rank 0 must not be an epoch ahead
             return first, nbddp.restart_count()
-        """
-    )
+    """)
     assert run(names.train, max_restarts=2).values == [(4, 2), (4, 2)]
     Path("s.pt").unlink()
     with pytest.raises(nbddp.RankError, match="in epoch 3"):
