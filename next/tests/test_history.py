@@ -213,6 +213,33 @@ def test_steps_that_are_repeated_after_a_restart_replace_the_old_ones(reduce: st
     assert history.latest() == {"loss": 6.5}
 
 
+@pytest.mark.parametrize(
+    ("before", "again", "values"),
+    [
+        ([0, 1, 2, 3, 0, 1, 2], [[1, 2]], [0, 1, 2, 3, 0, 1.5, 2.5]),
+        ([0, 1, 2, 0, 1], [[0, 1, 2]], [0, 1, 2, 0.5, 1.5, 2.5]),
+        (range(100), [range(60, 62)], [*range(60), 60.5, 61.5]),
+        (range(10), [[5], [3]], [0, 1, 2, 3.75]),
+    ],
+)
+def test_a_restart_replaces_each_metrics_steps_from_its_first_new_one_in_the_newest_epoch(
+    before: Any, again: Any, values: Any, tmp_path: Path
+) -> None:
+    history = History(2)
+    for rank in range(2):
+        log(history, rank, "loss", before)
+        log(history, rank, "val", [0, 50, 90])
+    for offset, steps in zip((0.5, 0.75), again):
+        history.restart()
+        log(history, 0, "loss", steps, offset)
+    assert history["val"].steps.tolist() == [0, 50, 90]
+    log(history, 0, "val", [90], 0.5)
+    history.save(tmp_path / "h")
+    for each in (history, History.load(tmp_path / "h")):
+        assert each["loss"].values.tolist() == values, "earlier epochs are kept"
+        assert each["val"].values.tolist() == [0, 50, 90.5]
+
+
 def test_restarts_without_metrics_between_them_share_the_next_step_and_each_resets_progress() -> None:
     history = History(1)
     log(history, 0, "loss", range(5))
