@@ -133,6 +133,14 @@ def test_a_step_that_one_rank_never_reached_is_combined_at_the_end() -> None:
     assert history["loss"].values.tolist() == [1.0, 1.0]
 
 
+def test_weights_that_add_up_to_zero_give_nan() -> None:
+    history = History(2)
+    for rank in range(2):
+        feed(history, rank, [1.0, 0, True, "mean", 0, {"loss": 1.0}], [1.0, 0, True, None, 0, {"own": 7.0}])
+    assert math.isnan(history["loss"].values[0])
+    assert history["own"].values.tolist() == history.by_rank("own")[1].values.tolist() == [7.0]
+
+
 def test_where_ranks_do_not_log_alike_a_notice_says_so() -> None:
     history = History(3)
     for rank, steps in enumerate(([0, 1, 2], [0, 2], [0, 1, 2])):
