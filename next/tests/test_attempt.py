@@ -10,9 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
-import msgpack
 import pytest
 from torch.distributed import distributed_c10d
 
@@ -24,7 +22,7 @@ from nbddp.kernel.crew import Crew
 from nbddp.kernel.page import Page
 from nbddp.kernel.settings import Options, decide
 from nbddp.kernel.start import carry_out, pack_call
-from nbddp.messages import Answer, Asks, CountSteps, Failure, Function, Release, Report, Settings, Steps, StopAfter
+from nbddp.messages import Answer, Asks, Called, CountSteps, Failure, Function, Release, Report, Steps, StopAfter
 from nbddp.process.machine import Event
 from tests.machines import FakeMachine, exited, failed, finished, follow, message, run_on
 from tests.support import wait_until
@@ -33,6 +31,7 @@ CLOSED = "Connection closed by peer"
 INT, KILL = signal.SIGINT, signal.SIGKILL
 NEVER_S = 60.0  # a case that comes to it fails by pytest's time limit
 PATIENT = Patience(NEVER_S, (NEVER_S, 0.0))
+TWO_RANKS = decide("train", Options(nprocs=2, device="cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +82,11 @@ def followed(machine: FakeMachine, nprocs: int = 2, **given) -> tuple[Attempt, C
     with order(machine, nprocs, **given) as (attempt, crew):
         attempt.follow()
         return attempt, crew, [*machine.signals]
+
+
+def carry_out_on(run: nbddp.Run, machine: FakeMachine, **options) -> None:
+    given = Options(nprocs=2, show=False, device="cpu", wait=False, **options)
+    carry_out(run, TWO_RANKS, pack_call("train", print, (), {}), given, lambda: [machine])
 
 
 def steps(rank: int, taken: int, ago_s: float = 0.0) -> Event:
@@ -209,24 +213,11 @@ def test_ranks_that_do_not_end_are_killed_in_a_run_and_interrupted_again_in_a_se
     assert signals[:2] == [([0], INT), ([0], second)]
 
 
-@pytest.mark.parametrize(
-    ("script", "exitcode", "signal_name", "text"),
-    [
-        ([Event("output", 1, b"bye\n"), exited(1, -11)], -11, "SIGSEGV", "bye"),
-        ([finished(0), exited(1, 0)], 0, None, "exit code 0 before the function returned"),
-        ([message(1, Report(1.0, failure=Failure("call", "SystemExit", "", code=3)))], 3, None, "sys.exit(3)"),
-    ],
-    ids=["signal", "exit 0", "sys.exit"],
-)
-def test_a_death_has_its_code_and_the_ranks_last_words(
-    script: list[Event], exitcode: int, signal_name: str | None, text: str
-) -> None:
-    error = follow(3, script).error
-    assert (type(error), error.rank, error.exitcode, error.signal_name) == (nbddp.RankDied, 1, exitcode, signal_name)
-    assert text in str(error)
-
-
 # ---------------------------------------------------------------------------- before the function, and after it
+
+
+def unable(phase: str) -> Event:
+    return message(1, Report(1.0, failure=Failure(phase, "OSError", "OSError: no such thing")))
 
 
 @pytest.mark.parametrize(
@@ -234,29 +225,20 @@ def test_a_death_has_its_code_and_the_ranks_last_words(
     [
         ("starting", exited(1, 1), nbddp.LaunchError, "before it was ready, rank 1 of 2 ended with exit code 1"),
         ("starting", exited(1, -9), nbddp.LaunchError, "before it was ready, rank 1 of 2 was killed by SIGKILL"),
+        ("starting", unable("setup"), nbddp.LaunchError, "rank 1 could not set itself up: OSError: no such thing"),
         ("ready", exited(1, 1), nbddp.RankDied, "rank 1 of 2 ended with exit code 1 while it unpacked train"),
         ("ready", exited(1, -9), nbddp.RankDied, "rank 1 of 2 was killed by SIGKILL"),
+        ("ready", unable("unpack"), nbddp.PayloadError, "rank 1 could not unpack train and its data: OSError: no such"),
     ],
 )
-def test_an_exit_says_how_far_the_rank_had_come(comes_to: str, event: Event, kind: type, text: str) -> None:
+def test_a_failure_before_the_function_says_how_far_the_rank_had_come(
+    comes_to: str, event: Event, kind: type, text: str
+) -> None:
     machine = FakeMachine(event, comes_to=comes_to)
     error = follow(2, machine).error
     assert type(error) is kind
     assert str(error).startswith(text)
-    assert machine.signals == [([0], KILL)]  # nothing of the user's that an interrupt could end
-
-
-@pytest.mark.parametrize(
-    ("phase", "kind", "text"),
-    [
-        ("setup", nbddp.LaunchError, "rank 1 could not set itself up: RuntimeError: no such thing"),
-        ("unpack", nbddp.PayloadError, "rank 1 could not unpack train and its data: RuntimeError: no such thing"),
-    ],
-)
-def test_a_failure_before_the_function_is_a_launch_error(phase: str, kind: type, text: str) -> None:
-    error = follow(2, [message(1, Report(1.0, failure=Failure(phase, "RuntimeError", "RuntimeError: no such thing")))])
-    assert type(error.error) is kind
-    assert str(error.error).startswith(text)
+    assert machine.signals[0] == ([0], KILL)  # nothing of the user's that an interrupt could end
 
 
 @pytest.mark.parametrize(
@@ -281,13 +263,6 @@ def test_a_machine_that_cannot_start_ranks_fails_the_run_and_ends_those_of_the_o
     assert machines[broken].closed
 
 
-def test_a_value_that_could_not_be_sent_back_fails_the_run_which_keeps_the_others() -> None:
-    lost = message(1, Report(1.0, lost="train's value, [1] is a lock", path=("train's value", "[1]")))
-    error = follow(2, [finished(0), lost]).error
-    assert (type(error), error.partial, error.path) == (nbddp.PayloadError, [None, None], ("train's value", "[1]"))
-    assert str(error).startswith("train's value, [1] is a lock. Everything else that the ranks returned is in this")
-
-
 @pytest.mark.parametrize(
     ("met", "remark"),
     [([False, False], "no rank took part in a collective: 2 ranks"), ([True, False], ""), ([False], "")],
@@ -295,20 +270,6 @@ def test_a_value_that_could_not_be_sent_back_fails_the_run_which_keeps_the_other
 def test_ranks_that_worked_side_by_side_are_remarked_on(met: Sequence[bool], remark: str) -> None:
     run = follow(len(met), [message(rank, Report(1.0, met=it)) for rank, it in enumerate(met)])
     assert (run.state, run.remark.partition(" worked")[0]) == ("finished", remark)
-
-
-def test_a_run_is_over_when_all_ranks_have_reported_and_has_each_ones_output() -> None:
-    run = follow(2, [Event("output", 1, b"one\n"), Event("output", 0, b"t"), finished(1), finished(0)])
-    assert (run.state, run.error, run.values) == ("finished", None, [None] * 2)
-    assert (run.logs(0), run.logs(1), run.logs()) == ("t", "one\n", "[rank 0] t\n[rank 1] one\n")
-
-
-def test_two_machines_are_one_run() -> None:
-    machines = [FakeMachine(failed(1, 1.0, "boom")), FakeMachine()]
-    run = run_on(lambda: machines, print, nprocs=4)
-    assert (run.error.rank, run.error.world_size) == (1, 4)
-    assert [machine.signals for machine in machines] == [[([0], INT), ([0, 1], KILL)], [([2, 3], INT), ([2, 3], KILL)]]
-    assert [(m.settings.group_rank, m.settings.nnodes) for m in machines] == [(0, 2), (1, 2)]
 
 
 def test_an_error_of_ours_is_the_runs_error_and_nothing_waits_forever() -> None:
@@ -324,39 +285,24 @@ def test_an_error_of_ours_is_the_runs_error_and_nothing_waits_forever() -> None:
 # ---------------------------------------------------------------------------- restarts
 
 
-@pytest.mark.parametrize("end", [exited(1, -9), failed(1, 1.0, "boom")], ids=["died", "raised"])
-def test_restarts_start_all_ranks_again_which_know_how_often(end: Event) -> None:
-    scripts = [end], [failed(0, 1.0, "again"), finished(1)], [finished(0), finished(1)]
-    machines = [FakeMachine(*script) for script in scripts]
-    run = follow(2, *machines, max_restarts=2)
-    assert (run.state, run.restarts, len(run.history.restarts)) == ("finished", 2, 2)
-    assert [machine.settings.restart_count for machine in machines] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(("restarts", "words"), [(1, "1 restart;"), (2, "2 restarts;")])
-def test_the_last_failure_is_raised_when_restarts_are_used_up(restarts: int, words: str) -> None:
-    between = [[failed(0, 1.0, "between")]] * (restarts - 1)
-    run = follow(2, [failed(1, 1.0, "first")], *between, [failed(0, 1.0, "last")], max_restarts=restarts)
-    assert (run.state, run.restarts, str(run.error.cause)) == ("failed", restarts, "RuntimeError: last")
+def test_the_last_failure_is_raised_when_the_only_restart_is_used_up() -> None:
+    run = follow(2, [failed(1, 1.0, "first")], [failed(0, 1.0, "last")], max_restarts=1)
+    assert (run.state, run.restarts, str(run.error.cause)) == ("failed", 1, "RuntimeError: last")
     first = "the first failure was RankError: rank 1 of 2 failed: RuntimeError: RuntimeError: first"
-    assert f"That was after {words} {first}" in str(run.error)
+    assert f"That was after 1 restart; {first}" in str(run.error)
 
 
 @pytest.mark.parametrize(
-    ("event", "kind"),
-    [
-        (message(0, Report(1.0, failure=Failure("unpack", "E", "E"))), nbddp.PayloadError),
-        (message(0, Report(1.0, lost="a lock")), nbddp.PayloadError),
-        (Event("metrics", 0, msgpack.packb((1.0, 4, True, None, 1.0, {"loss": math.nan}))), nbddp.NanLogged),
-    ],
-    ids=["unpack", "lost", "nan"],
+    "report",
+    [Report(1.0, failure=Failure("unpack", "E", "E")), Report(1.0, lost="a lock")],
+    ids=["unpack", "lost"],
 )
-def test_what_would_fail_again_is_not_restarted(event: Event, kind: type) -> None:
-    run = follow(1, [event], max_restarts=3, stop_on_nan=True)
-    assert (type(run.error), run.restarts) == (kind, 0)
+def test_what_would_fail_again_is_not_restarted(report: Report) -> None:
+    run = follow(1, [message(0, report)], max_restarts=3)
+    assert (type(run.error), run.restarts) == (nbddp.PayloadError, 0)
 
 
-# ---------------------------------------------------------------------------- timeout, NaN, stop
+# ---------------------------------------------------------------------------- timeout, stop
 
 
 @pytest.mark.parametrize(
@@ -371,22 +317,16 @@ def test_a_timeout_ends_a_run_and_is_not_restarted(comes_to: str, state: str, nu
     assert machine.signals[0] == ([0, 1], number)
 
 
-def test_the_first_nan_ends_a_run_that_asks_for_it() -> None:
-    nan = Event("metrics", 1, msgpack.packb((1.0, 4, True, None, 1.0, {"loss": math.nan})))
-    machine = FakeMachine(nan)
-    run = follow(2, machine, stop_on_nan=True)
-    assert (type(run.error), run.error.metric, run.error.step, run.error.ranks) == (nbddp.NanLogged, "loss", 4, [1])
-    assert machine.signals[0] == ([0, 1], INT)
-    assert follow(2, [nan, finished(0), finished(1)]).state == "finished"
-
-
 @pytest.mark.parametrize(("deaf", "grace_s"), [(False, NEVER_S), (True, 0.005)])
 def test_a_stop_interrupts_kills_what_does_not_end_in_its_grace_and_is_not_restarted(
     deaf: bool, grace_s: float
 ) -> None:
-    machine, run, end = _in_the_background(FakeMachine(deaf=deaf), max_restarts=3)
+    machine, run = FakeMachine(deaf=deaf), nbddp.Run(TWO_RANKS)
+    thread = threading.Thread(target=functools.partial(carry_out_on, run, machine, max_restarts=3))
+    thread.start()
+    wait_until(lambda: run.state == "running")
     run.stop(grace_s)
-    end()
+    thread.join()
     assert (run.state, run.error, run.restarts) == ("stopped", None, 0)
     assert machine.signals == [([0, 1], INT), ([0, 1], KILL)]  # the second one when it was over, or for the deaf
 
@@ -397,8 +337,8 @@ def test_a_stop_that_is_asked_for_when_all_have_failed_keeps_the_error_and_is_no
             run._ask_to_stop(NEVER_S)
             super().end()
 
-    run: nbddp.Run = nbddp.Run(Settings("train", 2))
-    _carry_out(run, Slow(failed(0, 1.0, "boom"), failed(1, 2.0, CLOSED)), max_restarts=3)
+    run: nbddp.Run = nbddp.Run(TWO_RANKS)
+    carry_out_on(run, Slow(failed(0, 1.0, "boom"), failed(1, 2.0, CLOSED)), max_restarts=3)
     assert (run.state, run.error.rank, run.restarts) == ("failed", 0, 0)
 
 
@@ -417,11 +357,14 @@ def test_a_value_that_nobody_takes_since_another_rank_failed_is_closed() -> None
     ],
     ids=["starting", "ready", "failing"],
 )
-def test_a_stop_before_the_function_has_begun_or_while_ranks_fail_has_no_error_and_kills(given: dict) -> None:
+def test_a_stop_before_the_function_has_begun_or_while_ranks_fail_has_no_error_and_kills(
+    quick: pytest.MonkeyPatch, given: dict
+) -> None:
+    quick.setattr(attempt, "_COUNT_S", NEVER_S if CountSteps in given.get("when", ()) else 0.003)
     machine = FakeMachine(**given)
-    run: nbddp.Run = nbddp.Run(Settings("train", 2))
+    run: nbddp.Run = nbddp.Run(TWO_RANKS)
     run._ask_to_stop(NEVER_S)
-    _carry_out(run, machine)
+    carry_out_on(run, machine)
     assert (run.state, run.error, machine.signals) == ("stopped", None, [([0, 1], KILL)])
 
 
@@ -502,78 +445,20 @@ def test_a_rank_that_is_done_is_not_waited_for_and_does_not_count(quick: pytest.
     assert machine.sent == [CountSteps(), StopAfter(13)]
 
 
-def test_a_late_answer_of_an_earlier_order_ends_no_later_one() -> None:
-    machine = FakeMachine(steps(0, 10), steps(1, 12), finished(0), finished(1))
-    attempt, crew, signals = followed(machine)
-    assert (attempt.ending, signals, machine.sent) == ("", [], [])
-    assert not any(rank.failed for rank in crew.ranks)
-
-
 def test_a_late_answer_of_an_earlier_order_is_no_answer_to_the_next_stop(quick: pytest.MonkeyPatch) -> None:
     quick.setattr(attempt, "_COUNT_S", NEVER_S)
     quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
-    machine = FakeMachine(
-        steps(0, 50),
-        steps(1, 50),
-        Event("output", 0, b"both have come\n"),
-        when={CountSteps: [steps(0, 3), steps(1, 4)], StopAfter: interrupted(0, 1)},
-    )
-
-    def look(attempt: Attempt) -> None:
-        if crew.ranks[0].output.size and not attempt.ending:
-            attempt.stop(NEVER_S)
-
-    with order(machine, look=look) as (attempt_, crew):
-        attempt_.follow()
-        assert (machine.sent, machine.signals) == ([CountSteps(), StopAfter(5)], [])
+    late = [steps(0, 50), steps(1, 50), message(0, Called()), message(1, Called())]
+    answers = {CountSteps: [steps(0, 3), steps(1, 4)], StopAfter: interrupted(0, 1)}
+    machine = FakeMachine(*late, comes_to="ready", when=answers)
+    assert followed(machine, called=stop)[2] == []
+    assert machine.sent == [CountSteps(), StopAfter(5)]
 
 
 def test_an_answer_after_the_interrupt_changes_nothing() -> None:
     machine = FakeMachine(deaf=True, when={Release: [steps(0, 10), steps(1, 12), *interrupted(0, 1)]})
     assert followed(machine, called=stop)[2] == [([0, 1], INT)]
     assert machine.sent == [CountSteps(), Release()]
-
-
-# ---------------------------------------------------------------------------- interrupts of the cell
-
-
-def interrupts(machine: FakeMachine, most: int) -> Callable[[Attempt], None]:
-    """Interrupt this process when the ranks have got all signals that the interrupts before had led to."""
-
-    def look(attempt: Attempt) -> None:
-        if attempt.interrupts < most and attempt.interrupts <= len(machine.signals):
-            signal.raise_signal(INT)
-
-    return look
-
-
-@pytest.mark.parametrize(("deaf", "times"), [(False, 1), (True, 2)])
-def test_an_interrupt_stops_the_ranks_a_second_one_kills_and_the_handler_is_the_notebooks_again(
-    deaf: bool, times: int
-) -> None:
-    before, machine = signal.getsignal(INT), FakeMachine(deaf=deaf)
-    attempt, crew, signals = followed(machine, look=interrupts(machine, times))
-    assert (attempt.ending, attempt.interrupts) == ("stopped", times)
-    assert signals == ([([0, 1], INT)] * 2 + [([0, 1], KILL)] if deaf else [([0, 1], INT)])
-    assert deaf or all(rank.is_consequence for rank in crew.ranks)
-    assert signal.getsignal(INT) is before
-
-
-def test_an_interrupt_wakes_the_thread_that_waits(quick: pytest.MonkeyPatch) -> None:
-    quick.setattr(attempt, "POLL_S", NEVER_S)
-    main = threading.main_thread().ident
-    timer = threading.Timer(0.005, signal.pthread_kill, (main, INT))
-    assert followed(FakeMachine(), called=lambda _: timer.start())[2] == [([0, 1], INT)]
-    timer.join()
-
-
-def test_a_sessions_second_interrupt_kills_nothing_and_the_third_is_raised_here() -> None:
-    before, machine = signal.getsignal(INT), FakeMachine(deaf=True)
-    with order(machine, patience=OF_A_SESSION, look=interrupts(machine, 3)) as (attempt, _):
-        with pytest.raises(KeyboardInterrupt):
-            attempt.follow()
-        assert (attempt.interrupts, machine.signals) == (3, [([0, 1], INT)] * 2)
-    assert signal.getsignal(INT) is before
 
 
 def test_ranks_that_swallow_an_interrupt_get_another_one(quick: pytest.MonkeyPatch) -> None:
@@ -586,70 +471,30 @@ def test_ranks_that_swallow_an_interrupt_get_another_one(quick: pytest.MonkeyPat
 # ---------------------------------------------------------------------------- prompts
 
 
-@pytest.fixture
-def prompts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], list[str]]:
-    def answered_by(answer: Callable[[], object]) -> list[str]:
-        seen: list[str] = []
-        monkeypatch.setattr(builtins, "input", lambda prompt: (seen.append(prompt), answer())[1])
-        return seen
-
-    return answered_by
-
-
-def test_ranks_that_ask_the_same_get_one_answer(prompts, quick: pytest.MonkeyPatch) -> None:
-    quick.setattr(prompt, "_OTHERS_S", 0.03)
-    seen = prompts(lambda: "Ada")
-    asks = [message(rank, Asks("name? ")) for rank in (1, 0)]
-    machine = FakeMachine(*asks, when={Answer: [finished(0), finished(1)]})
-    followed(machine)
-    assert (seen, machine.sent) == (["name? "], [Answer("Ada")])
-
-
-def no_frontend() -> str:
+def no_frontend(prompt: str) -> str:
     raise EOFError
 
 
 @pytest.mark.parametrize(("asked", "line"), [("name? ", None), ("(Pdb) ", "c"), ("ipdb> ", "c")])
-def test_where_nobody_can_answer_a_debugger_goes_on_and_input_fails(prompts, asked: str, line: str | None) -> None:
-    prompts(no_frontend)
+def test_where_nobody_can_answer_a_debugger_goes_on_and_input_fails(
+    quick: pytest.MonkeyPatch, asked: str, line: str | None
+) -> None:
+    quick.setattr(builtins, "input", no_frontend)
     machine = FakeMachine(message(0, Asks(asked)), when={Answer: [finished(0), finished(1)]})
     followed(machine)
     assert machine.sent == [Answer(line)]
 
 
-def test_a_rank_that_dies_at_a_prompt_ends_it(prompts) -> None:
-    machine = FakeMachine(*[message(rank, Asks("name? ")) for rank in (0, 1)])
+def test_a_rank_that_dies_at_a_prompt_ends_it(quick: pytest.MonkeyPatch) -> None:
+    machine, seen = FakeMachine(*[message(rank, Asks("name? ")) for rank in (0, 1)]), []
 
-    def wait_for_a_line() -> None:  # as ipykernel does
+    def wait_for_a_line(prompt: str) -> None:  # as ipykernel does
+        seen.append(prompt)
         machine.tell(exited(1, -9))
         while True:
             time.sleep(0.001)
 
-    seen = prompts(wait_for_a_line)
+    quick.setattr(builtins, "input", wait_for_a_line)
     _, crew, signals = followed(machine)
     assert (failure.first(crew.ranks).number, signals, seen) == (1, [([0], INT)], ["name? "])
     assert Answer not in map(type, machine.sent)
-
-
-def test_an_interrupt_at_a_prompt_stops_the_ranks(prompts) -> None:
-    machine = FakeMachine(message(0, Asks("name? ")))
-    prompts(lambda: signal.raise_signal(INT))
-    attempt, _, signals = followed(machine)
-    assert (attempt.ending, attempt.interrupts, signals) == ("stopped", 0, [([0, 1], INT)])
-
-
-# ----------------------------------------------------------------------------
-
-
-def _carry_out(run: nbddp.Run, machine: FakeMachine, **options) -> None:
-    given = Options(nprocs=2, show=False, device="cpu", wait=False, **options)
-    carry_out(run, decide("train", given), pack_call("train", Path, (), {}), given, lambda: [machine])
-
-
-def _in_the_background(machine: FakeMachine, **options):
-    """Carry out a run on another thread. Returns the machine, the run, and a function that waits for the thread."""
-    run: nbddp.Run = nbddp.Run(Settings("train", 2))
-    thread = threading.Thread(target=functools.partial(_carry_out, run, machine, **options))
-    thread.start()
-    wait_until(lambda: run.state == "running")
-    return machine, run, thread.join

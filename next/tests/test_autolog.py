@@ -136,11 +136,12 @@ BESIDE = """
 """
 
 
-@pytest.mark.parametrize("first", ["log", "writer"])
-def test_a_curve_that_log_writes_replaces_one_that_was_heard(cell: Cells, in_folder: Path, first: str) -> None:
+def test_a_curve_that_log_writes_replaces_one_that_was_heard(cell: Cells, in_folder: Path) -> None:
     own, heard = [(step, step) for step in range(5)], [(step, 0.1) for step in range(5)]
-    assert curves(run(cell(BESIDE).train, first, nprocs=1)) == {"loss": own, "lr": heard}
-    assert curves(run(cell(BESIDE).train, first, nprocs=1, autolog=False)) == {"loss": own}
+    train = cell(BESIDE).train
+    for first in ("log", "writer"):
+        assert curves(run(train, first, nprocs=1)) == {"loss": own, "lr": heard}
+    assert curves(run(train, "log", nprocs=1, autolog=False)) == {"loss": own}
 
 
 def test_a_restart_and_a_saved_file_keep_what_log_has_replaced(tmp_path: Path) -> None:
@@ -199,6 +200,3 @@ def test_an_import_that_fails_shows_only_the_users_frames_and_nothing_is_importe
         run(names.train, nprocs=1)
     frames = traceback.extract_tb(raised.value.cause.__traceback__)
     assert [frame.name for frame in frames] == ["train", "<module>"]
-
-
-# ---------------------------------------------------------------------------- other libraries, as they are

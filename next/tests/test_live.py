@@ -180,19 +180,6 @@ def test_vs_code_has_a_picture_beside_the_widget_and_in_its_place_at_the_end(pag
     assert "still running" in first["text/html"]
     assert set(last) == MIME
     assert "Finished" in last["text/html"]
-    assert page.run("1 / 0") == "error"
-
-
-def test_vs_codes_interrupt_of_all_processes_stops_the_run(notebook: Notebook) -> None:
-    for body in ("time.sleep(60)", "nbddp.barrier() if nbddp.rank() else time.sleep(60)"):
-        notebook.ok(f"import nbddp, time\ndef f():\n    print('begun', flush=True)\n    {body}")
-        cell = notebook.begin("nbddp.run(f, nprocs=2, device='cpu')")
-        notebook.shown_so_far(cell, "begun")
-        notebook.interrupt("tree")
-        reply = notebook.end_of(cell)
-        assert (reply.status, reply.ename) == ("error", "KeyboardInterrupt")
-        assert reply.seconds < 10
-        wait_until_alone(notebook.pid)
 
 
 # ---------------------------------------------------------------------------- a run that is told
