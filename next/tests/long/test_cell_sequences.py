@@ -10,11 +10,8 @@ import difflib
 import os
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.support import Notebook, Reply, without_colours
 
@@ -39,45 +36,33 @@ k, q = K(1), L(2)
 WORKS = [
     # names
     "{v} = {i}",
-    "{v} = {w} + {i}",
-    "{v}, {w} = {w}, {v}",
     "{v} += {i}\n{v}",
-    "*ys, n = range({i} + 1)\nys",
     "del {any}",
     "xs = ys",
-    "ys = xs[:]",
     "globals()['{v}'] = {i}",
     "exec('{v} = {i}; fresh_{i} = [{i}]')\neval('{v}')",
     "get_ipython().user_ns['{v}'] = {i}",
     "get_ipython().run_cell('{v} = {i}');",
     "locals() is globals(), __name__, vars() is sys.modules['__main__'].__dict__",
-    "for n in range({i}): pass",
-    "with contextlib.suppress(ZeroDivisionError) as n: 1 / 0",
     "n: int = {i}\n__annotations__",
     # functions, closures, generators
     "def f(x): return x * {i} + n",
     "def g(x, *more, key=xs): return [x, *more, *key, {i}]",
-    "f = functools.partial(lambda i, x: i * x, {i})",
     "def counter(start):\n    def count():\n        nonlocal start\n        start += {i}\n        return start\n    return count\n"
     "count = counter(n)\nagain = count\ncount()",
     "count(), again()",
     "def change():\n    global {v}, made_by_change\n    {v} = made_by_change = {i}\nchange()",
     "gen = (x * n for x in range({i}, 9))\nnext(gen)",
     "next(gen)",
-    "list(gen)",
     "@functools.cache\ndef cached(x):\n    print('computed', x)\n    return x + n\ncached({i}), cached({i})",
     "cached({i})",
     "f({i}), g({v})",
-    "g({v}).append({i})\ng.__defaults__, g.__kwdefaults__",
-    "[h({i}) for h in [lambda x, j=j: x + j for j in range(2)]]",
     # classes and objects
     "class K:\n    made = []\n    def __init__(self, v={i}): self.v = v\n    def __repr__(self): return f'K{i}({{self.v}})'\nk",
     "class L(K):\n    def __len__(self): return {i}\nq = L(n)\nlen(q), isinstance(q, K), isinstance(k, K)",
     "K.made.append({i})\nL.made",
-    "K.extra = lambda self: self.v * {i}\nk.extra()",
     "k.v = q.v = xs\nk, q",
     "k = K({i})\nk",
-    "k.friend = q; q.friend = k",
     "@dataclasses.dataclass\nclass Point:\n    x: int = {i}\n    y: list = dataclasses.field(default_factory=list)\np = Point()\np",
     "Pair = collections.namedtuple('Pair', 'left right')\npair = Pair(xs, {i})\npair",
     "pickle.loads(pickle.dumps(k)).v, type(pickle.loads(pickle.dumps(k))) is K",
@@ -85,9 +70,7 @@ WORKS = [
     "class Shown:\n    def _repr_html_(self): return '<i>{i}</i>'\nShown()",
     "class Odd:\n    def __repr__(self): raise ValueError('no repr {i}')\nodd = Odd()",
     # modules
-    "import made\nmade.value",
     "from made import *\nvalue, helper(n)",
-    "from made import value as {v}, helper as f",
     "import made\nmade.items.append({i})\nmade.items",
     "importlib.reload(made).value",
     "WRITE",
@@ -98,42 +81,29 @@ WORKS = [
     "%run fails.py",
     # comprehensions, walrus, control flow
     "xs = [x * n for x in range({i}) if x % 2]\nxs",
-    "d = {{x: [x] * {i} for x in xs}}\nd",
     "[(last := x) for x in range({i})]\nlast",
-    "if (size := len(xs)) > 2: print('long', size)\nelse: print('short', size)",
-    "while n < {i}:\n    n += 1\n    if n == 4: break\nelse:\n    print('all', n)",
-    "match xs:\n    case [first, *rest]: print(first, rest)\n    case _: print('none')",
     "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    n = {i}\nfinally:\n    m = n\n'e' in globals()",
     "try: xs[99]\nexcept IndexError as e: kept = e\nkept",
     # changes in place
     "xs.append({i})",
-    "xs.sort(); xs",
     "xs += ys; xs is ys",
-    "xs[:1] = [{i}, {i}]\nxs",
-    "d.setdefault('{v}', []).append({i})\nd",
     "d['xs'] = xs; d['d'] = d\nlen(d)",
     "d.clear()",
     "t = torch.arange({i}.); u = t[1:]; u += 1\nt",
-    "t.add_({i})",
     "arr = np.arange(6).reshape(2, 3); row = arr[0]; row[:] = {i}\narr",
     "random.seed({i}); torch.manual_seed({i}); np.random.seed({i})\nrandom.random(), torch.rand(1), np.random.rand()",
-    "ordered = collections.OrderedDict(a={i}); ordered.move_to_end('a'); ordered",
     # what cells show
     "{v}",
     "{v};",
-    "xs, d",
     "xs\nd",
     "print({v}, end='')",
     "print('é 😀', {i})\n'ü'",
-    "print('{v}', {v}); {v}",
     "display({v}, xs)",
     "display(HTML('<b>{i}</b>')); display(Markdown('*{i}*'))",
     "handle = display({i}, display_id='shown {i}')\nhandle.update(n)",
     "print('before'); clear_output(); print('after {i}')",
-    "sys.stdout.write('raw {i}\\n')",
     "'x' * 2000",
     "{{x: 'y' * 30 for x in range(12)}}",
-    "None",
     "0.1 + 0.2, 1e300 * {i}",
     "import pandas; pandas.DataFrame({{'x': xs}})",
     # the last values
@@ -150,17 +120,14 @@ WORKS = [
     "%rerun -l 1",
     # magics, shell
     "%time {v} = {i}",
-    "%time 1 + {i}",
     "%%time\n{v} = f({i})\nprint('timed', {v})\n{v}",
     "%timeit -n1 -r1 {v}",
     "%%capture cap\nprint('captured {i}')\ndisplay({v})\n{v}",
     "cap.stdout, len(cap.outputs)",
     "cap.show()",
-    "cap()",
     "%precision 3\n0.1 + {i}",
     "%pprint",
     "%who",
-    "%who_ls int",
     "%whos list",
     "%xdel {v}",
     "%reset_selective -f ^{v}$",
@@ -169,16 +136,13 @@ WORKS = [
     "%env NBDDP_TRIED={i}\nimport os; os.environ['NBDDP_TRIED']",
     "!echo {i} $NBDDP_TRIED {{n}} $xs",
     "out = !echo a; echo {i}\nout.n, out",
-    "%sx echo {i}",
     "%%bash\necho bash {i}",
     "%%bash --out captured\necho bash {i}",
     "%%html\n<p>{i}</p>",
     "%%python\nprint('another Python', {i})",
     "%cd -q sub\n%pwd",
     "%cd -q ..\n%pwd",
-    "%xmode Plain",
-    "%xmode Context",
-    "%xmode Verbose",
+    "%xmode {mode}",
     "%alias say echo said",
     "%say {i}",
     "f?",
@@ -186,27 +150,20 @@ WORKS = [
     "K?",
     "nothing_there?",
     "%pdef g",
-    "%psource g",
     "%%nosuch\n1",
     "from IPython.core.magic import register_line_magic\n@register_line_magic\ndef twice(line): return line * 2\ndel twice",
-    "%twice {i}",
     "after = %twice x{i}\nafter",
     "%config TerminalInteractiveShell",
     "%load program.py",
-    "get_ipython().set_next_input('n = {i}')",
     "get_ipython().ev('n'), get_ipython().ex('m = {i}'), m",
     "import inspect; inspect.getsource(g)",
     "%automagic",
     "pwd",
     "{v}; None",
-    "f({i})",
     "%sql",
     "%tb",
-    "%dhist",
     "%page {v}",
-    "%pycat program.py",
     # await
-    "await asyncio.sleep(0, {i})",
     "async def later(x):\n    await asyncio.sleep(0)\n    return x + {i}\nawait later(n)",
     "async def some():\n    for x in range({i}): yield x\n[x async for x in some()]",
     "await asyncio.gather(later(1), later(2))",
@@ -221,8 +178,6 @@ WORKS = [
 FAILS = [
     "{v} = {i}; 1 / 0",
     "print('before'); nowhere_{i}",
-    "xs.append({i}); xs[99]",
-    "d['no {i}']",
     "def inner(): raise ValueError('inner {i}')\ndef outer():\n    x = n\n    inner()\nouter()",
     "outer()",
     "try: 1 / 0\nexcept ZeroDivisionError as e: raise KeyError('from {i}') from e",
@@ -234,13 +189,11 @@ FAILS = [
     "print('never'); return {i}",
     "await nowhere({i})",
     "import nowhere_{i}",
-    "from made import nowhere",
     "raise KeyboardInterrupt('{i}')",
     "sys.exit({i})",
     "raise ExceptionGroup('two', [ValueError({i}), TypeError('t')])",
     "next(iter([]))",
     "display(n); odd",
-    "made.helper()",
     "torch.ones(2) @ torch.ones({i} + 3)",
     "xs = [1 / x for x in [1, {i}, 0]]",
     "e = ValueError('noted'); e.add_note('note {i}'); raise e",
@@ -248,7 +201,6 @@ FAILS = [
     "%%capture cap\nprint('lost'); 1 / 0",
     "'unclosed",
     "f(1, 2, 3, {i})",
-    "int('{v}')",
 ]
 PROBE = """
 import re, sys, types
@@ -318,33 +270,17 @@ GIVEN = (
 # Times, addresses; the names of cells' files, which have the kernel's PID; and what !echo ends lines with.
 MASKED = re.compile(
     r"(CPU times|Wall time).*|[\d.]+ \w*s ± .*|0x[0-9a-f]+|"
-    r"[\w/.-]{0,60}(ipykernel_\d+/\d+\.py|<ipython-input.*?>)|\d+\.py|\r"
+    r"[\w/.-]{0,99}(ipykernel_\d+/\d+\.py|<ipython-input.*?>)|\d+\.py|\r"
 )
 FRAME = re.compile(r"(Cell In\[\d+\]|File [^\s:]+)")
-
-
-Kernels = tuple[Notebook, Notebook, Path]
-
-
-@pytest.fixture(scope="module")
-def _kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
-    folder = tmp_path_factory.mktemp("cells")
-    (folder / "sub").mkdir()
-    (folder / "nb_probe.py").write_text(PROBE)
-    with Notebook(cwd=folder) as session, Notebook(cwd=folder) as plain:
-        session.ok("%load_ext nbddp")
-        session.ok("%ddp open -n 2 --device cpu")
-        plain.ok("None")
-        plain.ok("None")
-        yield session, plain, folder
 
 
 def sequence(rng: random.Random) -> list[str]:
     cells = [BEGIN]
     for _ in range(CELLS):
         template = rng.choice(FAILS if rng.random() < 0.2 else WORKS)
-        names = {"v": rng.choice("nm"), "w": rng.choice("nm"), "i": rng.randrange(1, 6)}
-        cells.append(template.format(any=rng.choice(["n", "xs", "f", "K", "k", "d"]), **names))
+        names = {"v": rng.choice("nm"), "i": rng.randrange(1, 6), "any": rng.choice(["n", "xs", "f", "K", "k", "d"])}
+        cells.append(template.format(mode=rng.choice(["Plain", "Context", "Verbose"]), **names))
     return cells
 
 
@@ -379,9 +315,8 @@ def shown(reply: Reply) -> dict[str, Any]:
     return {what: re.sub(r"\s+$", "", MASKED.sub("", text), flags=re.M) for what, text in said.items()}
 
 
-def difference(kernels: Kernels, cells: list[str]) -> str:
+def difference(session: Notebook, plain: Notebook, folder: Path, cells: list[str]) -> str:
     """Run the cells in both; returns what the first cell that differs shows."""
-    session, plain, folder = kernels
     prepare(folder, 1)
     clean = CLEAN.format(folder=str(folder))
     session.ok(clean)
@@ -400,13 +335,15 @@ def difference(kernels: Kernels, cells: list[str]) -> str:
     return ""
 
 
-@pytest.fixture
-def kernels(_kernel: Kernels) -> Kernels:
-    """A session of two ranks, a plain kernel, and the working directory of both."""
-    return _kernel
-
-
-def test_random_sequences_of_cells_do_what_they_do_in_one_kernel(kernels: Kernels) -> None:
-    for case in range(CASES):
-        seed = SEED * 10_000 + case
-        assert not (found := difference(kernels, sequence(random.Random(seed)))), f"seed {seed}\n{found}"
+def test_random_sequences_of_cells_do_what_they_do_in_one_kernel(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "nb_probe.py").write_text(PROBE)
+    with Notebook(cwd=tmp_path) as session, Notebook(cwd=tmp_path) as plain:
+        session.ok("%load_ext nbddp")
+        session.ok("%ddp open -n 2 --device cpu")
+        plain.ok("None")
+        plain.ok("None")
+        for case in range(CASES):
+            seed = SEED * 10_000 + case
+            found = difference(session, plain, tmp_path, sequence(random.Random(seed)))
+            assert not found, f"seed {seed}\n{found}"
