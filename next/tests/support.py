@@ -101,6 +101,16 @@ def fresh_main() -> Iterator[Cells]:
         sys.modules["__main__"] = before
 
 
+class Planted:
+    """Makes a folder of this path when it's unpickled."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._path,)
+
+
 def script(source: str, *args: str, timeout_s: float = 120.0, **env: str) -> subprocess.CompletedProcess[str]:
     """Run source as a plain script, in a process of its own."""
     return subprocess.run(
@@ -279,9 +289,12 @@ class Reply:
 
     Attributes:
         status: ``"ok"`` or ``"error"``.
-        shown: stdout, stderr and displayed text, in order.
+        shown: stdout, stderr and displayed text, in order; of a talk, output and answered prompts, where an output
+            may stand after the prompt that came with it.
         traceback: as the cell shows it, without colours.
         data: of each display and result, by MIME type.
+        result: its ``Out``.
+        prompts: what it asked.
         payload: what IPython's pager shows.
         seconds: from request to reply.
     """
@@ -293,45 +306,32 @@ class Reply:
     shown: str = ""
     payload: list[Any] = field(default_factory=list)
     data: list[dict[str, str]] = field(default_factory=list)
+    result: str = ""
+    prompts: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    over: bool = False
+
+    def take(self, kind: str, content: dict[str, Any], show_data: bool = True) -> None:
+        """Take a message that has arrived on iopub."""
+        if kind == "stream":
+            self.shown += content["text"]
+        elif kind in ("execute_result", "display_data", "update_display_data"):
+            text = content["data"].get("text/plain", "")
+            self.data.append(content["data"])
+            if show_data:
+                self.shown += f"{text}\n"
+            if kind == "execute_result":
+                self.result = text
+        elif kind == "error":
+            self.ename, self.evalue = content["ename"], content["evalue"]
+            self.traceback = without_colours("\n".join(content["traceback"]))
+        elif kind == "status":
+            self.over = content["execution_state"] == "idle"
 
     def json(self) -> Any:
         """The last line shown, decoded."""
         assert self.status == "ok", self.traceback
         return json.loads(self.shown.strip().splitlines()[-1])
-
-
-@dataclass
-class Talk:
-    """What a cell showed and asked.
-
-    Attributes:
-        shown: output and answered prompts; an output may stand after the prompt that came with it.
-    """
-
-    shown: str = ""
-    prompts: list[str] = field(default_factory=list)
-    ename: str = ""
-    evalue: str = ""
-    result: str = ""
-    over: bool = False
-
-    def read(self, client: Any, message_id: str) -> None:
-        """Read what has arrived on iopub."""
-        with contextlib.suppress(queue.Empty):
-            while not self.over:
-                message = client.get_iopub_msg(timeout=0.001)
-                kind, content = message["msg_type"], message["content"]
-                if message["parent_header"].get("msg_id") != message_id:
-                    continue
-                if kind == "stream":
-                    self.shown += content["text"]
-                elif kind == "execute_result":
-                    self.result = content["data"]["text/plain"]
-                elif kind == "error":
-                    self.ename, self.evalue = content["ename"], content["evalue"]
-                elif kind == "status":
-                    self.over = content["execution_state"] == "idle"
 
 
 class Notebook:
@@ -370,21 +370,20 @@ class Notebook:
 
     def shown_so_far(self, message_id: str, until: str, timeout_s: float = 60.0) -> str:
         """Read a running cell's output until it contains a text."""
-        shown = ""
-        deadline = time.monotonic() + timeout_s
-        while until not in shown:
-            message = self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
-            if message["parent_header"].get("msg_id") == message_id and message["msg_type"] == "stream":
-                shown += message["content"]["text"]
-        return shown
+        reply, deadline = Reply(), time.monotonic() + timeout_s
+        while until not in reply.shown:
+            self._read(reply, message_id, deadline - time.monotonic(), show_data=False)
+        return reply.shown
 
-    def talk(self, source: str, answers: Sequence[str | Callable[[], Any]], timeout_s: float = 60.0) -> Talk:
+    def talk(self, source: str, answers: Sequence[str | Callable[[], Any]], timeout_s: float = 60.0) -> Reply:
         """Run a cell, and answer its ``input()`` requests one after the other: by a line, or by calling a function."""
-        talk, left = Talk(), list(answers)
+        talk, left = Reply(), list(answers)
         message_id, began = self.begin(source), time.monotonic()
         while not talk.over:
             assert time.monotonic() < began + timeout_s, f"{talk.shown}\n{talk.prompts}"
-            talk.read(self._client, message_id)
+            with contextlib.suppress(queue.Empty):
+                while not talk.over:
+                    self._read(talk, message_id, 0.001, show_data=False)
             with contextlib.suppress(queue.Empty):
                 prompt = self._client.get_stdin_msg(timeout=0.001)["content"]["prompt"]
                 talk.prompts.append(prompt)
@@ -396,37 +395,26 @@ class Notebook:
                 else:
                     answer()
         assert not left, f"not asked for: {left}\n{talk.shown}"
-        while self._client.get_shell_msg(timeout=timeout_s)["parent_header"].get("msg_id") != message_id:
-            pass
+        answer_to(self._client, message_id, timeout_s)
         return talk
 
     def end_of(self, message_id: str, timeout_s: float = 60.0) -> Reply:
         """Read until that cell is over."""
         began, reply = time.monotonic(), Reply()
-        deadline = began + timeout_s
-        while True:
-            message = self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
-            if message["parent_header"].get("msg_id") != message_id:
-                continue
-            kind, content = message["msg_type"], message["content"]
-            if kind == "stream":
-                reply.shown += content["text"]
-            elif kind in ("execute_result", "display_data", "update_display_data"):
-                reply.data.append(content["data"])
-                reply.shown += content["data"].get("text/plain", "") + "\n"
-            elif kind == "error":
-                reply.ename, reply.evalue = content["ename"], content["evalue"]
-                reply.traceback = without_colours("\n".join(content["traceback"]))
-            elif kind == "status" and content["execution_state"] == "idle":
-                break
-        while (shell := self._client.get_shell_msg(timeout=timeout_s))["parent_header"].get("msg_id") != message_id:
-            pass
-        reply.status = shell["content"]["status"]
-        reply.payload = shell["content"].get("payload", [])
+        while not reply.over:
+            self._read(reply, message_id, began + timeout_s - time.monotonic())
+        content = answer_to(self._client, message_id, timeout_s)
+        reply.status = content["status"]
+        reply.payload = content.get("payload", [])
         # A further interrupt may have hit IPython while it showed the error.
-        reply.ename = reply.ename or shell["content"].get("ename", "")
+        reply.ename = reply.ename or content.get("ename", "")
         reply.seconds = time.monotonic() - began
         return reply
+
+    def _read(self, reply: Reply, message_id: str, timeout_s: float, show_data: bool = True) -> None:
+        message = self._client.get_iopub_msg(timeout=max(0.001, timeout_s))
+        if message["parent_header"].get("msg_id") == message_id:
+            reply.take(message["msg_type"], message["content"], show_data)
 
     def interrupt(self, how: str = "killpg") -> None:
         """As Jupyter (``killpg``: the kernel's process group), a client (``kill``), or VS Code (``tree``) does."""
@@ -459,13 +447,17 @@ class Notebook:
         self.close()
 
 
+def answer_to(client: Any, message_id: str, timeout_s: float = 20.0) -> dict[str, Any]:
+    """The kernel's reply to that request."""
+    while (reply := client.get_shell_msg(timeout=timeout_s))["parent_header"].get("msg_id") != message_id:
+        pass
+    return dict(reply["content"])
+
+
 def tab(notebook: Notebook, text: str) -> list[str]:
     """Press Tab at the end of this text of a cell. Returns what is offered."""
     client = notebook._client
-    message = client.complete(text, len(text))
-    while (reply := client.get_shell_msg(timeout=20))["parent_header"].get("msg_id") != message:
-        pass
-    return list(reply["content"]["matches"])
+    return list(answer_to(client, client.complete(text, len(text)))["matches"])
 
 
 def out(reply: Reply) -> str:

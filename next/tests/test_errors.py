@@ -20,15 +20,17 @@ IN_THE_CELL_S = 0.5
 death_of = functools.partial(error_of, kind=nbddp.RankDied)
 
 
-def test_the_cause_is_the_original_exception(cell: Cells) -> None:
+def test_the_cause_is_the_original_exception_without_a_frame_of_nbddp_or_multiprocessing(cell: Cells) -> None:
     names = cell("""
-        import nbddp
+        import nbddp, torch.distributed as dist
         def helper(values):
             return values["missing"]
         def train():
             if nbddp.rank() == 1:
                 helper({})
             nbddp.barrier()
+        def log(): nbddp.log(loss="text")
+        def collective(): dist.all_reduce("no tensor")
     """)
     error = error_of(names.train, nprocs=3)
     assert (error.rank, error.world_size) == (1, 3)
@@ -39,10 +41,15 @@ def test_the_cause_is_the_original_exception(cell: Cells) -> None:
     frames = traceback.extract_tb(error.cause.__traceback__)
     assert [frame.name for frame in frames] == ["train", "helper"]
     assert [frame.line for frame in frames] == ["helper({})", 'return values["missing"]']
+    for function in (names.log, names.collective):
+        files = [frame.filename for frame in traceback.extract_tb(error_of(function).cause.__traceback__)]
+        assert files[0].startswith("/tmp/ipykernel_")
+        assert not [file for file in files if "/nbddp/" in file or "multiprocessing" in file]
 
 
-def test_an_exception_has_its_class_also_a_cells_and_its_own_fields(cell: Cells) -> None:
+def test_an_exception_keeps_its_class_and_fields_and_if_it_does_not_pickle_name_text_and_lines(cell: Cells) -> None:
     names = cell("""
+        import threading
         class DataError(ValueError):
             def __init__(self, path, line):
                 super().__init__(f"{path}:{line}")
@@ -51,49 +58,27 @@ def test_an_exception_has_its_class_also_a_cells_and_its_own_fields(cell: Cells)
             def __init__(self, *, code):
                 super().__init__(f"code {code}")
                 self.code = code
-        def train(kind):
-            if kind == "odd init":
-                raise DataError("a.csv", 7)
-            raise KeywordOnly(code=5)
+        class Holder(Exception):
+            def __init__(self, text):
+                super().__init__(text)
+                self.lock = threading.Lock()
+        def odd_init(): raise DataError("a.csv", 7)
+        def keyword_only(): raise KeywordOnly(code=5)
+        def unpicklable(): raise Holder("still readable")
     """)
-    error = error_of(names.train, "odd init").cause
+    error = error_of(names.odd_init).cause
     assert type(error) is names.DataError
     assert (error.path, error.line, str(error)) == ("a.csv", 7, "a.csv:7")
-    error = error_of(names.train, "keyword only").cause
+    error = error_of(names.keyword_only).cause
     assert type(error) is names.KeywordOnly
     assert (error.code, str(error)) == (5, "code 5")
     error = error_of(b"\xff".decode).cause
     assert type(error) is UnicodeDecodeError
     assert (error.start, error.reason) == (0, "invalid start byte")
-
-
-def test_an_exception_that_does_not_pickle_keeps_name_text_and_lines(cell: Cells) -> None:
-    names = cell("""
-        import threading
-        class Holder(Exception):
-            def __init__(self, text):
-                super().__init__(text)
-                self.lock = threading.Lock()
-        def train(): raise Holder("still readable")
-    """)
-    error = error_of(names.train)
-    assert type(error.cause).__name__ == "Holder"
-    assert "still readable" in str(error)
-    assert traceback.extract_tb(error.cause.__traceback__)[-1].name == "train"
-
-
-def test_a_traceback_has_no_frame_of_nbddp_or_multiprocessing(cell: Cells) -> None:
-    names = cell("""
-        import nbddp, torch
-        def train(): nbddp.log(loss="text")
-        def collective():
-            import torch.distributed as dist
-            dist.all_reduce("no tensor")
-    """)
-    for function in (names.train, names.collective):
-        files = [frame.filename for frame in traceback.extract_tb(error_of(function).cause.__traceback__)]
-        assert files[0].startswith("/tmp/ipykernel_")
-        assert not [file for file in files if "/nbddp/" in file or "multiprocessing" in file]
+    told = error_of(names.unpicklable)
+    assert type(told.cause).__name__ == "Holder"
+    assert "still readable" in str(told)
+    assert traceback.extract_tb(told.cause.__traceback__)[-1].name == "unpicklable"
 
 
 def test_the_first_failure_in_time_is_raised(cell: Cells) -> None:
@@ -177,13 +162,14 @@ def test_a_death_by_signal_is_named_with_its_rank(cell: Cells, number: signal.Si
         assert "memory" in str(error)
 
 
-def test_the_error_names_the_exit_code_and_rank(cell: Cells) -> None:
+def test_the_error_names_the_exit_code_and_rank_and_sys_exit_0_is_a_success(cell: Cells) -> None:
     names = cell("""
         import os, sys, nbddp
         def leave(code):
             if nbddp.rank() == 1:
                 sys.exit(code)
             nbddp.barrier()
+        def succeed(code): sys.exit(code)
         def vanish(code):
             if nbddp.rank() == 1:
                 os._exit(code)
@@ -200,16 +186,12 @@ def test_the_error_names_the_exit_code_and_rank(cell: Cells) -> None:
     assert "no result" in str(error)
     error = death_of(names.vanish, 9)
     assert error.exitcode == 9
+    for success in (0, None):  # as of a script's sys.exit(main())
+        assert run(names.succeed, success).values == [None, None]
 
 
-def test_sys_exit_0_ends_a_rank_without_a_value(cell: Cells) -> None:
-    """A script's ``sys.exit(main())`` with success is a success."""
-    names = cell("import sys\ndef train(code): sys.exit(code)")
-    assert run(names.train, 0).values == [None, None]
-    assert run(names.train, None).values == [None, None]
-
-
-def test_a_cells_traceback_shows_only_the_users_lines(notebook: Notebook) -> None:
+def test_a_cells_traceback_shows_only_the_users_lines_and_stops_run_all(notebook: Notebook) -> None:
+    """ipyparallel's cell ends "ok", and the cells after it train on nothing."""
     notebook.ok("""
         import nbddp
         def helper(x):
@@ -220,8 +202,11 @@ def test_a_cells_traceback_shows_only_the_users_lines(notebook: Notebook) -> Non
                 helper(0)
             nbddp.barrier()
     """)
-    reply = notebook.cell("nbddp.run(train, nprocs=4, device='cpu')")
-    assert reply.status == "error"
+    first = notebook.begin("nbddp.run(train, nprocs=4, device='cpu')", stop_on_error=True)
+    second = notebook.begin("after_error = True")
+    reply = notebook.end_of(first)
+    assert (reply.status, notebook.end_of(second).status) == ("error", "aborted")
+    assert notebook.ok("'after_error' in globals()").shown.strip() == "False"
     assert reply.ename == "RankError"
     assert reply.evalue == "rank 1 of 4 failed: ZeroDivisionError: division by zero"
     assert "rank 1 of 4 failed" in reply.traceback.splitlines()[0]
@@ -233,15 +218,6 @@ def test_a_cells_traceback_shows_only_the_users_lines(notebook: Notebook) -> Non
     assert len(reply.traceback.splitlines()) < 40
 
 
-def test_an_error_stops_run_all(notebook: Notebook) -> None:
-    """ipyparallel's cell ends "ok", and the cells after it train on nothing."""
-    first = notebook.begin("import nbddp\nnbddp.run(lambda: 1 / 0, nprocs=2, device='cpu')", stop_on_error=True)
-    second = notebook.begin("after_error = True")
-    assert notebook.end_of(first).status == "error"
-    assert notebook.end_of(second).status == "aborted"
-    assert notebook.ok("'after_error' in globals()").shown.strip() == "False"
-
-
 def generator() -> Iterator[int]:
     yield 1
 
@@ -250,66 +226,43 @@ async def coroutine() -> None: ...
 
 
 MOST = max(64, 16 * len(os.sched_getaffinity(0)))
-CASES: list[tuple[str, dict[str, Any], str]] = [
-    ("nprocs 0", {"nprocs": 0}, "device_count"),
-    ("nprocs negative", {"nprocs": -1}, "too small"),
-    ("nprocs huge", {"nprocs": 10**6}, "at most .* ranks on .* cores"),
-    (
-        "nprocs one too many",
-        {"nprocs": MOST + 1},
-        rf"^nprocs={MOST + 1} is too large: at most {MOST} ranks on .* cores$",
-    ),
-    ("nprocs float", {"nprocs": 2.0}, "whole number"),
-    ("nprocs bool", {"nprocs": True}, "whole number"),
-    ("nprocs text", {"nprocs": "2"}, "whole number"),
-    ("unknown backend", {"backend": "carrier-pigeon"}, "this torch has gloo"),
-    ("backend this torch lacks", {"backend": "mpi"}, "this torch has gloo"),
-    ("backend no text", {"backend": 3}, "backend is a name"),
-    ("nccl on the cpu", {"backend": "nccl"}, "nccl"),
-    ("gpus with cpu", {"gpus": [0]}, "exclude"),
-    ("device index", {"device": "cuda:1"}, "gpus=\\[1\\]"),
-    ("device unknown", {"device": "abacus"}, "not a torch device"),
-    ("timeout zero", {"timeout": 0}, "too small"),
-    ("timeout text", {"timeout": "1h"}, "seconds"),
-    ("pg_timeout negative", {"pg_timeout": -3}, "too small"),
-    ("max_restarts negative", {"max_restarts": -1}, "too small"),
-    ("seed float", {"seed": 1.5}, "whole number"),
-    ("env not text", {"env": {"A": 1}}, "strings"),
-    ("args text", {"args": "abc"}, "tuple"),
-    ("args too many", {"args": (1, 2, 3)}, "cannot be called"),
-    ("kwargs unknown", {"kwargs": {"nope": 1}}, "nope"),
-    ("kwargs list", {"kwargs": [1]}, "dict"),
-    ("what a function returned", {"fn": None}, re.escape("run(train), not run(train())")),
-    ("a number", {"fn": 3}, "takes the function itself"),
-    ("a text", {"fn": "train"}, "takes the function itself"),
-    ("a generator", {"fn": generator}, "runs none of its lines"),
-    ("a coroutine", {"fn": coroutine}, "runs none of its lines"),
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"nprocs": 0}, "device_count"),
+    ({"nprocs": -1}, "too small"),
+    ({"nprocs": 10**6}, "at most .* ranks on .* cores"),
+    ({"nprocs": MOST + 1}, rf"^nprocs={MOST + 1} is too large: at most {MOST} ranks on .* cores$"),
+    ({"nprocs": 2.0}, "whole number"),
+    ({"nprocs": True}, "whole number"),
+    ({"nprocs": "2"}, "whole number"),
+    ({"backend": "carrier-pigeon"}, "this torch has gloo"),
+    ({"backend": "mpi"}, "this torch has gloo"),
+    ({"backend": 3}, "backend is a name"),
+    ({"backend": "nccl"}, "nccl"),
+    ({"gpus": [0]}, "exclude"),
+    ({"device": "cuda:1"}, "gpus=\\[1\\]"),
+    ({"device": "abacus"}, "not a torch device"),
+    ({"timeout": 0}, "too small"),
+    ({"timeout": "1h"}, "seconds"),
+    ({"pg_timeout": -3}, "too small"),
+    ({"max_restarts": -1}, "too small"),
+    ({"seed": 1.5}, "whole number"),
+    ({"env": {"A": 1}}, "strings"),
+    ({"args": "abc"}, "tuple"),
+    ({"args": (1, 2, 3)}, "cannot be called"),
+    ({"kwargs": {"nope": 1}}, "nope"),
+    ({"kwargs": [1]}, "dict"),
+    ({"fn": None}, re.escape("run(train), not run(train())")),
+    ({"fn": 3}, "takes the function itself"),
+    ({"fn": "train"}, "takes the function itself"),
+    ({"fn": generator}, "runs none of its lines"),
+    ({"fn": coroutine}, "runs none of its lines"),
 ]
 
 
-@pytest.mark.parametrize(("options", "match"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_bad_arguments_are_refused_at_once(cell: Cells, options: dict[str, Any], match: str) -> None:
+def test_bad_arguments_are_refused_at_once(cell: Cells) -> None:
     names = cell("def train(a=1): return a")
     before = marked_pids()
-    with pytest.raises(nbddp.LaunchError, match=match):
-        nbddp.run(**{"fn": names.train, "device": "cpu", "show": False, **options})
+    for options, match in CASES:
+        with pytest.raises(nbddp.LaunchError, match=match):
+            nbddp.run(**{"fn": names.train, "device": "cpu", "show": False, **options})
     assert marked_pids() == before
-
-
-def test_a_recursions_report_has_its_innermost_frames(cell: Cells) -> None:
-    names = cell("""
-        import time
-        from nbddp.worker import reports
-        def deeper(n): return deeper(n + 1)
-        def train(): deeper(0)
-        def report():
-            try:
-                train()
-            except RecursionError as error:
-                return len(pickle.dumps(reports.failed(error, "call", time.monotonic()).failure))
-        import pickle
-    """)
-    error = error_of(names.train)
-    assert type(error.cause) is RecursionError
-    assert str(error).startswith("both ranks failed")
-    assert run(names.report, nprocs=1).value < 20_000

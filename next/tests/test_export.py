@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,8 @@ import torch
 import nbddp
 from nbddp.job import job_file
 from tests.jobs import Job, launch
-from tests.support import Cells, run, wait_until
+from tests.support import Cells, Planted, run, wait_until
+from tests.test_history import content
 
 TRAIN = """
 import os, pickle, sys, torch, torch.distributed as dist, nbddp
@@ -78,20 +78,9 @@ def a_job_gives_what_the_run_gives(
     assert torch.equal(model.layer.weight, here.value[0].layer.weight)
     assert not torch.equal(model.layer.weight, names.Net().layer.weight)
     loaded = nbddp.History.load(tmp_path / "m")
-    assert _content(loaded) == _content(here.history)
+    assert content(loaded) == content(here.history)
     assert len(loaded["loss"].steps) == 24
     assert loaded.ranks[1].bars[0].done == 24
-    assert loaded.restarts == []
-
-
-def _content(history: nbddp.History) -> Any:
-    return {
-        name: [
-            [column.tolist() for column in (*history[name], *history.spread(name))],
-            {rank: [column.tolist() for column in series] for rank, series in history.by_rank(name).items()},
-        ]
-        for name in history
-    }
 
 
 def test_without_a_launcher_a_job_is_one_rank(
@@ -211,11 +200,8 @@ def test_metrics_can_be_read_while_the_job_runs(cell: Cells, tmp_path: Path) -> 
     wait_until(lambda: (tmp_path / "m").exists() and (tmp_path / "m").stat().st_size)
     wait_until(lambda: len(nbddp.History.load(tmp_path / "m").get("loss", ([], []))[0]) == 100)
     (tmp_path / "second").mkdir()
-    code, printed = Job(tmp_path / "second", *words).end()
-    assert (code, printed) == (
-        1,
-        f"nbddp: --metrics: another process is writing {tmp_path}/m; give each job a file of its own\n",
-    )
+    told = f"nbddp: --metrics: another process is writing {tmp_path}/m; give each job a file of its own\n"
+    assert Job(tmp_path / "second", *words).end() == (1, told)
     (tmp_path / "go").touch()
     assert first.end() == (0, "")
     with open(tmp_path / "m", "ab") as file:
@@ -247,20 +233,10 @@ def test_a_job_file_is_its_owners_only_and_stays_when_the_next_export_fails(cell
     assert os.listdir(tmp_path) == ["job.nbddp"]
 
 
-class Planted:
-    """Who unpickles it makes a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self._path,)
-
-
 BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "nothing": lambda whole: b"",
     "noise": lambda whole: b"\xff" * 100,
-    "a pickle": lambda whole: pickle.dumps(Planted(Path("unpickled"))),
+    "a pickle": lambda whole: pickle.dumps(Planted("unpickled")),
     "without its first byte": lambda whole: whole[1:],
     "without its last byte": lambda whole: whole[:-1],
     "its first half": lambda whole: whole[: len(whole) // 2],

@@ -18,19 +18,18 @@ from nbddp.kernel.hang import Location, summary
 from nbddp.process.dumps import Frame
 from tests.support import Cells, Notebook, error_of, run, start, wait_until
 
-UNEVEN = """
-    import nbddp, torch
-    def train(batches):
-        model = nbddp.wrap(torch.nn.Linear(4, 1))
-        for step in range(batches[nbddp.rank()]):
-            loss = model(torch.randn(2, 4)).sum()
-            loss.backward()
-            nbddp.log(loss=loss)
-"""
-
 
 def test_uneven_batches_are_named_as_the_likely_cause(cell: Cells) -> None:
-    going = start(cell(UNEVEN).train, [3, 5, 5], nprocs=3)
+    names = cell("""
+        import nbddp, torch
+        def train(batches):
+            model = nbddp.wrap(torch.nn.Linear(4, 1))
+            for step in range(batches[nbddp.rank()]):
+                loss = model(torch.randn(2, 4)).sum()
+                loss.backward()
+                nbddp.log(loss=loss)
+    """)
+    going = start(names.train, [3, 5, 5], nprocs=3)
     expected = re.compile(
         r"rank 0 has finished after step 2; ranks 1 and 2 are in (backward|DDP's forward) after step [23] "
         r"\(train, line [67]\)\. Most likely rank 0 had fewer batches than the others: an uneven number of "
@@ -126,14 +125,6 @@ def test_a_stall_is_reported_unasked_and_withdrawn_when_it_is_over(
     assert not going._status().hang
 
 
-def test_the_stacks_of_a_run_that_is_stopped_while_it_hangs_stay(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    going = start(cell("import time\ndef train():\n    while True: time.sleep(0.01)").train)
-    monkeypatch.setattr(hang, "STALL_AFTER_S", 0.5)
-    wait_until(lambda: going._status().hang)
-    going.stop(0)
-    assert "time.sleep(0.01)" in going._status().hang
-
-
 def test_a_collective_that_times_out_names_the_missing_rank(cell: Cells) -> None:
     names = cell("""
         import nbddp, time, torch, torch.distributed as dist
@@ -158,14 +149,21 @@ def test_a_timeout_says_where_the_ranks_were(cell: Cells) -> None:
         run(names.train, timeout=3)
 
 
-def test_a_suspended_rank_is_reported_as_giving_no_answer(cell: Cells) -> None:
+def test_a_suspended_rank_is_reported_as_giving_no_answer_also_after_the_stop_of_a_run_that_hangs(
+    cell: Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = cell("import nbddp\ndef train():\n    if nbddp.rank(): nbddp.barrier()\n    while True: pass")
+    monkeypatch.setattr(hang, "STALL_AFTER_S", 1.0)
     going = start(names.train)
     os.kill(going.pids[1], signal.SIGSTOP)
-    wait_until(lambda: going.stacks().split("\n")[0] == "rank 0 is in train, line 4; rank 1 gives no answer")
+    told = "rank 0 is in train, line 4; rank 1 gives no answer"
+    wait_until(lambda: going.stacks().split("\n")[0] == told)
+    wait_until(lambda: told in going._status().hang)
     began = time.monotonic()
     going.stop(0.5)  # and does not keep the stop waiting
     assert time.monotonic() - began < 10
+    assert told in going._status().hang
+    assert "while True: pass" in going._status().hang  # its stacks, too
 
 
 RESTORES = """

@@ -6,7 +6,6 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import nbddp
 from nbddp.history.history import History
 from nbddp.loggers import log_to
+from tests.curves import logged
 from tests.support import Cells, Notebook, run, wait_until
 
 TRAIN = """
@@ -64,22 +64,19 @@ def test_a_function_receives_every_step_once_in_order_and_tensorboard_steps_valu
     writer.close()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize(
-    ("to", "message"),
-    [
+def test_what_cannot_receive_metrics_is_refused_before_a_process_starts(names: Any) -> None:
+    before = nbddp.last_run()
+    for to, message in (
         (5, "log_to=5 takes no metrics. Pass a SummaryWriter, "),
         (math, "takes no metrics"),
         ("csv:a.csv", "log_to='csv:a.csv' takes no metrics"),
         ([print, None], "log_to=None takes no metrics"),
         (dict, "log_to=<class 'dict'> takes no metrics"),
-    ],
-)
-def test_what_cannot_receive_metrics_is_refused_before_a_process_starts(names: Any, to: Any, message: str) -> None:
-    before = nbddp.last_run()
-    with pytest.raises(nbddp.LaunchError, match=message):
-        run(names.train, log_to=to)
-    with pytest.raises(nbddp.LaunchError, match=message):
-        nbddp.Session(nprocs=1, device="cpu", log_to=to)
+    ):
+        with pytest.raises(nbddp.LaunchError, match=message):
+            run(names.train, log_to=to)
+        with pytest.raises(nbddp.LaunchError, match=message):
+            nbddp.Session(nprocs=1, device="cpu", log_to=to)
     assert nbddp.last_run() is before
 
 
@@ -169,19 +166,14 @@ def take(history: History) -> dict[str, list[tuple[int, float]]]:
     return {name: list(zip(each.steps.tolist(), each.values.tolist())) for name, each in history.take().items()}
 
 
-def log(history: History, rank: int, steps: Iterable[int], offset: float = 0.0, reduce: str | None = None) -> None:
-    history.add(rank, [[step, step, False, reduce, 1, {"loss": step + offset}] for step in steps])
-
-
 def test_points_that_a_restart_repeats_are_sent_again() -> None:
-    history = History()
-    log(history, 0, range(10))
+    history = logged(loss=range(10))
     assert take(history) == {"loss": [(step, step) for step in range(9)]}, "the last one may still be replaced"
     history.restart()
-    log(history, 0, range(5, 12), 100.0)
+    logged(history=history, first=5, loss=range(105, 112))
     assert take(history) == {"loss": [(step, step + 100) for step in range(5, 11)]}
     history.restart()
-    log(history, 0, [20], 200.0)  # goes on
+    logged(history=history, first=20, loss=[220])  # goes on
     history.settle()
     assert take(history) == {"loss": [(11, 111), (20, 220)]}
     assert take(history) == {"loss": []}
@@ -189,17 +181,17 @@ def test_points_that_a_restart_repeats_are_sent_again() -> None:
 
 def test_only_values_that_stay_are_sent() -> None:
     history = History(2)
-    log(history, 1, range(3), 0.5)  # arrives before rank 0's
+    logged(history=history, rank=1, loss=[0.5, 1.5, 2.5])  # arrives before rank 0's
     assert take(history) == {"loss": []}
-    log(history, 0, range(3))
-    log(history, 0, [2], 0.25)  # once more
+    logged(history=history, rank=0, loss=range(3))
+    logged(history=history, rank=0, first=2, loss=[2.25])  # once more
     assert take(history) == {"loss": [(0, 0), (1, 1)]}
     history.settle()
     assert take(history) == {"loss": [(2, 2.25)]}
     history = History(2)
-    log(history, 0, range(4), reduce="mean")
+    logged(history=history, rank=0, reduce="mean", loss=range(4))
     assert take(history) == {"loss": []}
-    log(history, 1, range(3), 1.0, reduce="mean")
+    logged(history=history, rank=1, reduce="mean", loss=range(1, 4))
     assert take(history) == {"loss": [(0, 0.5), (1, 1.5)]}
     history.settle()
     assert take(history) == {"loss": [(2, 2.5), (3, 3)]}
@@ -213,6 +205,3 @@ def test_a_step_that_comes_again_in_the_next_epoch_is_a_call_of_its_own() -> Non
     history.settle()
     sender.finish()
     assert got == [(0, 0), (1, 1), (0, 1), (1, 2)]
-
-
-# ---------------------------------------------------------------------------- W&B and Lightning's loggers

@@ -147,12 +147,9 @@ def test_the_picture_has_tiles_and_ranks_with_their_memory_and_what_waits_for_th
     history.add(0, [{"time": 1.0, "bar": [0, "epoch", 5, 5]}])
     page = picture(history, status(ranks=2))
     text = text_of(page)
-    for part in (
-        "Finished train 1 process · gloo Step 1 Epoch 5 of 5 Train loss 0.5000 Acc",
-        "Took 1:02",
-        "Loss ━ 0.5000",
-    ):
-        assert part in text
+    assert "Finished train 1 process · gloo Step 1 Epoch 5 of 5 Train loss 0.5000 Acc" in text
+    assert "Took 1:02" in text
+    assert "Loss ━ 0.5000" in text
     assert text.endswith("0 cpu finished 1 100.0 ms 600 MB 1 cpu finished 1 100.0 ms 600 MB")
     assert "Time left" not in text
     assert 'alt="Loss: train 0.5000"' in page
@@ -164,15 +161,12 @@ def test_the_picture_has_tiles_and_ranks_with_their_memory_and_what_waits_for_th
     assert gauge.endswith("cpu running – – 8.0 / 16 GB")
 
 
-@pytest.mark.parametrize(
-    ("state", "color"),
-    [("starting", "#8a8a8a"), ("running", BLUE), ("finished", GREEN), ("failed", RED), ("stopped", "#b07a10")],
-)
-def test_a_state_has_one_color_in_head_bar_and_table(state: str, color: str) -> None:
-    pieces = parts(History(), status(state))
-    assert all(
-        set(re.findall("background:(#[0-9a-f]{6})", pieces[name])) == {color} for name in ("head", "bar", "table")
-    )
+def test_a_state_has_one_color_in_head_bar_and_table() -> None:
+    colors = {"starting": "#8a8a8a", "running": BLUE, "finished": GREEN, "failed": RED, "stopped": "#b07a10"}
+    for state, color in colors.items():
+        pieces = parts(History(), status(state))
+        for name in ("head", "bar", "table"):
+            assert set(re.findall("background:(#[0-9a-f]{6})", pieces[name])) == {color}
 
 
 def test_a_rank_that_is_slow_stuck_or_behind_is_marked() -> None:

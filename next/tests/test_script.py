@@ -25,8 +25,7 @@ def test_a_script_is_main_with_arguments_import_path_and_process_group_of_its_ow
     (in_folder / "sub").mkdir()
     (in_folder / "sub" / "sibling.py").write_text("X = 5")
     (in_folder / "data.txt").write_text("by relative path")
-    (in_folder / "sub" / "main.py").write_text(
-        """\
+    (in_folder / "sub" / "main.py").write_text("""\
 import json, os, pickle, sys
 import sibling, torch, torch.distributed as dist
 names = sorted(k for k in globals() if not k.startswith("__"))
@@ -39,27 +38,15 @@ dist.all_reduce(total := torch.ones(1))
 dist.destroy_process_group()
 print(json.dumps([__name__, __file__, sys.argv, sibling.X, open("data.txt").read(), names, __spec__ is None,
                   sys.path[0], os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], total.item()]))
-"""
-    )
+""")
     before = (list(sys.argv), list(sys.path))
     run = script("sub/main.py", lambda rank: ["--lr", 0.1, Path("x"), rank])
     assert (run.value, run.remark) == (None, "")
-    folder = str(in_folder / "sub")
+    folder, names = str(in_folder / "sub"), ["dist", "json", "os", "pickle", "sibling", "sys", "torch"]
     for rank in range(2):
-        assert json.loads(run.logs(rank)) == [
-            "__main__",
-            f"{folder}/main.py",
-            ["sub/main.py", "--lr", "0.1", "x", str(rank)],
-            5,
-            "by relative path",
-            ["dist", "json", "os", "pickle", "sibling", "sys", "torch"],
-            True,
-            folder,
-            str(rank),
-            str(rank),
-            "2",
-            2.0,
-        ]
+        argv = ["sub/main.py", "--lr", "0.1", "x", str(rank)]
+        first = ["__main__", f"{folder}/main.py", argv, 5, "by relative path", names, True]
+        assert json.loads(run.logs(rank)) == [*first, folder, str(rank), str(rank), "2", 2.0]
     assert (sys.argv, sys.path) == before
 
 
@@ -67,8 +54,7 @@ def test_a_module_is_main_as_with_python_m(in_folder: Path) -> None:
     (in_folder / "own_package").mkdir()
     (in_folder / "own_package" / "sibling.py").write_text("X = 5")
     file = in_folder / "own_package" / "__main__.py"
-    file.write_text(
-        """\
+    file.write_text("""\
 import json, os, pickle, sys, torch.distributed as dist
 from .sibling import X
 class Thing:
@@ -76,8 +62,7 @@ class Thing:
 assert isinstance(pickle.loads(pickle.dumps(Thing())), Thing)
 print(json.dumps([__name__, __spec__.name, sys.argv, X, dist.is_initialized(), os.environ["RANK"]]))
 if len(sys.argv) == 1: raise ValueError("no arguments")
-"""
-    )
+""")
     run = script("own_package", ["--lr", 0.1], module=True)
     for rank in range(2):
         argv = [str(file), "--lr", "0.1"]

@@ -12,9 +12,7 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +26,7 @@ import nbddp
 from nbddp.kernel.settings import Options, decide
 from nbddp.process import server as forkserver
 from nbddp.process.machine import LocalMachine
-from tests.support import Cells, listening_ports, marked_pids, run, start, wait_until
+from tests.support import Cells, Planted, listening_ports, marked_pids, open_fds, run, script, start, wait_until
 
 SECRET = f"hunter2-{secrets.token_hex(8)}"  # in no file: copies of this one lie in temporary folders
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
@@ -58,12 +56,10 @@ def test_a_run_listens_only_on_loopback(cell: Cells, tmp_path: Path, how: str, i
     """torch's own store listens on all interfaces."""
     names = cell(_MEETS)
     started = run(names.meet, how, str(tmp_path), init_process_group=init, wait=False)
-    try:
-        wait_until(lambda: started.error or all((tmp_path / str(rank)).exists() for rank in range(2)))
-        heard = _heard_beyond_loopback({os.getpid(), *marked_pids()})
-        ports = [port for pid in started.pids for _, port in listening_ports(pid)]
-    finally:
-        (tmp_path / "go").touch()
+    wait_until(lambda: started.error or all((tmp_path / str(rank)).exists() for rank in range(2)))
+    heard = _heard_beyond_loopback({os.getpid(), *marked_pids()})
+    ports = [port for pid in started.pids for _, port in listening_ports(pid)]
+    (tmp_path / "go").touch()
     assert started.wait().values == [2.0, 2.0]
     assert heard == []
     assert len(ports) >= 2  # gloo's own, or this has looked at nothing
@@ -88,7 +84,7 @@ def _heard_beyond_loopback(pids: set[int]) -> list[str]:
 
 _STRANGER = """
     import ctypes, json, os, socket, sys
-    pids, paths, address = json.load(sys.stdin)
+    pids, paths, address = json.loads(sys.argv[1])
     libc = ctypes.CDLL(None, use_errno=True)
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
     done = []
@@ -130,28 +126,22 @@ _STRANGER = """
 def test_another_user_cannot_reach_ranks_server_or_folder(cell: Cells) -> None:
     names = cell("import time\ndef wait(data): time.sleep(60)")
     started = start(names.wait, SECRET * 100_000)
-    try:
-        server = forkserver.running()._forkserver_pid
-        folders = [forkserver.temporary_folder(), *_folders_of_runs()]
-        assert [stat.S_IMODE(os.stat(folder).st_mode) for folder in folders] == [0o700, 0o700]
-        pids = {pid: _fds(pid) for pid in (*started.pids, server)}
-        said = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(_STRANGER)],
-            input=json.dumps([pids, folders, forkserver.running()._forkserver_address]),
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-    finally:
-        started.stop(0)
+    server = forkserver.running()
+    pids = {pid: list(open_fds(pid)) for pid in (*started.pids, server._forkserver_pid)}
+    said = script(_STRANGER, json.dumps([pids, _folders(), server._forkserver_address]))
+    started.stop(0)
     assert said.stderr == ""
     assert json.loads(said.stdout) == ["nothing, which always works"]
 
 
-def _fds(pid: int) -> list[int]:
-    return [int(fd) for fd in os.listdir(f"/proc/{pid}/fd")]
+def _folders() -> list[str]:
+    """The fork server's, and those of runs."""
+    folder = forkserver.temporary_folder()
+    return [folder, *map(str, Path(folder).glob("r-*"))]
 
 
-def _folders_of_runs() -> list[str]:
-    return [str(path) for path in Path(forkserver.temporary_folder()).glob("r-*")]
+def _mode(path: str) -> int:
+    return stat.S_IMODE(os.stat(path).st_mode)
 
 
 def test_private_files_cannot_be_opened_by_others_and_secrets_are_in_no_file_message_or_command_line(
@@ -170,34 +160,25 @@ def test_private_files_cannot_be_opened_by_others_and_secrets_are_in_no_file_mes
     with pytest.raises(nbddp.RankError) as caught:
         run(names.train, SECRET, nprocs=2)
     failed = nbddp.last_run()
-    assert failed is not None
     told = [str(caught.value), repr(caught.value), repr(failed), failed.logs(), str(failed.stacks())]
     assert not [text for text in (*told, repr(failed.history)) if SECRET in text]
     started = start(names.wait, SECRET)
-    try:
-        wait_until(lambda: SECRET in started.logs(0))  # it opens no more files
-        folders = _folders_of_runs()
-        assert folders
-        assert {stat.S_IMODE(os.stat(folder).st_mode) for folder in folders} == {0o700}
-        named = set()
-        for pid in started.pids:
-            for fd in _fds(pid):
-                target = os.readlink(f"/proc/{pid}/fd/{fd}")
-                if target.endswith("(deleted)") and not target.startswith("/memfd:"):
-                    assert stat.S_IMODE(os.stat(f"/proc/{pid}/fd/{fd}").st_mode) == 0o600, target
-                elif not target.startswith(("/memfd:", "pipe:", "socket:", "anon_inode:", "/dev/", "/proc/")):
-                    named.add(target)
-        assert not {
-            path
-            for path in named
-            if stat.S_IMODE(os.stat(path).st_mode) != 0o600 or not path.startswith(tuple(folders))
-        }
-        lines = [Path(f"/proc/{pid}/cmdline") for pid in marked_pids()]
-        assert len(lines) >= 3
-        files = [path for path in Path(tempfile.gettempdir()).rglob("*") if path.is_file()]
-        assert [path for path in (*lines, *files) if SECRET.encode() in path.read_bytes()] == []
-    finally:
-        started.stop(0)
+    wait_until(lambda: SECRET in started.logs(0))  # it opens no more files
+    folder, *of_runs = _folders()
+    assert of_runs
+    assert {_mode(each) for each in (folder, *of_runs)} == {0o700}
+    for pid in started.pids:
+        for fd, target in open_fds(pid).items():
+            if target.endswith("(deleted)") and not target.startswith("/memfd:"):
+                assert _mode(f"/proc/{pid}/fd/{fd}") == 0o600, target
+            elif not target.startswith(("/memfd:", "pipe:", "socket:", "anon_inode:", "/dev/", "/proc/")):
+                assert target.startswith(tuple(of_runs))
+                assert _mode(target) == 0o600, target
+    lines = [Path(f"/proc/{pid}/cmdline") for pid in marked_pids()]
+    assert len(lines) >= 3
+    files = [path for path in Path(tempfile.gettempdir()).rglob("*") if path.is_file()]
+    assert [path for path in (*lines, *files) if SECRET.encode() in path.read_bytes()] == []
+    started.stop(0)
 
 
 def test_a_job_holds_neither_the_environment_nor_source_that_it_does_not_need(
@@ -277,17 +258,6 @@ def _of_a_process_before(pid: int) -> psutil.Process:
     return earlier
 
 
-class _Bomb:
-    """Runs code in whoever unpickles it."""
-
-    path = ""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (type(self).path,)
-
-
 def _torchs(content: Any, **options: Any) -> bytes:
     file = io.BytesIO()
     torch.save(content, file, **options)
@@ -308,14 +278,11 @@ def _torchs(content: Any, **options: Any) -> bytes:
     ],
     ids=["pickle", "torch", "forged", "deep inside", "steps", "old format", "forged pickle"],
 )
-def test_a_snapshot_from_elsewhere_is_refused_and_runs_no_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Any], bytes]
-) -> None:
-    monkeypatch.setattr(_Bomb, "path", str(tmp_path / "exploded"))
-    (tmp_path / "snapshot.pt").write_bytes(write(_Bomb()))
+def test_a_snapshot_from_elsewhere_is_refused_and_runs_no_code(in_folder: Path, write: Callable[[Any], bytes]) -> None:
+    Path("snapshot.pt").write_bytes(write(Planted("exploded")))
     with pytest.raises(nbddp.NbddpError, match="cannot be read as a snapshot"):
-        nbddp.load_snapshot(tmp_path / "snapshot.pt")
-    assert not (tmp_path / "exploded").exists()
+        nbddp.load_snapshot("snapshot.pt")
+    assert os.listdir() == ["snapshot.pt"]
     with contextlib.suppress(RuntimeError):  # the bomb is a real one
-        torch.load(tmp_path / "snapshot.pt", weights_only=False)
-    assert (tmp_path / "exploded").exists()
+        torch.load("snapshot.pt", weights_only=False)
+    assert os.path.exists("exploded")

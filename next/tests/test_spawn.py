@@ -66,7 +66,6 @@ def test_join_false_gives_a_context_whose_join_has_a_timeout_and_takes_no_stop_f
     for text in ("", "fail"):
         go = tmp_path / f"go{text}"
         context = nbddp.spawn(names.train, (str(go),), nprocs=2, join=False)
-        assert context is not None
         assert context.join(timeout=0.1) is False
         pids = context.pids()
         assert len(set(pids)) == 2
@@ -82,7 +81,6 @@ def test_join_false_gives_a_context_whose_join_has_a_timeout_and_takes_no_stop_f
         assert context.pids() == pids
         wait_until(lambda pids=pids: not any(psutil.pid_exists(pid) for pid in pids))
     going = nbddp.spawn(names.train, (str(tmp_path / "never"),), nprocs=2, join=False)
-    assert going is not None
     going.pids()
     going.run.stop(0)
     with pytest.raises(nbddp.NbddpError, match="is stopped"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,8 +13,10 @@ import nbddp
 from nbddp.history.history import History
 from nbddp.panel.status import Source, Status
 from nbddp.panel.text_view import TextView
+from tests.curves import logged
 from tests.support import Cells, Notebook, script
 
+Capsys = pytest.CaptureFixture[str]
 REASON = "RankDied: rank 1 of 2 was killed by SIGKILL"
 TRAIN = """
 import nbddp
@@ -25,10 +26,6 @@ def train():
     nbddp.barrier()
     print("done")
 """
-
-
-def log(history: History, name: str, steps: Iterable[int], rank: int = 0, reduce: str | None = None) -> None:
-    history.add(rank, [[float(step), step, False, reduce, 1, {name: float(step)}] for step in steps])
 
 
 class Followed:
@@ -45,13 +42,11 @@ class Followed:
         self._view.update()
 
 
-def test_a_line_in_two_seconds_tells_loops_time_left_and_metrics_and_one_the_end(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_line_in_two_seconds_tells_loops_time_left_and_metrics_and_one_the_end(capsys: Capsys) -> None:
     history = History()
     run = Followed(history)
     for tenth in range(60):
-        log(history, "loss", [tenth])
+        logged(history=history, first=tenth, loss=[tenth])
         run.becomes("running", tenth / 10)
     run.becomes("running", 9.0)  # with nothing new
     run.becomes("running", 12.0)
@@ -61,16 +56,14 @@ def test_a_line_in_two_seconds_tells_loops_time_left_and_metrics_and_one_the_end
     assert capsys.readouterr().out.splitlines() == [*lines, "train: finished after 0:38 · 2 processes · gloo · loss 59"]
     history = History()
     history.add(0, [{"bar": [0, "Epoch", 2, 5], "time": 1.0}, {"bar": [0, "Epoch", 3, 5], "time": 2.0}])
-    log(history, "loss", [70])
+    logged(history=history, first=70, loss=[70])
     run = Followed(history)
     run.becomes("running", 0.0)
     run.becomes("running", 3.0)
     assert capsys.readouterr().out == "train: epoch 4/5 · step 70 · 2.0 s left · loss 70\n"
 
 
-def test_a_run_that_has_nothing_to_show_but_its_output_is_silent_unless_it_takes_long(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_that_has_nothing_to_show_but_its_output_is_silent_unless_it_takes_long(capsys: Capsys) -> None:
     for seconds in (0.5, 30.0):
         run = Followed(History())
         run.becomes("starting", 20.0)
@@ -79,9 +72,7 @@ def test_a_run_that_has_nothing_to_show_but_its_output_is_silent_unless_it_takes
     assert capsys.readouterr().out == "train: finished after 0:50 · 2 processes · gloo\n"
 
 
-def test_text_lines_report_once_a_restart_the_number_of_restarts_and_a_hang_with_all_stacks(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_text_lines_report_once_a_restart_the_number_of_restarts_and_a_hang_with_all_stacks(capsys: Capsys) -> None:
     history = History()
     run = Followed(history)
     run.becomes("running", 1.0)
@@ -99,12 +90,10 @@ def test_text_lines_report_once_a_restart_the_number_of_restarts_and_a_hang_with
     assert capsys.readouterr().out == "train: Nothing for 30 s\n  File ...\ntrain: Nothing for 32 s\n"
 
 
-def test_the_end_tells_once_what_the_ranks_have_not_logged_alike_and_a_remark(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_end_tells_once_what_the_ranks_have_not_logged_alike_and_a_remark(capsys: Capsys) -> None:
     history = History(2)
-    for rank, steps in enumerate(([0, 1, 2], [0, 2])):
-        log(history, "total", steps, rank, "sum")
+    for rank, step in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 2)):
+        logged(history=history, rank=rank, first=step, reduce="sum", total=[step])
     history.settle()
     run = Followed(history)
     for _ in range(2):
@@ -114,24 +103,21 @@ def test_the_end_tells_once_what_the_ranks_have_not_logged_alike_and_a_remark(
     assert capsys.readouterr().out.splitlines() == [f"train: {told}", end, "train: no rank took part in a collective"]
 
 
-def test_long_names_are_cut_in_the_middle_and_many_metrics_at_eight(capsys: pytest.CaptureFixture[str]) -> None:
-    history = History()
-    for name in ("a" * 100 + "\x1b[2J" + "b" * 100, *map(str, range(2, 11))):
-        log(history, name, [1])
+def test_long_names_are_cut_in_the_middle_and_many_metrics_at_eight(capsys: Capsys) -> None:
+    names = ["a" * 100 + "\x1b[2J" + "b" * 100, *map(str, range(2, 11))]
+    history = logged(**{name: [1] for name in names})
     run = Followed(history)
     run.becomes("finished", 1.0)
     metrics = capsys.readouterr().out.strip().split(" · ")[3:]
     assert metrics == ["a" * 29 + "…" + "b" * 30 + " 1", *(f"{n} 1" for n in range(2, 9)), "and 2 more"]
-    log(history, "\x1b[2J", [1])
+    logged(history=history, **{"\x1b[2J": [1]})
     run.becomes("running", 5.0)
     run.becomes("running", 8.0)
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_the_thread_of_a_run_in_the_background_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    history = History()
-    log(history, "loss", [1])
-    run = Followed(history)
+def test_the_thread_of_a_run_in_the_background_writes_nothing(capsys: Capsys) -> None:
+    run = Followed(logged(loss=[1]))
     thread = threading.Thread(target=run.becomes, args=("finished", 9.0))
     thread.start()
     thread.join()
@@ -176,7 +162,6 @@ def test_a_view_shows_in_which_line_a_rank_has_stopped(cell: Cells, monkeypatch:
 
     def answer(prompt: str) -> str:
         run = nbddp.last_run()
-        assert run is not None
         seen.append([rank.waits for rank in run._status().ranks])
         return "Ada" if prompt == "name? " else "c"
 

@@ -26,12 +26,16 @@ def started_browser() -> Iterator[Browser]:
     """Skips where there's none; CI has one."""
     if os.environ.get("CI") != "true":
         pytest.importorskip("playwright.sync_api")
-    from tests.browser.lab import browser, chromium
+    from playwright.sync_api import sync_playwright
+
+    from tests.browser.lab import FLAGS, chromium
 
     if chromium() is None and os.environ.get("CI") != "true":
         pytest.skip("there is no Chromium")
-    with browser() as started:
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium(), args=FLAGS.split())
         yield started
+        started.close()
 
 
 @pytest.fixture(scope="package")

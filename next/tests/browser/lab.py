@@ -12,20 +12,21 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Locator, Page
 
 from tests.support import START_TIMEOUT_S, gone, ranks_of, wait_until
 
 TOKEN = "nbddp-tests"
 _CELLS = 24
-FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-MORE_FLAGS = ["--disable-component-update", "--disable-sync"]
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "docmanager-extension/plugin": {"autosave": False},
@@ -60,16 +61,6 @@ def chromium() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@contextlib.contextmanager
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=chromium(), args=[*FLAGS.split(), *MORE_FLAGS])
-        try:
-            yield started
-        finally:
-            started.close()
-
-
 class Lab:
     """JupyterLab or Notebook 7 (``app``: "lab" or "notebook") on a free port, with folders of its own."""
 
@@ -97,13 +88,11 @@ class Lab:
         folders = {"RUNTIME_DIR": "runtime", "DATA_DIR": "data", "CONFIG_DIR": "config"}
         environ = {f"JUPYTER_{name}": str(self._folder / each) for name, each in folders.items()}
         environ |= {f"JUPYTERLAB_{name.upper()}_DIR": str(self._folder / name) for name in ("settings", "workspaces")}
-        command = [sys.executable, "-m", "jupyter", self._app, "--no-browser", "--allow-root", "--ServerApp.port=0"]
-        command += ["--ServerApp.ip=127.0.0.1", f"--IdentityProvider.token={TOKEN}"]
-        command += [
-            f"--ServerApp.root_dir={self.notebooks}",
-            "--LabApp.news_url=",
-            "--LabApp.extension_manager=readonly",
-        ]
+        options = (
+            f"--no-browser --allow-root --ServerApp.port=0 --ServerApp.ip=127.0.0.1 --IdentityProvider.token={TOKEN} "
+            f"--ServerApp.root_dir={self.notebooks} --LabApp.news_url= --LabApp.extension_manager=readonly"
+        )
+        command = [sys.executable, "-m", "jupyter", self._app, *options.split()]
         with open(self._folder / "server.log", "wb") as log:
             return subprocess.Popen(command, env=os.environ | environ, stdout=log, stderr=log, cwd=self.notebooks)
 
