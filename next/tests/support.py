@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from hypothesis import strategies as st
 from jupyter_client.manager import KernelManager
 
 import nbddp
@@ -38,6 +39,9 @@ import nbddp
 MARK = f"NBDDP_TESTS={os.getpid()}-{uuid.uuid4().hex}"  # in the environment of all that these tests start
 GONE_S = 4.5  # what goes by itself; a DataLoader's workers would notice after 5 s
 START_TIMEOUT_S = 60.0
+FIRST_MOMENTS_S = 0.25  # of a function or a cell, which may be about to take an optimizer's step: a stop waits for it
+# Any but surrogates. st.characters() would read all of Unicode first, which takes 5 s.
+CHARACTERS = st.integers(0, 0x10F7FF).map(lambda number: chr(number + 0x800 * (number >= 0xD800)))
 _numbers = itertools.count(1)
 
 

@@ -19,6 +19,7 @@ import torch
 import nbddp
 from nbddp.process import server
 from tests.support import (
+    FIRST_MOMENTS_S,
     GONE_S,
     Cells,
     Notebook,
@@ -72,6 +73,7 @@ def wait_for_ranks(folder: Path, body: str, nprocs: int = 2) -> None:
     wait_until(lambda: len(list(folder.glob("rank-*"))) == nprocs)
     if body == "DataLoader workers":
         wait_until(lambda: len(list(folder.glob("worker-*"))) == 2 * nprocs)
+    time.sleep(FIRST_MOMENTS_S)
 
 
 @pytest.mark.parametrize("body", BODIES)

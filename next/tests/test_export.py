@@ -20,7 +20,7 @@ import nbddp
 from nbddp.job import job_file
 from tests.jobs import Job, launch
 from tests.support import Cells, Planted, run, wait_until
-from tests.test_history import content
+from tests.test_history_properties import state
 
 TRAIN = """
 import os, pickle, sys, torch, torch.distributed as dist, nbddp
@@ -78,7 +78,7 @@ def a_job_gives_what_the_run_gives(
     assert torch.equal(model.layer.weight, here.value[0].layer.weight)
     assert not torch.equal(model.layer.weight, names.Net().layer.weight)
     loaded = nbddp.History.load(tmp_path / "m")
-    assert content(loaded) == content(here.history)
+    assert state(loaded) == state(here.history)
     assert len(loaded["loss"].steps) == 24
     assert loaded.ranks[1].bars[0].done == 24
 

@@ -21,6 +21,7 @@ import nbddp
 from nbddp.helpers import log as rank_side
 from nbddp.history.history import History
 from nbddp.history.records import MAX_STEP, RecordReader
+from tests.support import CHARACTERS
 
 VALUES = st.floats(width=64)  # NaN, infinities and zeros of both signs, too
 CASES = settings().max_examples
@@ -66,7 +67,7 @@ def arrive(history: History, by_rank: list[list[Call]], data: st.DataObject) -> 
 
 
 @FEW
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=120), st.lists(VALUES, min_size=1, max_size=40), CUTS)
+@given(st.text(CHARACTERS, max_size=120), st.lists(VALUES, min_size=1, max_size=40), CUTS)
 def test_bytes_cut_anywhere_give_the_same_columns_under_any_name(
     name: str, values: list[float], cuts: list[int]
 ) -> None:

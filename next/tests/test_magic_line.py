@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shlex
 from typing import Any
+from unicodedata import category
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +13,17 @@ from hypothesis import strategies as st
 from IPython.core.error import UsageError
 
 from nbddp.magic import magic, options, routing
+from tests.support import CHARACTERS
 
 FEWER = settings(max_examples=max(1, settings().max_examples // 3))  # 20 ms each; NBDDP_CASES scales them
-NAMES = st.lists(st.from_regex(r"[a-zé_][a-z0-9_]{0,5}", fullmatch=True), min_size=1, max_size=3)
-WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12).filter(
-    lambda word: not word.startswith("-")
+NAMES = st.lists(
+    st.text(st.sampled_from("azé_09"), min_size=1, max_size=6).filter(str.isidentifier), min_size=1, max_size=3
 )
+WORDS = st.text(
+    st.sampled_from("aZ09é中🙂 -=,.;\\'\"$%{}()[]<>|&#!?*~`") | CHARACTERS.filter(lambda each: category(each) != "Cc"),
+    min_size=1,
+    max_size=12,
+).filter(lambda word: not word.startswith("-"))
 OPTIONS: dict[str, tuple[list[str], st.SearchStrategy[Any]]] = {
     "nprocs": (["-n", "--nprocs"], st.integers(0, 99)),
     "nnodes": (["--nnodes"], st.integers(0, 9)),
@@ -87,7 +93,7 @@ SCRAPS = [
 
 
 @FEWER
-@given(st.one_of(st.text(max_size=30), st.lists(st.sampled_from(SCRAPS), max_size=6).map(" ".join)))
+@given(st.one_of(st.text(CHARACTERS, max_size=30), st.lists(st.sampled_from(SCRAPS), max_size=6).map(" ".join)))
 def test_any_line_is_parsed_or_refused_with_a_message(line: str) -> None:
     for parser in (magic._CELL, magic._DEFAULTS, magic._OPEN, magic._SCRIPT):
         said = "nothing wrong"

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 
 from nbddp import payload
+from tests.support import CHARACTERS
 
 CASES = settings(
     max_examples=int(os.environ.get("NBDDP_CASES", "25")),
@@ -118,7 +119,7 @@ def values(draw: st.DrawFn) -> Any:
     )
     strided = [each for each in found if isinstance(each, torch.Tensor) and _has_memory(each)]
     found += [draw(views(draw(st.sampled_from(strided)))) for _ in range(draw(st.integers(0, 4))) if strided]
-    keys = st.one_of(st.integers(), st.text(max_size=3), st.tuples(st.booleans()))
+    keys = st.one_of(st.integers(), st.text(CHARACTERS, max_size=3), st.tuples(st.booleans()))
     nested = st.recursive(
         st.sampled_from([*found, None, 3, 2.5, "text", b"bytes", 1j, ..., frozenset({1}), {2}]),
         lambda inner: st.one_of(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nbddp
-from tests.support import Notebook, Reply, out, ranks_of, tab, wait_until, wait_until_alone
+from tests.support import FIRST_MOMENTS_S, Notebook, Reply, out, ranks_of, tab, wait_until, wait_until_alone
 
 BEGIN = """
 import os, time, torch, torch.distributed as dist, nbddp
@@ -38,6 +38,7 @@ def ranks(_kernel: Notebook) -> Iterator[Notebook]:
 def interrupted(notebook: Notebook, source: str, until: str) -> Reply:
     running = notebook.begin(source)
     notebook.shown_so_far(running, until)
+    time.sleep(FIRST_MOMENTS_S)
     notebook.interrupt()
     return notebook.end_of(running)
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nbddp
-from tests.support import Cells, run, start, wait_until
+from tests.support import CHARACTERS, Cells, run, start, wait_until
 
 
 def test_rank_0_writes_a_snapshot_and_every_rank_reads_the_same(in_folder: Path, cell: Cells) -> None:
@@ -149,7 +149,7 @@ _LEAVES = (
     | st.integers(-(2**70), 2**70)
     | st.floats()
     | st.complex_numbers()
-    | st.text(max_size=5)
+    | st.text(CHARACTERS, max_size=5)
     | st.binary(max_size=5)
     | st.datetimes(timezones=st.sampled_from([None, datetime.UTC]))
     | st.timedeltas()
