@@ -445,6 +445,13 @@ def test_a_rank_that_is_done_is_not_waited_for_and_does_not_count(quick: pytest.
     assert machine.sent == [CountSteps(), StopAfter(13)]
 
 
+def test_a_late_answer_of_an_earlier_order_ends_no_later_one() -> None:
+    machine = FakeMachine(steps(0, 10), steps(1, 12), finished(0), finished(1))
+    attempt, crew, signals = followed(machine)
+    assert (attempt.ending, signals, machine.sent) == ("", [], [])
+    assert not any(rank.failed for rank in crew.ranks)
+
+
 def test_a_late_answer_of_an_earlier_order_is_no_answer_to_the_next_stop(quick: pytest.MonkeyPatch) -> None:
     quick.setattr(attempt, "_COUNT_S", NEVER_S)
     quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
