@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from nbddp.process import gauges
-from tests.support import Notebook, gone, is_fork_server, open_fds, out, ranks_of, wait_until
+from tests.support import FIRST_MOMENTS_S, Notebook, gone, is_fork_server, open_fds, out, ranks_of, wait_until
 
 DEVICE = os.environ.get("NBDDP_DEVICE", "cpu")
 ON_GPU = DEVICE == "cuda"
@@ -543,7 +543,7 @@ def test_a_session_keeps_its_ranks_and_its_model(own_notebook: Notebook, figure:
         else:
             going = book.begin("print('here', flush=True)\nwhile True: time.sleep(0.1)")
             book.shown_so_far(going, "here")
-            time.sleep(0.5)  # in a cell's first moments, it waits for an optimizer's step
+            time.sleep(FIRST_MOMENTS_S)
             began = time.monotonic()
             book.interrupt()
             assert book.end_of(going).ename == "KeyboardInterrupt"

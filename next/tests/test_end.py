@@ -9,7 +9,7 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -238,6 +238,16 @@ def test_the_kernels_handlers_environment_and_threads_are_as_before_the_runs(
     wait_until(settled, 20)
 
 
+def begin_runs(notebook: Notebook, folder: Path, bodies: Iterable[str]) -> None:
+    """Begin a background run for each body, each in a folder of its own, and wait for the ranks."""
+    for number, body in enumerate(bodies):
+        own = folder / str(number)
+        own.mkdir()
+        notebook.ok(f"import os; os.chdir({str(own)!r})" + source_of(body))
+        notebook.ok(f"going_{number} = nbddp.run(train, nprocs=2, device='cpu', wait=False, show=False)")
+        wait_for_ranks(own, body)
+
+
 def test_a_killed_kernels_ranks_end_in_time_whatever_they_do(in_folder: Path) -> None:
     """SIGKILL leaves no code to run: ranks, their children, sockets and folders must go by themselves."""
     before = marked_pids()
@@ -247,12 +257,7 @@ def test_a_killed_kernels_ranks_end_in_time_whatever_they_do(in_folder: Path) ->
         notebook.ok("import nbddp")
         assert any(map(is_fork_server, psutil.Process(notebook.pid).children()))  # it imports torch meanwhile
         notebook.ok("open_session = nbddp.Session(nprocs=2, device='cpu')")
-        for number, body in enumerate(others):
-            own = in_folder / str(number)
-            own.mkdir()
-            notebook.ok(f"import os; os.chdir({str(own)!r})" + source_of(body))
-            notebook.ok(f"going_{number} = nbddp.run(train, nprocs=2, device='cpu', wait=False, show=False)")
-            wait_for_ranks(own, body)
+        begin_runs(notebook, in_folder, others)
         notebook.ok(f"os.chdir({str(in_folder)!r})" + source_of(last))
         notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
         wait_for_ranks(in_folder, last)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -306,7 +307,7 @@ def test_a_mapped_file_may_be_larger_than_the_memory_and_must_be_the_one_that_wa
     cell.main.__dict__.clear()
 
 
-def test_a_large_block_is_written_by_several_threads_and_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_block_is_written_by_several_threads_which_an_interrupt_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = {"tensor": torch.randint(256, (40 << 20,), dtype=torch.uint8), "array": np.arange(5 << 20), "few": [1.0] * 9}
     sent["array"].setflags(write=False)
     with nbddp.payload.pack(sent).block as block:
@@ -321,6 +322,7 @@ def test_a_large_block_is_written_by_several_threads_and_whole_or_not_at_all(mon
     monkeypatch.setattr(os, "pwrite", interrupted)
     with pytest.raises(KeyboardInterrupt):
         nbddp.payload.pack(sent)
+    assert not [each for each in threading.enumerate() if each.name.startswith("nbddp-copy")]
 
 
 def test_exit_in_a_function_ends_its_rank_and_not_the_notebook(cell: Cells) -> None:
