@@ -43,18 +43,12 @@ class Cell:
 
 
 class Kernel(contextlib.ExitStack):
-    """One notebook's kernel, in an empty folder. Leaving it ends all that was started from it.
+    """One notebook's kernel, in an empty folder, with these variables. Leaving it ends all that was started from it."""
 
-    Args:
-        path: the folder of the nbddp that it imports.
-        environ: variables to set.
-    """
-
-    def __init__(self, path: Path = HERE, **environ: str) -> None:
+    def __init__(self, **environ: str) -> None:
         super().__init__()
         self.folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="nbb-", dir="/tmp")))
-        paths = f"{path}{os.pathsep}{HERE}"  # the second for work.py
-        env = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        env = {**os.environ, "PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._manager = KernelManager(kernel_name="python3")

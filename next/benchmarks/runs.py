@@ -34,7 +34,7 @@ def first(table: Table, sizes: Sizes, ways: Sequence[Way] = tuple(installed([NBD
     figure = f"first run of a new kernel with its imports, DDP and SGD on {sizes.ranks} ranks"
 
     def turn(way: Way) -> None:
-        with Kernel(way.path) as kernel:
+        with Kernel() as kernel:
             cells = (way.imports, WORK, way.cell("train_a_step", sizes.ranks))
             table.add(figure, way.name, sum(kernel.cell(source).seconds for source in cells))
 
@@ -88,11 +88,11 @@ def nodes(table: Table, sizes: Sizes, ways: Sequence[Way] = (ON_RAY,)) -> None:
     first, warm = (f"{which} run of {sizes.ranks} ranks on 2 nodes of Ray" for which in ("first", "warm"))
 
     def turn(way: Way) -> None:
-        with ray(way) as environ, Kernel(way.path, **environ) as kernel:
+        with ray() as environ, Kernel(**environ) as kernel:
             for source in (WORK, way.imports):
                 kernel.cell(source)
             run = way.cell("together", sizes.ranks)
-            table.add(first, way.name, sum(kernel.cell(source).seconds for source in (way.once, run)))
+            table.add(first, way.name, kernel.cell(run).seconds)
             table.add(warm, way.name, statistics.median(kernel.cell(run).seconds for _ in range(5)))
 
     if version_of("ray"):
@@ -100,12 +100,12 @@ def nodes(table: Table, sizes: Sizes, ways: Sequence[Way] = (ON_RAY,)) -> None:
 
 
 @contextlib.contextmanager
-def ray(way: Way) -> Iterator[dict[str, str]]:
+def ray() -> Iterator[dict[str, str]]:
     """Start a Ray of two nodes; gives the variables that lead to it."""
     with tempfile.TemporaryDirectory(prefix="nbr-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         patient = {"RAY_raylet_start_wait_time_s": "240", "RAY_worker_register_timeout_seconds": "240"}
         given = {**patient, "RAY_TMPDIR": folder, "TMPDIR": folder}
-        environ = {**os.environ, **given, "PYTHONPATH": f"{way.path}{os.pathsep}{HERE}"}
+        environ = {**os.environ, **given, "PYTHONPATH": str(HERE)}
         command = [sys.executable, str(HERE / "tests" / "long" / "ray_cluster.py"), "2"]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, env=environ, **pipes) as process:  # ends with its stdin

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import work
-from benchmarks.kernel import HERE, Kernel
+from benchmarks.kernel import Kernel
 from benchmarks.measure import version_of
 
 WORK = Path(work.__file__).read_text()
@@ -24,7 +24,6 @@ class Way:
         call: runs ``{fn}`` with ``{args}`` on ``{n}`` ranks; ``{port}`` is free. In a session, ``{fn}`` is a cell.
         once: the cell that starts what is kept.
         needs: the distribution that has to be installed.
-        path: the folder that nbddp is imported from.
     """
 
     name: str
@@ -32,7 +31,6 @@ class Way:
     call: str
     once: str = ""
     needs: str = ""
-    path: Path = HERE
 
     def cell(self, function: str, ranks: int, *args: str) -> str:
         """Return the cell that runs that function; ``args`` are source text."""
@@ -41,7 +39,7 @@ class Way:
     def prepared(self, ranks: int, first: str = "together") -> Kernel:
         """Open a kernel that has one run behind it."""
         with contextlib.ExitStack() as stack:
-            kernel = stack.enter_context(Kernel(self.path))
+            kernel = stack.enter_context(Kernel())
             for source in (WORK, self.imports, _filled(self.once, ranks), self.cell(first, ranks)):
                 kernel.cell(source)
             stack.pop_all()

@@ -53,6 +53,7 @@ _WARM = "import nbddp\nnbddp.run(lambda: 1, nprocs=2, device='cpu', show=False).
 assert nbddp.__file__.startswith(_HERE), f"another nbddp is imported: {nbddp.__file__}"
 name, _, value = MARK.partition("=")
 os.environ[name] = value
+server.start_early()  # it imports torch while the tests are collected
 # What a shell starts in the background ignores it, and tests interrupt this process.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

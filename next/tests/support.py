@@ -48,12 +48,13 @@ _numbers = itertools.count(1)
 # ---------------------------------------------------------------------------- waiting and running
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "") -> Any:
-    """Poll until the condition holds, and return its value."""
+def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0, what: str | Callable[[], str] = "") -> Any:
+    """Poll until the condition holds, and return its value. ``what`` says what is missing, or how it is instead."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s} s: {what or inspect.getsource(condition).strip()}")
+            said = what() if callable(what) else what or inspect.getsource(condition).strip()
+            raise AssertionError(f"not within {timeout_s} s: {said}")
         time.sleep(0.005)
     return value
 

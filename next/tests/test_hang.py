@@ -36,7 +36,7 @@ def test_uneven_batches_are_named_as_the_likely_cause(cell: Cells) -> None:
         r"batches per rank \(nbddp\.loader evens it out; DistributedSampler, drop_last=True or torch's Join do it by "
         r"hand\)\n"
     )
-    text = wait_until(lambda: (found := going.stacks()) and expected.match(found) and found)
+    text = wait_until(lambda: (found := going.stacks()) and expected.match(found) and found, what=going.stacks)
     assert "loss = model" in text or "loss.backward()" in text  # the reader's own line
     going.stop(0)
 
@@ -90,7 +90,7 @@ def test_ranks_in_different_places_are_named_and_a_late_one_is_not_called_uneven
     cell: Cells, source: str, nprocs: int, expected: str
 ) -> None:
     going = start(cell(source).train, nprocs=nprocs)
-    wait_until(lambda: going.stacks().split("\n")[0] == expected)
+    wait_until(lambda: going.stacks().split("\n")[0] == expected, what=going.stacks)
     going.stop(0)
 
 
@@ -146,7 +146,7 @@ def test_a_timeout_says_where_the_ranks_were(cell: Cells) -> None:
     names = cell("import nbddp, time\ndef train():\n    if nbddp.rank(): time.sleep(99)\n    nbddp.barrier()")
     expected = r"It was here: rank 0 waits in barrier \(train, line 4\); rank 1 is in train, line 3\n"
     with pytest.raises(nbddp.RunTimeout, match=expected):
-        run(names.train, timeout=3)
+        run(names.train, timeout=2)
 
 
 def test_a_suspended_rank_is_reported_as_giving_no_answer_also_after_the_stop_of_a_run_that_hangs(
@@ -157,7 +157,7 @@ def test_a_suspended_rank_is_reported_as_giving_no_answer_also_after_the_stop_of
     going = start(names.train)
     os.kill(going.pids[1], signal.SIGSTOP)
     told = "rank 0 is in train, line 4; rank 1 gives no answer"
-    wait_until(lambda: going.stacks().split("\n")[0] == told)
+    wait_until(lambda: going.stacks().split("\n")[0] == told, what=going.stacks)
     wait_until(lambda: told in going._status().hang)
     began = time.monotonic()
     going.stop(0.5)  # and does not keep the stop waiting
@@ -187,10 +187,10 @@ def test_ranks_that_have_restored_all_signal_handlers_answer_and_stop(cell: Cell
     """As every Lightning Trainer does: what is set in C, like faulthandler's handler, is gone then."""
     going = start(cell(RESTORES).train, True)
     wait_until(lambda: len(list(in_folder.glob("restored*"))) == 2)
-    wait_until(lambda: going.stacks().split("\n")[0] == "both ranks are in train, line 10")
+    wait_until(lambda: going.stacks().split("\n")[0] == "both ranks are in train, line 10", what=going.stacks)
     Path("go_on").touch()  # now faulthandler answers again, also for a rank that is in a collective
     expected = "rank 0 is in train, line 12; rank 1 waits in barrier (train, line 11)"
-    wait_until(lambda: going.stacks().split("\n")[0] == expected)
+    wait_until(lambda: going.stacks().split("\n")[0] == expected, what=going.stacks)
     assert not going.done()
     going.stop()
     assert (going.state, len(list(in_folder.glob("ended*")))) == ("stopped", 2)
@@ -201,7 +201,7 @@ def test_a_rank_without_a_handler_for_stacks_gives_no_answer_and_lives_on(cell: 
     wait_until(lambda: len(list(in_folder.glob("restored*"))) == 2)
     expected = "rank 0 is in train, line 10; rank 1 gives no answer"
     for _ in range(2):
-        wait_until(lambda: going.stacks().split("\n")[0] == expected)
+        wait_until(lambda: going.stacks().split("\n")[0] == expected, what=going.stacks)
     going.stop()
     assert (going.state, len(list(in_folder.glob("ended*")))) == ("stopped", 2)
 

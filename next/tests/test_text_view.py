@@ -14,7 +14,7 @@ from nbddp.history.history import History
 from nbddp.panel.status import Source, Status
 from nbddp.panel.text_view import TextView
 from tests.curves import logged
-from tests.support import Cells, Notebook, script
+from tests.support import Cells, Notebook
 
 Capsys = pytest.CaptureFixture[str]
 REASON = "RankDied: rank 1 of 2 was killed by SIGKILL"
@@ -127,14 +127,6 @@ def test_the_thread_of_a_run_in_the_background_writes_nothing(capsys: Capsys) ->
 
 
 # ---------------------------------------------------------------------------- real runs
-
-
-def test_importing_nbddp_in_a_plain_script_loads_no_widget() -> None:
-    done = script("""
-        import sys, nbddp, nbddp.kernel.start, nbddp.panel.live, nbddp.panel.plotted
-        print([m for m in ("anywidget", "ipywidgets", "matplotlib") if m in sys.modules])
-    """)
-    assert done.stdout == "[]\n", done.stderr
 
 
 PICTURE = {"text/html", "text/plain"}

@@ -188,8 +188,9 @@ class Crew:
         """Return what the ranks use; it may be as old as this. Any thread may ask."""
         if time.monotonic() >= self._memory[0] + at_most_s:
             found: dict[int, Memory] = {}
-            for machine in self._machines:
-                found |= machine.memory(_numbers(rank for rank in self.ranks if rank.ready and rank.alive))
+            asked = _numbers(rank for rank in self.ranks if rank.ready and rank.alive)
+            for machine in self._machines if asked else ():
+                found |= machine.memory(asked)
             self._memory = time.monotonic(), found
         return self._memory[1]
 

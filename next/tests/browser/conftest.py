@@ -48,9 +48,8 @@ def lab(started_browser: Browser) -> Iterator[Lab]:
 
 @pytest.fixture(scope="package")
 def _opened(lab: Lab, started_browser: Browser) -> Iterator[Sheet]:
-    page = started_browser.new_page(viewport={"width": 1100, "height": 900})
-    yield lab.open(page)
-    page.close()
+    with started_browser.new_context(viewport={"width": 1100, "height": 900}) as context:
+        yield lab.open(context.new_page())
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""Results that can't come back."""
+"""Results that are large, or can't come back."""
 
 from __future__ import annotations
 
-from tests.support import script
+from tests.support import Cells, run, script
 
 
 def test_a_report_that_finds_no_free_descriptor_ends_the_run() -> None:
@@ -28,3 +28,21 @@ def test_a_report_that_finds_no_free_descriptor_ends_the_run() -> None:
         free.unlink(), free.parent.rmdir()
     """)
     assert "nbddp itself failed: RuntimeError: received 0 items of ancdata" in ended.stdout
+
+
+def test_500_mb_come_back_without_deadlock(cell: Cells) -> None:
+    """A queue's pipe holds 64 kB: a launcher that joins before it reads hangs."""
+    names = cell("""
+        import torch, numpy, nbddp
+        def train():
+            big = torch.full((125_000_000,), float(nbddp.rank() + 1))
+            return (big, big[:10]) if nbddp.rank() == 0 else numpy.arange(1_000_000)
+    """)
+    done = run(names.train, timeout=120)
+    big, part = done.values[0]
+    assert big.nbytes == 500_000_000
+    assert big.device.type == "cpu"
+    assert bool((big == 1).all())
+    part.fill_(7)
+    assert big[9].item() == 7  # views still share storage
+    assert done.values[1].sum() == 499_999_500_000

@@ -15,6 +15,14 @@ from tests.support import script
 from tests.test_text_view import PICTURE, TRAIN
 
 
+def test_importing_nbddp_in_a_plain_script_loads_no_widget() -> None:
+    done = script("""
+        import sys, nbddp, nbddp.kernel.start, nbddp.panel.live, nbddp.panel.plotted
+        print([m for m in ("anywidget", "ipywidgets", "matplotlib") if m in sys.modules])
+    """)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_a_script_says_how_a_run_ended_and_of_one_in_the_background_when_it_is_waited_for() -> None:
     done = script(
         f"""
