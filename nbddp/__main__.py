@@ -1,6 +1,6 @@
-"""``python -m nbddp job.nbddp``: runs a job file as one rank of torchrun or srun, or as a single process."""
+"""``python -m nbddp job.nbddp``: runs a job, as one rank of torchrun or as a single process."""
 
-from nbddp.job.rank import main
+from nbddp.job.launched import main
 
 if __name__ == "__main__":
     main()

@@ -5,7 +5,9 @@
     ├── PayloadError    an object that does not pickle, with the user's name for it
     ├── RankError       the user's code raised on a rank
     ├── RankDied        a rank ended without a result and without a Python exception
-    ├── HostLost        the connection to one of several hosts was lost
+    ├── CellError       a cell failed on a rank
+    ├── SessionLost     a rank has ended, and with it the session
+    ├── NodeLost        a node of several is gone, or can't be reached
     ├── RunTimeout      the run's wall time is over
     └── NanLogged       a rank logged NaN, and the run has stop_on_nan=True
 
@@ -18,18 +20,17 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from nbddp.text import bounded, in_a_line, plain
+from nbddp.text import bounded, in_a_line, plain, uncolored
 from nbddp.tracebacks import hidden_runs, user_frames
 
 MESSAGE_CHARS = 64 << 10  # of an error's text
 CAUSE_CHARS = 10_000  # of the text of an exception that a rank raised
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
 _CAUSE = "run.error.cause"  # where the rest of a cut text is
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _IPYTHON_HIDDEN = re.compile(r"\[\.\.\. skipping hidden \d+ frames?\]")
 
 
@@ -60,6 +61,24 @@ class NbddpError(Exception):
     def _render_traceback_(self) -> list[str]:
         """IPython's hook: the user's own frames, then the message, without the frames of nbddp."""
         return _render(type(self), self, user_frames(self.__traceback__), tb_offset=1)
+
+
+class CellError(NbddpError):
+    """A cell failed on a rank: its class is named as the error there, and it shows the traceback IPython made there.
+
+    Attributes:
+        rank: the rank that failed first in time.
+    """
+
+    rank: int
+    shown: Sequence[str] = ()
+
+    def _render_traceback_(self) -> list[str]:
+        return [*self.shown]
+
+
+class SessionLost(NbddpError):
+    """A rank has ended, and with it the session."""
 
 
 class LaunchError(NbddpError):
@@ -166,7 +185,7 @@ class RankDied(NbddpError):
         where: str = "",
         host: str | None = None,
     ) -> None:
-        self.signal_name = _signal_name(exitcode)
+        self.signal_name = signal_name(exitcode)
         parts = [f"{_rank_of(rank, world_size, host)} {why or _likely_cause(exitcode, self.signal_name)}"]
         parts += [f"When it ended, {where}"] if where else []
         parts += [f"It was here (most recent call last):\n{stack}"] if stack else []
@@ -182,23 +201,19 @@ class RankDied(NbddpError):
         return type(self), (self.rank, self.world_size, self.exitcode), {**self.__dict__, "args": self.args}
 
 
-class HostLost(NbddpError):
-    """The connection to a host ended, or the host sent no heartbeat for too long.
-
-    The ranks on the host need no cleanup: they are killed there as soon as the connection to the notebook is gone.
+class NodeLost(NbddpError):
+    """A node on which ranks of the run were is gone, or can't be reached.
 
     Attributes:
-        host: the name that the user gave the host.
-        why: what is known about the cause.
+        node: its name.
     """
 
-    def __init__(self, host: str, why: str) -> None:
-        super().__init__(f"{host} was lost: {bounded(why, CAUSE_CHARS, 'error.why')}")
-        self.host = host
-        self.why = why
+    def __init__(self, node: str, why: str) -> None:
+        super().__init__(f"node {node} is lost: {why}")
+        self.node, self.why = node, why
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.host, self.why), {**self.__dict__, "args": self.args}
+        return type(self), (self.node, self.why), {**self.__dict__, "args": self.args}
 
 
 class RunTimeout(NbddpError):
@@ -246,7 +261,7 @@ def _render(etype: type[BaseException], error: BaseException, tb: TracebackType 
 
 def _cut(part: str) -> str:
     """One part of a traceback, bounded. A long part loses its colours, since a cut could leave a colour open."""
-    return part if len(part) <= CAUSE_CHARS else bounded(_COLOURS.sub("", part), CAUSE_CHARS, _CAUSE)
+    return part if len(part) <= CAUSE_CHARS else bounded(uncolored(part), CAUSE_CHARS, _CAUSE)
 
 
 def _naming_libraries(shown: list[str], error: BaseException) -> list[str]:
@@ -275,7 +290,8 @@ def _on(host: str | None) -> str:
     return f" on {host}" if host is not None else ""
 
 
-def _signal_name(exitcode: int) -> str | None:
+def signal_name(exitcode: int) -> str | None:
+    """Return the name of the signal that ended a process; None if none did."""
     if exitcode >= 0:
         return None
     try:

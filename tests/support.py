@@ -12,6 +12,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,11 +23,15 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
+import pytest
 import torch
+from hypothesis import strategies as st
 from jupyter_client.manager import KernelManager
 
 import nbddp
@@ -34,18 +39,22 @@ import nbddp
 MARK = f"NBDDP_TESTS={os.getpid()}-{uuid.uuid4().hex}"  # in the environment of all that these tests start
 GONE_S = 4.5  # what goes by itself; a DataLoader's workers would notice after 5 s
 START_TIMEOUT_S = 60.0
+FIRST_MOMENTS_S = 0.25  # of a function or a cell, which may be about to take an optimizer's step: a stop waits for it
+# Any but surrogates. st.characters() would read all of Unicode first, which takes 5 s.
+CHARACTERS = st.integers(0, 0x10F7FF).map(lambda number: chr(number + 0x800 * (number >= 0xD800)))
 _numbers = itertools.count(1)
 
 
 # ---------------------------------------------------------------------------- waiting and running
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "") -> Any:
-    """Poll until the condition holds, and return its value."""
+def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0, what: str | Callable[[], str] = "") -> Any:
+    """Poll until the condition holds, and return its value. ``what`` says what is missing, or how it is instead."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s} s: {what or inspect.getsource(condition).strip()}")
+            said = what() if callable(what) else what or inspect.getsource(condition).strip()
+            raise AssertionError(f"not within {timeout_s} s: {said}")
         time.sleep(0.005)
     return value
 
@@ -60,6 +69,13 @@ def start(fn: Callable[..., Any], *args: Any, **options: Any) -> nbddp.Run:
     started = run(fn, *args, wait=False, **options)
     wait_until(lambda: started.state != "starting", what="the run is beyond starting")
     return started
+
+
+def error_of(fn: Callable[..., Any], *args: Any, kind: type[Exception] = nbddp.RankError, **options: Any) -> Any:
+    """The error, of this kind, that ``run`` raises."""
+    with pytest.raises(kind) as raised:
+        run(fn, *args, **options)
+    return raised.value
 
 
 class Cells:
@@ -90,6 +106,16 @@ def fresh_main() -> Iterator[Cells]:
         sys.modules["__main__"] = before
 
 
+class Planted:
+    """Makes a folder of this path when it's unpickled."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._path,)
+
+
 def script(source: str, *args: str, timeout_s: float = 120.0, **env: str) -> subprocess.CompletedProcess[str]:
     """Run source as a plain script, in a process of its own."""
     return subprocess.run(
@@ -99,6 +125,13 @@ def script(source: str, *args: str, timeout_s: float = 120.0, **env: str) -> sub
         timeout=timeout_s,
         env={**os.environ, **env},
     )
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 # ---------------------------------------------------------------------------- what is left behind
@@ -146,8 +179,6 @@ def wait_until_alone(kernel: int, timeout_s: float = GONE_S) -> None:
 
 
 def _is_allowed(process: psutil.Process, allowed: set[int]) -> bool:
-    if _is_watch(process):
-        return True
     if process.ppid() not in allowed | {os.getpid()} or process.status() == psutil.STATUS_ZOMBIE:
         return False
     # A rank has its fork server's command line, but that server as its parent.
@@ -156,16 +187,8 @@ def _is_allowed(process: psutil.Process, allowed: set[int]) -> bool:
     return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
 
 
-def _is_watch(process: psutil.Process) -> bool:
-    """Beside a fork server that is still importing; a rank leads a session of its own."""
-    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-        parent = psutil.Process(process.ppid())
-        return is_fork_server(parent) and is_fork_server(process) and os.getsid(process.pid) == os.getsid(parent.pid)
-    return False
-
-
 def is_fork_server(process: psutil.Process) -> bool:
-    return "the fork server of nbddp" in " ".join(process.cmdline())
+    return "multiprocessing.forkserver import main" in " ".join(process.cmdline())
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -249,12 +272,13 @@ class Surroundings:
 
 
 def _kind(target: str) -> str:
-    named = re.sub(r"^(pipe|socket|/memfd:nbddp-server-stderr|.*/#).*", r"\1", target)
-    return re.sub(r"^(/nbddp-\w+)[-\d]+ \(deleted\)", r"\1", named)  # a block of huge pages
+    return re.sub(r"^(pipe|socket|.*/#).*", r"\1", target)  # the last: files without a name
 
 
 def _temporary_files() -> set[str]:
-    return {name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("pytest-of-")}
+    """Also the folders of runs, which lie in multiprocessing's."""
+    found = set(os.listdir(tempfile.gettempdir())) | {path.name for path in Path(get_temp_dir()).glob("r-*")}
+    return {name for name in found if not name.startswith(("pytest-of-", "torchinductor"))}
 
 
 def _environ() -> dict[str, str]:
@@ -270,8 +294,13 @@ class Reply:
 
     Attributes:
         status: ``"ok"`` or ``"error"``.
-        shown: stdout, stderr and displayed text, in order.
+        shown: stdout, stderr and displayed text, in order; of a talk, output and answered prompts, where an output
+            may stand after the prompt that came with it.
         traceback: as the cell shows it, without colours.
+        data: of each display and result, by MIME type.
+        result: its ``Out``.
+        prompts: what it asked.
+        payload: what IPython's pager shows.
         seconds: from request to reply.
     """
 
@@ -280,8 +309,29 @@ class Reply:
     evalue: str = ""
     traceback: str = ""
     shown: str = ""
-    streams: int = 0
+    payload: list[Any] = field(default_factory=list)
+    data: list[dict[str, str]] = field(default_factory=list)
+    result: str = ""
+    prompts: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    over: bool = False
+
+    def take(self, kind: str, content: dict[str, Any], show_data: bool = True) -> None:
+        """Take a message that has arrived on iopub."""
+        if kind == "stream":
+            self.shown += content["text"]
+        elif kind in ("execute_result", "display_data", "update_display_data"):
+            text = content["data"].get("text/plain", "")
+            self.data.append(content["data"])
+            if show_data:
+                self.shown += f"{text}\n"
+            if kind == "execute_result":
+                self.result = text
+        elif kind == "error":
+            self.ename, self.evalue = content["ename"], content["evalue"]
+            self.traceback = without_colours("\n".join(content["traceback"]))
+        elif kind == "status":
+            self.over = content["execution_state"] == "idle"
 
     def json(self) -> Any:
         """The last line shown, decoded."""
@@ -289,56 +339,16 @@ class Reply:
         return json.loads(self.shown.strip().splitlines()[-1])
 
 
-@dataclass
-class Talk:
-    """What a cell showed and asked.
-
-    Attributes:
-        shown: output and answered prompts; an output may stand after the prompt that came with it.
-        waits: seconds from an answer, or the cell's start, to each prompt.
-    """
-
-    shown: str = ""
-    prompts: list[str] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-    ename: str = ""
-    evalue: str = ""
-    result: str = ""
-    over: bool = False
-    answered_at: float = 0.0
-
-    def read(self, client: Any, message_id: str) -> None:
-        """Read what has arrived on iopub."""
-        with contextlib.suppress(queue.Empty):
-            while not self.over:
-                message = client.get_iopub_msg(timeout=0.001)
-                kind, content = message["msg_type"], message["content"]
-                if message["parent_header"].get("msg_id") != message_id:
-                    continue
-                if kind == "stream":
-                    self.shown += content["text"]
-                elif kind == "execute_result":
-                    self.result = content["data"]["text/plain"]
-                elif kind == "error":
-                    self.ename, self.evalue = content["ename"], content["evalue"]
-                elif kind == "status":
-                    self.over = content["execution_state"] == "idle"
-
-
 class Notebook:
     """A real ipykernel, spoken to as a front end does.
 
     Args:
         environ: for the kernel, over this process's.
-        python: the kernel's interpreter; by default the one of ``NBDDP_TEST_PYTHON``, or this process's.
         process: for ``subprocess.Popen``.
     """
 
-    def __init__(self, environ: dict[str, str] | None = None, python: str = "", **process: Any) -> None:
+    def __init__(self, environ: dict[str, str] | None = None, **process: Any) -> None:
         self._manager = KernelManager(kernel_name="python3")
-        python = python or os.environ.get("NBDDP_TEST_PYTHON", "")
-        if python:
-            self._manager.kernel_spec.argv[0] = python  # type: ignore[union-attr]
         environ = {**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1", **(environ or {})}
         self._manager.start_kernel(env=environ, **process)
         self._client = self._manager.blocking_client()
@@ -365,80 +375,61 @@ class Notebook:
 
     def shown_so_far(self, message_id: str, until: str, timeout_s: float = 60.0) -> str:
         """Read a running cell's output until it contains a text."""
-        shown = ""
-        deadline = time.monotonic() + timeout_s
-        while until not in shown:
-            message = self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
-            if message["parent_header"].get("msg_id") == message_id and message["msg_type"] == "stream":
-                shown += message["content"]["text"]
-        return shown
+        reply, deadline = Reply(), time.monotonic() + timeout_s
+        while until not in reply.shown:
+            self._read(reply, message_id, deadline - time.monotonic(), show_data=False)
+        return reply.shown
 
-    def talk(self, source: str, answers: Sequence[str | Callable[[], Any]], timeout_s: float = 60.0) -> Talk:
-        """Run a cell, and answer its ``input()`` requests in turn: by a line, or by calling a function."""
-        talk, left = Talk(), list(answers)
+    def talk(self, source: str, answers: Sequence[str | Callable[[], Any]], timeout_s: float = 60.0) -> Reply:
+        """Run a cell, and answer its ``input()`` requests one after the other: by a line, or by calling a function."""
+        talk, left = Reply(), list(answers)
         message_id, began = self.begin(source), time.monotonic()
         while not talk.over:
             assert time.monotonic() < began + timeout_s, f"{talk.shown}\n{talk.prompts}"
-            talk.read(self._client, message_id)
+            with contextlib.suppress(queue.Empty):
+                while not talk.over:
+                    self._read(talk, message_id, 0.001, show_data=False)
             with contextlib.suppress(queue.Empty):
                 prompt = self._client.get_stdin_msg(timeout=0.001)["content"]["prompt"]
                 talk.prompts.append(prompt)
-                talk.waits.append(time.monotonic() - (talk.answered_at or began))
                 assert left, f"no answer left for {prompt}\n{talk.shown}"
                 answer = left.pop(0)
                 if isinstance(answer, str):
                     talk.shown += f"{prompt}{answer}\n"
-                    talk.answered_at = time.monotonic()
                     self._client.input(answer)
                 else:
                     answer()
         assert not left, f"not asked for: {left}\n{talk.shown}"
-        while self._client.get_shell_msg(timeout=timeout_s)["parent_header"].get("msg_id") != message_id:
-            pass
+        answer_to(self._client, message_id, timeout_s)
         return talk
 
     def end_of(self, message_id: str, timeout_s: float = 60.0) -> Reply:
         """Read until that cell is over."""
         began, reply = time.monotonic(), Reply()
-        deadline = began + timeout_s
-        while True:
-            message = self._client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
-            if message["parent_header"].get("msg_id") != message_id:
-                continue
-            kind, content = message["msg_type"], message["content"]
-            if kind == "stream":
-                reply.streams += 1
-                reply.shown += content["text"]
-            elif kind in ("execute_result", "display_data"):
-                reply.shown += content["data"].get("text/plain", "") + "\n"
-            elif kind == "error":
-                reply.ename, reply.evalue = content["ename"], content["evalue"]
-                reply.traceback = without_colours("\n".join(content["traceback"]))
-            elif kind == "status" and content["execution_state"] == "idle":
-                break
-        while (shell := self._client.get_shell_msg(timeout=timeout_s))["parent_header"].get("msg_id") != message_id:
-            pass
-        reply.status = shell["content"]["status"]
+        while not reply.over:
+            self._read(reply, message_id, began + timeout_s - time.monotonic())
+        content = answer_to(self._client, message_id, timeout_s)
+        reply.status = content["status"]
+        reply.payload = content.get("payload", [])
         # A further interrupt may have hit IPython while it showed the error.
-        reply.ename = reply.ename or shell["content"].get("ename", "")
+        reply.ename = reply.ename or content.get("ename", "")
         reply.seconds = time.monotonic() - began
         return reply
 
-    def interrupt(self, how: str = "killpg") -> None:
-        """As Jupyter (the kernel's process group), a plain client (the kernel alone) or VS Code (``tree``) interrupt.
+    def _read(self, reply: Reply, message_id: str, timeout_s: float, show_data: bool = True) -> None:
+        message = self._client.get_iopub_msg(timeout=max(0.001, timeout_s))
+        if message["parent_header"].get("msg_id") == message_id:
+            reply.take(message["msg_type"], message["content"], show_data)
 
-        VS Code interrupts all processes below the kernel, then the kernel: kernelProcess.node.ts, July 2026.
-        """
+    def interrupt(self, how: str = "killpg") -> None:
+        """As Jupyter (``killpg``: the kernel's process group), a client (``kill``), or VS Code (``tree``) does."""
         if how == "killpg":
-            os.killpg(os.getpgid(self.pid), signal.SIGINT)
-        elif how == "tree":
-            for process in psutil.Process(self.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGINT)
-            time.sleep(0.05)
-            os.kill(self.pid, signal.SIGINT)
-        else:
-            os.kill(self.pid, signal.SIGINT)
+            return os.killpg(os.getpgid(self.pid), signal.SIGINT)
+        if how == "tree":  # what is below the kernel comes first
+            for child in psutil.Process(self.pid).children(recursive=True):
+                child.send_signal(signal.SIGINT)
+            time.sleep(0.15)
+        os.kill(self.pid, signal.SIGINT)
 
     def restart(self) -> None:
         """As the front end's button: SIGTERM or shutdown message, and a new kernel."""
@@ -446,7 +437,7 @@ class Notebook:
         self._client.wait_for_ready(timeout=START_TIMEOUT_S)
 
     def kill(self) -> None:
-        """SIGKILL to the kernel alone, as the OOM killer does."""
+        """SIGKILL only to the kernel, as the OOM killer does."""
         os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
@@ -461,13 +452,17 @@ class Notebook:
         self.close()
 
 
+def answer_to(client: Any, message_id: str, timeout_s: float = 20.0) -> dict[str, Any]:
+    """The kernel's reply to that request."""
+    while (reply := client.get_shell_msg(timeout=timeout_s))["parent_header"].get("msg_id") != message_id:
+        pass
+    return dict(reply["content"])
+
+
 def tab(notebook: Notebook, text: str) -> list[str]:
     """Press Tab at the end of this text of a cell. Returns what is offered."""
     client = notebook._client
-    message = client.complete(text, len(text))
-    while (reply := client.get_shell_msg(timeout=20))["parent_header"].get("msg_id") != message:
-        pass
-    return list(reply["content"]["matches"])
+    return list(answer_to(client, client.complete(text, len(text)))["matches"])
 
 
 def out(reply: Reply) -> str:

@@ -1,8 +1,11 @@
-"""Which earlier run a new one is compared with."""
+"""The earlier run of the same function, script, or cell, in gray; and pictures of a history's curves."""
 
 from __future__ import annotations
 
 import functools
+import gc
+import pickle
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,7 @@ import pytest
 import nbddp
 from nbddp.history.history import History
 from nbddp.kernel import earlier
-from tests.panel.fakes import Rank
-from tests.support import Cells, run, start, wait_until
+from tests.support import Cells, Notebook, run, start, wait_until
 
 TRAIN = """
 import nbddp, time
@@ -29,75 +31,103 @@ def other():
 
 @pytest.fixture(autouse=True)
 def _no_runs_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(earlier, "_begun", {})
+    monkeypatch.setattr(earlier, "_newest", {})
 
 
-def compared_with(run: nbddp.Run) -> str | None:
-    """The name of the run before."""
-    found = run._viewable.earlier
-    return found and found.name
-
-
-def test_a_run_is_compared_with_the_newest_of_its_function_that_has_curves(cell: Cells) -> None:
+def test_a_run_is_compared_with_the_newest_of_its_function_that_has_curves_and_is_over(cell: Cells) -> None:
     names = cell(TRAIN)
-    assert compared_with(run(names.train, name="first")) is None
-    assert compared_with(run(names.other, name="other")) is None
-    second = run(names.train, 2.0, name="second")
-    assert compared_with(second) == "first"
+    first = run(names.train)
+    assert first._before is None
+    assert run(names.other)._before is None
+    second = run(names.train, 2.0)
+    assert second._before is first.history
     with pytest.raises(nbddp.RankError):
-        run(names.train, 3.0, 0, name="failed at once")
+        run(names.train, 3.0, 0)
+    assert nbddp.last_run()._before is second.history
+    with pytest.raises(nbddp.RankError):
+        run(names.train, 4.0, 3)
     failed = nbddp.last_run()
-    assert failed is not None
-    assert compared_with(failed) == "second"
-    with pytest.raises(nbddp.RankError):
-        run(names.train, 4.0, 3, name="failed later")
-    assert compared_with(run(functools.partial(names.train, 5.0), name="partial")) == "failed later"
-    assert compared_with(run(names.other)) == "other"
-
-
-def test_a_run_that_goes_on_is_not_compared_with_until_it_was_stopped(cell: Cells) -> None:
-    names = cell(TRAIN)
-    going = start(names.train, 1.0, None, True, name="going")
+    going = start(names.train, 1.0, None, True)
     wait_until(lambda: going.history.latest().get("loss") == 4.0)
-    assert compared_with(run(names.train, name="meanwhile")) is None
+    assert run(functools.partial(names.train, 5.0))._before is failed.history
     going.stop(0)
-    third = run(names.train, name="third")
-    assert compared_with(third) == "meanwhile"
-    assert compared_with(run(names.train)) == "third"
-
-
-def test_the_earlier_curves_outlive_the_run(cell: Cells) -> None:
-    names = cell(TRAIN)
-    run(names.train, 2.0)
-    run(names.other)
-    found = run(names.train)._viewable.earlier
-    assert found is not None
-    assert found.history["loss"].values.tolist() == [0, 2, 4, 6, 8]
+    assert run(names.train)._before is going.history
 
 
 def test_a_script_is_compared_with_itself(in_folder: Path) -> None:
     for name in ("a.py", "b.py"):
         Path(name).write_text("import nbddp\nnbddp.log(x=1.0)\n")
-    found = [compared_with(nbddp.run_script(path, nprocs=1, device="cpu", show=False)) for path in ("a.py", "b.py")]
+    one, two = (nbddp.run_script(path, nprocs=1, device="cpu", show=False) for path in ("a.py", "b.py"))
     again = nbddp.run_script(in_folder / "a.py", nprocs=1, device="cpu", show=False)
-    assert [*found, compared_with(again)] == [None, None, "a.py"]
+    assert [one._before, two._before, again._before] == [None, None, one.history]
 
 
-def test_one_history_of_the_newest_functions_is_kept() -> None:
+def test_one_history_of_the_newest_eight_functions_is_kept() -> None:
     def over(*values: float) -> History:
         history = History()
-        Rank(history).log("loss", range(len(values)), values)
+        history.add(0, [[1.0, step, False, None, 1, {"loss": value}] for step, value in enumerate(values)])
         history.settle()
         return history
 
-    assert earlier.begin("", "cell without an id", over(1.0)) is None
-    assert earlier.begin("train", "train", over(1.0)) is None
-    for number in range(20):
-        assert earlier.begin(f"cell {number}", "without a metric", over()) is None
-    assert list(earlier._begun) == ["train", "cell 19"]
+    earlier.keep("", over(1.0))
+    earlier.keep("without a metric", over())
     for number in range(10):
-        assert earlier.begin(f"f{number}", "run", over(1.0)) is None
-    assert list(earlier._begun) == [f"f{number}" for number in range(2, 10)]
-    for number in range(5):
-        earlier.begin("f9", f"again {number}", over(2.0))
-    assert [run.name for run in earlier._begun["f9"]] == ["again 3", "again 4"]
+        earlier.keep(f"f{number}", over(1.0))
+    assert list(earlier._newest) == [f"f{number}" for number in range(2, 10)]
+    replaced = weakref.ref(earlier.before("f2"))
+    earlier.keep("f2", newest := over(2.0))
+    assert earlier.before("f2") is newest
+    gc.collect()
+    assert replaced() is None
+    earlier.keep("f10", over(1.0))
+    assert list(earlier._newest) == [*(f"f{number}" for number in range(4, 10)), "f2", "f10"]
+
+
+def test_panel_and_picture_of_the_second_run_have_the_curves_of_the_first(notebook: Notebook) -> None:
+    notebook.ok(f"{TRAIN}\nfrom nbddp.kernel import earlier\nearlier._newest.clear()")
+    look = """
+        run = nbddp.run(train, ({},), nprocs=2, device="cpu", show=False)
+        from nbddp.panel.charts import charts
+        source = run._source()
+        (chart,), _ = charts(source.history, source.before)
+        print([(line.ghost, line.last) for line in chart.lines], "before" in run._repr_html_())
+    """
+    assert notebook.ok(look.format(1.0)).shown == "[(False, 4.0)] False\n"
+    assert notebook.ok(look.format(2.0)).shown == "[(True, 4.0), (False, 8.0)] True\n"
+
+
+# ---------------------------------------------------------------------------- pictures
+
+
+def test_a_plot_has_some_metrics_of_a_run_or_a_loaded_history_and_another_runs_curves_in_gray(
+    cell: Cells, in_folder: Path
+) -> None:
+    names = cell("import nbddp\ndef train(): nbddp.log(loss=1.0, acc=0.5, lr=0.1)")
+    done = run(names.train)
+    html = done.history.plot("acc", "lr", before=done).data
+    assert [f"<b>{title}</b>" in html for title in ("Loss", "Accuracy", "Learning rate")] == [False, True, True]
+    assert "before" in html
+    assert done.history.plot(before=done.history).data.count("<img") == 3
+    assert "before" not in done.history.plot("acc").data
+    with pytest.raises(KeyError, match="no metric 'los' was logged; the metrics are: loss, acc, lr"):
+        done.history.plot("los")
+    done.history.save("run.metrics")
+    assert nbddp.History.load("run.metrics").plot().data == done.history.plot().data
+    assert nbddp.History()._repr_html_() is None
+
+
+def test_a_run_shows_its_picture_at_a_cells_end_unless_the_cell_shows_it_anyway(notebook: Notebook) -> None:
+    notebook.ok(TRAIN)
+    shown = notebook.ok("run = nbddp.run(train, nprocs=2, device='cpu', show='picture')\nrun")
+    assert "text/html" not in shown.data[-1]
+    assert "<img" in notebook.ok("run").data[-1]["text/html"]
+    assert "<img" in notebook.ok("nbddp.run(train, nprocs=2, device='cpu', show=False)").data[-1]["text/html"]
+    assert "text/html" not in notebook.ok("nbddp.run(print, nprocs=1, device='cpu')").data[-1]
+
+
+def test_a_run_stays_in_the_notebook(cell: Cells) -> None:
+    done = run(cell("def train(): return 1").train)
+    with pytest.raises(TypeError, match="a Run stays in the notebook; pass its value"):
+        pickle.dumps(done)
+    with pytest.raises(nbddp.PayloadError, match="a Run stays in the notebook; pass its value"):
+        run(print, done)

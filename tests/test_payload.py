@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing.resource_sharer
 import os
-import pickle
-import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import nbddp
-from nbddp import payload
-from tests.support import Cells, marked_pids, open_fds, run, script
-
-DTYPES = sorted(
-    {
-        value
-        for value in vars(torch).values()
-        if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits", "torch.float4"))
-    },
-    key=str,
-)
-
-
-# ---------------------------------------------------------------------------- code
+from nbddp.payload import huge_pages, mapped
+from tests.support import Cells, marked_pids, run
 
 
 def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
@@ -69,6 +53,9 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
         class Point(typing.NamedTuple):
             x: int
             y: int = 7
+
+        class OneSlot:
+            __slots__ = "name"
     """)
     names = cell("""
         def even(n): return n == 0 or odd(n - 1)
@@ -89,10 +76,13 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
 
         square = lambda x: x * x
         config = Config(lr=0.5)
+        slot = OneSlot()
+        slot.name = "s"
 
         def train(mode, config=config):
             child = Child.build(4)
-            return dict(
+            slot.name += "!"
+            return slot, dict(
                 child=child.value(), made=Child.made, twice=Child.twice(5), half=child.half,
                 lr=config.lr, equal=config == Config(0.5), mode=mode is Mode.TRAIN, name=Mode(mode.value).name,
                 point=Point(1).y, even=even(10), odd=odd(10), factorial=factorial(5), count=step(),
@@ -104,386 +94,55 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
         "point": 7, "even": True, "odd": False, "factorial": 120, "count": 2, "cached": 11, "square": 9, "partial": 9,
         "module": "__main__",
     }  # fmt: skip
-    assert run(names.train, names.Mode.TRAIN).values == [expected, expected]
+    for slot, value in run(names.train, names.Mode.TRAIN).values:
+        assert value == expected
+        assert (type(slot), slot.name, hasattr(slot, "__dict__")) == (names.OneSlot, "s!", False)
     assert names.Child.made == 0
     assert names.step() == 2  # the ranks' counting is not the notebook's
 
 
-def test_a_lambda_partial_method_or_callable_object_can_be_run(cell: Cells) -> None:
-    names = cell("""
-        import functools
-        class Trainer:
-            def __init__(self, base): self.base = base
-            def fit(self, x): return self.base + x
-            def __call__(self, x): return self.base * x
-        def add(a, b, *, c): return a + b + c
-    """)
-    trainer = names.Trainer(10)
-    assert run(lambda: 5).values == [5, 5]
-    assert run(trainer.fit, 1).values == [11, 11]
-    assert run(trainer, 3).values == [30, 30]
-    assert run(names.functools.partial(names.add, 1, c=100), 10).values == [111, 111]
-    assert run(names.add, 1, kwargs={"b": 2, "c": 3}).values == [6, 6]
-
-
-def test_an_edited_cell_runs_its_new_code(cell: Cells) -> None:
-    cell("def helper(): return 'old'")
-    names = cell("def train(): return helper()")
-    assert run(names.train).values == ["old", "old"]
-    cell("def helper(): return 'new'")
-    assert run(names.train).values == ["new", "new"]
-    names = cell("def train(): return helper() + ' twice'")
-    assert run(names.train).values == ["new twice", "new twice"]
-
-
-def test_an_edited_module_beside_the_notebook_runs_its_new_code(
+def test_an_edited_cell_or_module_next_to_the_notebook_runs_its_new_code(
     cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fork server that imported the old text would run it for ever."""
+    """A fork server that imported the module's old text would run it forever."""
     monkeypatch.syspath_prepend(str(in_folder))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     names = cell("""
         def train():
             import my_model
-            return my_model.SIZE
+            return helper(), my_model.SIZE
     """)
     for size in (1, 22, 333):
+        cell(f"def helper(): return 'helper {size}'")
         (in_folder / "my_model.py").write_text(f"SIZE = {size}\n")
-        assert run(names.train).values == [size, size]
+        assert run(names.train).values == [(f"helper {size}", size)] * 2
+    names = cell("def train(): return helper() + ' twice'")
+    assert run(names.train).values == ["helper 333 twice"] * 2
 
 
-@pytest.mark.slow
-def test_ranks_have_the_notebooks_present_environment_folder_and_path(
-    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fork server froze its own at its start; the ranks must not see those."""
-    names = cell("""
-        import os, sys
-        def train():
-            return os.environ.get("NBDDP_FEAR"), "HOME" in os.environ, os.getcwd(), sys.path[0], os.environ.get("EXTRA")
-    """)
-    monkeypatch.delenv("HOME", raising=False)
-    for i in range(2):
-        folder = tmp_path / f"folder{i}"
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        monkeypatch.setenv("NBDDP_FEAR", str(i))
-        monkeypatch.syspath_prepend(str(tmp_path / f"path{i}"))
-        expected = (str(i), False, str(folder), str(tmp_path / f"path{i}"), "yes")
-        assert run(names.train, env={"EXTRA": "yes"}).values == [expected, expected]
-    assert "EXTRA" not in os.environ
-
-
-def test_a_global_that_a_rank_sets_is_its_own(cell: Cells) -> None:
+def test_what_a_rank_sets_or_writes_changes_nowhere_else(cell: Cells) -> None:
+    """Copy-on-write must be private: one shared page would be a data race in every training."""
     names = cell("""
         import torch.distributed as dist
         total = [0]
         best = 0.5
-        def train():
+        def train(tensor, array):
             global best
-            best += dist.get_rank()
-            total.append(dist.get_rank())
+            rank = dist.get_rank()
+            best += rank
+            total.append(rank)
+            tensor.fill_(rank + 1)
+            array[:] = rank + 1
+            dist.barrier()
             import __main__
-            return best, __main__.best, total
+            return best, __main__.best, total, tensor.unique().tolist(), sorted(set(array.tolist()))
     """)
-    assert run(names.train).values == [(0.5, 0.5, [0, 0]), (1.5, 1.5, [0, 1])]
+    tensor, array = torch.zeros(1 << 19), np.zeros(1 << 19)
+    expected = [(0.5 + rank, 0.5 + rank, [0, rank], [rank + 1.0], [rank + 1.0]) for rank in range(3)]
+    assert run(names.train, tensor, array, nprocs=3).values == expected
     assert (names.best, names.total) == (0.5, [0])
-
-
-def test_inspect_finds_a_cells_source_in_a_rank(cell: Cells) -> None:
-    names = cell("""
-        import inspect
-        def helper():
-            return 1  # a comment that only the source has
-        def train():
-            return inspect.getsource(helper)
-    """)
-    assert run(names.train).values == ["def helper():\n    return 1  # a comment that only the source has\n"] * 2
-
-
-def test_a_cells_class_can_be_pickled_and_torch_saved_inside_a_rank(cell: Cells, tmp_path: Path) -> None:
-    names = cell("""
-        import copy, pickle, torch
-        class Net(torch.nn.Linear):
-            def __init__(self): super().__init__(2, 1)
-        def train(path):
-            import nbddp
-            net = Net()
-            again = pickle.loads(pickle.dumps(net))
-            torch.save(net, f"{path}/{nbddp.rank()}.pt")
-            loaded = torch.load(f"{path}/{nbddp.rank()}.pt", weights_only=False)
-            return [type(x) is Net and torch.equal(x.weight, net.weight) for x in (again, loaded, copy.deepcopy(net))]
-    """)
-    assert run(names.train, str(tmp_path)).values == [[True] * 3] * 2
-
-
-def test_a_rank_has_the_names_that_the_notebook_has_now(cell: Cells) -> None:
-    """``def sum`` once, and another name for it later: the builtin is the builtin again."""
-    names = cell("""
-        def sum(values): return "the notebook's"
-        my_sum = sum
-        del sum
-        def max(*values): return "the notebook's, too"
-        class Gone: pass
-        class Net: pass
-        gone, old = Gone(), Net()
-        del Gone
-        class Net:
-            new = True
-        def helper(): return Net()
-        def train(gone, old):
-            import __main__
-            return dict(
-                sum=sum([1, 2]), my_sum=my_sum([]), max=max(1, 2), gone=hasattr(__main__, "Gone"),
-                net=__main__.Net is type(helper()), new=__main__.Net.new, old=hasattr(old, "new"),
-                names=sorted(name for name in vars(__main__) if not name.startswith("__")),
-            )
-    """)
-    expected = {
-        "sum": 3, "my_sum": "the notebook's", "max": "the notebook's, too", "gone": False, "net": True, "new": True,
-        "old": False, "names": ["Net", "helper", "max", "my_sum", "train"],
-    }  # fmt: skip
-    assert run(names.train, names.gone, names.old).values == [expected, expected]
-
-
-def test_pickle_finds_in_a_rank_what_it_finds_in_the_notebook(cell: Cells) -> None:
-    names = cell("""
-        import enum, functools, pickle
-        class Net:
-            class Config: pass
-            def fit(self): pass
-        class Mode(enum.Enum):
-            A = 1
-        class Gone: pass
-        class Twice: first = True
-        def renamed(): pass
-        def gone(): pass
-        @functools.lru_cache
-        def cached(n): return n
-        def local():
-            class Local: pass
-            return Local()
-        things = dict(
-            net=Net(), config=Net.Config(), mode=Mode.A, gone=Gone(), twice=Twice(), other=renamed, function=gone,
-            cached=cached, local=local(), method=Net().fit, lambda_=lambda: 0, kept=local, of_class=Net.fit,
-        )
-        del Gone, gone
-        class Twice: pass
-        other = renamed
-        del renamed
-        def outcome(thing):
-            try:
-                return type(pickle.loads(pickle.dumps(thing))).__name__
-            except Exception as error:
-                return type(error).__name__
-        def train(things): return {name: outcome(thing) for name, thing in things.items()}
-    """)
-    expected = names.train(names.things)
-    assert expected["net"] == "Net"
-    refused = {"PicklingError"} if sys.version_info >= (3, 14) else {"PicklingError", "AttributeError"}
-    assert set(expected.values()) >= {"Net", "function", *refused}
-    assert run(names.train, names.things).values == [expected, expected]
-
-
-def test_functions_that_share_a_variable_share_it_in_a_rank(cell: Cells) -> None:
-    names = cell("""
-        def pair():
-            count, own = 0, []
-            def add(n):
-                nonlocal count
-                count += n
-                own.append(n)
-            def total(): return count, own
-            return add, total
-        add, total = pair()
-        class Trainer:
-            add, total = staticmethod(add), staticmethod(total)
-        def train(add2):
-            add(1), add2(10), Trainer.add(100)
-            return total(), Trainer.total()
-    """)
-    assert run(names.train, names.add).values == [((111, [1, 10, 100]),) * 2] * 2
-    assert names.total() == (0, [])
-
-
-# ---------------------------------------------------------------------------- data
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:BComplex32 support")
-@pytest.mark.parametrize("numel", [7, 400_000], ids=["small", "mapped"])
-def test_every_dtype_arrives_bit_for_bit(cell: Cells, numel: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    tensors = {}
-    for dtype in DTYPES:
-        raw = torch.randint(0, 2, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-        tensors[str(dtype)] = raw.view(dtype)
-    assert len(tensors) >= 20
-    assert {"torch.bfloat16", "torch.complex64", "torch.float8_e4m3fn", "torch.bool", "torch.uint16"} <= set(tensors)
-    names = cell("""
-        import torch, hashlib
-        def digest(tensors):
-            return {n: (str(t.dtype), tuple(t.shape), hashlib.sha1(t.view(torch.uint8).numpy()).hexdigest())
-                    for n, t in tensors.items()}
-        def train(tensors): return digest(tensors), tensors
-    """)
-    expected = names.digest(tensors)
-    done = run(names.train, tensors)
-    assert [value[0] for value in done.values] == [expected, expected]
-    assert [names.digest(value[1]) for value in done.values] == [expected, expected]
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:Sparse", "ignore:.*quantiz.*")
-def test_sparse_quantized_meta_and_parameters_arrive(cell: Cells) -> None:
-    names = cell("""
-        import torch
-        def train(d):
-            return dict(
-                coo=d["coo"].to_dense(), csr=d["csr"].to_dense(), quantized=d["quantized"].dequantize(),
-                meta=(d["meta"].device.type, tuple(d["meta"].shape)), empty=tuple(d["empty"].shape),
-                parameter=(type(d["parameter"]).__name__, d["parameter"].requires_grad, d["parameter"].detach()),
-                buffer=type(d["module"].running_mean).__name__, scalar=d["scalar"].item(),
-                conj=d["conj"].resolve_conj(), neg=d["neg"].resolve_neg(), nested=d["sub"].kind,
-            )
-    """)
-    complex_ = torch.tensor([1 + 2j, 3 - 1j])
-    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
-    data = {
-        "coo": dense.to_sparse(),
-        "csr": dense.to_sparse_csr(),
-        "quantized": torch.quantize_per_tensor(dense, 0.5, 0, torch.qint8),
-        "meta": torch.empty(3, 2, device="meta"),
-        "empty": torch.empty(0, 5),
-        "parameter": torch.nn.Parameter(torch.ones(3), requires_grad=False),
-        "module": torch.nn.BatchNorm1d(2),
-        "scalar": torch.tensor(2.5),
-        "conj": complex_.conj(),
-        "neg": complex_.conj().imag,
-        "sub": cell("import types; sub = types.SimpleNamespace(kind='k')").sub,
-    }
-    for value in run(names.train, data).values:
-        assert torch.equal(value["coo"], dense)
-        assert torch.equal(value["csr"], dense)
-        assert torch.equal(value["quantized"], dense)
-        assert value["meta"] == ("meta", (3, 2))
-        assert value["empty"] == (0, 5)
-        assert value["parameter"][:2] == ("Parameter", False)
-        assert torch.equal(value["parameter"][2], torch.ones(3))
-        assert value["scalar"] == 2.5
-        assert torch.equal(value["conj"], complex_.conj().resolve_conj())
-        assert torch.equal(value["neg"], torch.tensor([-2.0, 1.0]))
-        assert value["nested"] == "k"
-
-
-@pytest.mark.parametrize("numel", [60, 1_000_000], ids=["small", "mapped"])
-def test_tensors_keep_sharing_storage_and_arrays_are_independent_as_after_pickle(cell: Cells, numel: int) -> None:
-    """Tied weights that come apart would train to something else, silently; arrays that stay together would, too."""
-    names = cell("""
-        import numpy, torch
-        def make(numel):
-            array = numpy.arange(numel, dtype="f4")
-            tensor = torch.from_numpy(array)
-            columns = array.reshape(-1, 10).T
-            return dict(
-                array=array, part=array[20:30], again=array, columns=columns, reversed=array[::-1], view=array.view(),
-                windows=numpy.lib.stride_tricks.sliding_window_view(array, 2, writeable=True), bytes=array.view("u1"),
-                tensor=tensor, row=tensor[10:20], transposed=tensor.view(-1, 10).t(), other=torch.from_numpy(array),
-            )
-        def write(things):
-            seen = []
-            for i, name in enumerate(things):
-                things[name][..., -1] = i
-                seen.append({name: round(float(things[name][..., -2:].sum())) for name in things})
-            return seen
-        def train(things): return write(things), make(len(things["array"]))
-    """)
-    made = names.make(numel)
-    expected = {name: pickle.loads(pickle.dumps(made[name])) for name in made}
-    expected["again"] = expected["array"]
-    # As torch.save and torch.load make them.
-    expected |= {"row": expected["tensor"][10:20], "transposed": expected["tensor"].view(-1, 10).t()}
-    written = names.write(expected)
-    for seen, back in run(names.train, made).values:
-        assert seen == written
-        assert names.write(back) == written
-    assert made["array"].tolist() == list(range(numel))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [5, 140_000], ids=["small", "mapped"])
-def test_pandas_objects_are_independent_in_a_rank_and_afterwards(cell: Cells, rows: int) -> None:
-    """pandas' note of who is a view of whom does not travel; memory that did would be written to unprotected."""
-    pytest.importorskip("pandas")
-    from tests.frames import every_way, written
-
-    cell(f"from tests.frames import every_way, written\nknown = every_way({rows})")
-    names = cell("def train(pairs): return written(pairs), written(known), pairs\ndef give(pairs): return pairs, known")
-    expected = written(every_way(rows))
-    assert len(expected) == (28 if rows == 5 else 7)
-    for of_arguments, of_globals, _ in run(names.train, every_way(rows)).values:
-        assert of_arguments == expected
-        assert of_globals == expected
-    for echoed, known in run(names.give, every_way(rows)).values:
-        assert written(echoed) == expected
-        assert written(known) == expected
-    assert written(names.known) == expected
-
-
-def test_ten_views_of_an_array_cost_no_memory_and_no_file_descriptor() -> None:
-    base = np.zeros(64 << 20, dtype=np.uint8)
-    views = [base[i << 20 :] for i in range(10)] + [base[::2], torch.from_numpy(base), base.reshape(-1, 1024).T]
-    fd = payload.open_block("test")
-    fds = open_fds()
-    packed = payload.pack([base, *views], fd)
-    assert base.nbytes < packed.nbytes < base.nbytes + (1 << 20)
-    before = _private_kb()
-    arrived = payload.unpack(fd, packed.nbytes).value
-    for i, view in enumerate(arrived):
-        view[..., 0] = i + 1
-    assert [int(view[..., 0].max()) for view in arrived] == list(range(1, 15))
-    assert _private_kb() - before < 4096
-    assert open_fds() == fds
-    os.close(fd)
-    del arrived, view
-    assert "nbddp-test" not in Path("/proc/self/maps").read_text()
-
-
-def _private_kb() -> int:
-    """Memory of this process alone, written to; huge pages of a hugefile count as shared."""
-    rollup = Path("/proc/self/smaps_rollup").read_text()
-    return int(next(line for line in rollup.splitlines() if line.startswith("Anonymous:")).split()[1])
-
-
-@pytest.mark.parametrize("numel", [100_000, 2_000_000])
-def test_thousands_of_windows_cost_little_memory(numel: int) -> None:
-    """``[x[i : i + n] for i in ...]``: pickle makes a copy of each."""
-    series = np.arange(numel, dtype=np.float64)
-    windows = [series[i : i + 1000] for i in range(0, numel - 1000, numel // 5000)]
-    fd = payload.open_block("test")
-    packed = payload.pack(windows, fd)
-    assert packed.nbytes < series.nbytes + (24 << 20)
-    arrived = payload.unpack(fd, packed.nbytes).value
-    os.close(fd)
-    for i, window in enumerate(arrived):
-        assert window[999] == i * (numel // 5000) + 999
-        window[:] = -1
-
-
-def test_columns_of_a_large_array_are_sent_as_copies() -> None:
-    """One mapping each would be a page table each."""
-    base = np.arange(2_000_000, dtype=np.float64).reshape(-1, 200)
-    packed = payload.prepare([base, *(base[:, i] for i in range(200))]).packed
-    assert packed.nbytes < 2 * base.nbytes + (2 << 20)
-    arrived = _round_trip([base, *(base[:, i] for i in range(200))])
-    arrived[0][:] = 0
-    assert [float(column[1]) for column in arrived[1:]] == [200.0 + i for i in range(200)]
-
-
-def _round_trip(thing: object) -> Any:
-    fd = payload.open_block("test")
-    try:
-        return payload.unpack(fd, payload.pack(thing, fd).nbytes).value
-    finally:
-        os.close(fd)
+    assert not bool(tensor.any())
+    assert not array.any()
 
 
 def test_tied_weights_stay_tied_and_come_back_tied(cell: Cells) -> None:
@@ -509,325 +168,228 @@ def test_tied_weights_stay_tied_and_come_back_tied(cell: Cells) -> None:
     assert not bool((model.embed.weight == 3).any())
 
 
-@pytest.mark.parametrize("side", [8, 1200], ids=["small", "mapped"])
-def test_arrays_in_any_memory_order_arrive_equal(cell: Cells, side: int) -> None:
-    base = np.arange(side * side, dtype=np.int64).reshape(side, side)
-    records = np.zeros(side, dtype=[("a", "i4"), ("b", "f8")])
-    records["b"] = 1.5
-    frozen = np.ones(side * side)
-    frozen.flags.writeable = False
-    arrays = {
-        "plain": base, "fortran": np.asfortranarray(base), "transposed": base.T, "strided": base[::2, ::3],
-        "reversed": base[::-1], "broadcast": np.broadcast_to(np.arange(side), (side, side)), "empty": base[:0],
-        "records": records, "objects": np.array([{"a": 1}, None], dtype=object), "frozen": frozen,
-        "big_endian": base.astype(">i4"), "dates": np.array(["2024-01-01", "2025-02-03"], dtype="datetime64[D]"),
-        "text": np.array(["a", "bc"]), "scalar": np.float32(2.5), "zero_d": np.array(7),
-    }  # fmt: skip
-    names = cell("def train(arrays): return arrays, arrays['frozen'].flags.writeable, arrays['plain'].flags.writeable")
-    for back, frozen_writeable, plain_writeable in run(names.train, arrays).values:
-        assert set(back) == set(arrays)
-        for name, array in arrays.items():
-            np.testing.assert_array_equal(back[name], array, err_msg=name)
-            assert np.asarray(back[name]).dtype == np.asarray(array).dtype, name
-        assert (frozen_writeable, plain_writeable) == (False, True)
+def refused(cell: Cells, names: SimpleNamespace, path: str = "train → thing") -> list[str]:
+    """What is said of each of the things after the path to it, before any process starts."""
+    said = []
+    for thing in names.things:
+        cell.main.__dict__["thing"] = thing
+        before = marked_pids()
+        with pytest.raises(nbddp.PayloadError) as caught:
+            run(names.train)
+        assert marked_pids() == before
+        assert " → ".join(caught.value.path) == path
+        beginning, _, rest = str(caught.value).partition(f"train cannot be sent to the ranks: {path}: ")
+        assert beginning == ""
+        said.append(rest)
+    return said
 
 
-def test_writing_to_data_in_a_rank_changes_it_nowhere_else(cell: Cells) -> None:
-    """Copy-on-write must be private: one shared page would be a data race in every training."""
+def test_a_class_arrives_without_its_bases_hook_being_called_again(cell: Cells) -> None:
+    """cloudpickle makes a class without keywords and body, which ``__init_subclass__`` would miss."""
     names = cell("""
-        import torch.distributed as dist
-        def train(tensor, array):
-            rank = dist.get_rank()
-            tensor.fill_(rank + 1)
-            array[:] = rank + 1
-            dist.barrier()
-            return tensor.unique().tolist(), sorted(set(array.tolist()))
+        import enum, typing, nbddp
+        models = {}
+        class Registered(typing.Generic[typing.TypeVar("T")]):
+            def __init_subclass__(cls, *, key, **options):
+                super().__init_subclass__(**options)
+                if key in models:
+                    raise KeyError(f"{key} is there already")
+                models[key] = cls
+                cls.key, cls.width = key, cls.layers[0]
+        class Small(Registered[int], key="small"):
+            layers = (8, 4)
+        class Smaller(Small, key="smaller"): ...
+        class Kind(enum.Enum):
+            def __init_subclass__(cls): cls.made = True
+        class Mode(Kind):
+            TRAIN = 1
+        def train(kind):
+            class Large(Registered[int], key="large"):
+                layers = (64,)
+            try:
+                class Again(Large, key="large"): ...
+            except KeyError as error:
+                refused = str(error)
+            large = Large()
+            return kind.width, sorted(models), Smaller().key, Mode.TRAIN, refused, large
     """)
-    tensor, array = torch.zeros(1 << 19), np.zeros(1 << 19)
-    assert run(names.train, tensor, array, nprocs=3).values == [([float(r)], [float(r)]) for r in (1, 2, 3)]
-    assert not bool(tensor.any())
-    assert not array.any()
+    width, keys, key, mode, refused, large = run(names.train, names.Small, nprocs=1).value
+    assert (width, keys, key, mode) == (8, ["large", "small", "smaller"], "smaller", names.Mode.TRAIN)
+    assert refused == "'large is there already'"
+    assert (large.width, type(large).__mro__[1]) == (64, names.Registered)
+    assert list(names.models) == ["small", "smaller"]  # the notebook's own
+    with pytest.raises(KeyError):
+        cell("class Other(Registered[int], key='small'): layers = (1,)")  # the hook is back
 
 
-def test_only_the_slice_of_a_huge_tensor_is_sent(cell: Cells) -> None:
-    """1 GiB of storage, 4 kB of it in sight: nothing like 1 GiB is to be written."""
-    huge = torch.empty(1 << 28)
-    part = huge[1000:2000]
-    part.fill_(2)
-    names = cell("def train(part): return float(part.sum()), part.untyped_storage().nbytes()")
-    values = run(names.train, part).values
-    assert values == [(2000.0, huge.untyped_storage().nbytes())] * 2
-    with open("/proc/self/status") as file:
-        high_water = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
-    assert high_water < 4 << 20  # kB
-
-
-def test_share_memory_tensors_are_shared_by_ranks_and_notebook(cell: Cells) -> None:
-    """``share_memory_()`` is the user's word that ranks write to one tensor (Hogwild)."""
+def test_a_name_that_only_a_pickle_or_a_string_has_is_found_among_the_cells(cell: Cells, in_folder: Path) -> None:
     names = cell("""
-        import torch.distributed as dist
-        def train(shared):
-            shared[dist.get_rank()] = dist.get_rank() + 1
+        import pickle, sys, threading, torch
+        scale, lock = 3, threading.Lock()
+        class Base(torch.nn.Linear): ...
+        class Net(Base):
+            def forward(self, x): return scale * super().forward(x)
+        class Other: ...
+        def tripled(x): return scale * x
+        def locked(): return lock
+        def load(base):
+            net = torch.load("net.pt", weights_only=False)
+            return net, isinstance(net, base), net(torch.ones(1, 2)).shape, sys.modules["__main__"].tripled(2)
+        step = 0
+        def stepped(): return step
+        def count():
+            global step
+            step = 5
+            return getattr(sys.modules["__main__"], "step" + "ped")(), step
+        def build(kind): return globals()[kind](5), "locked" in globals()
+        def miss():
+            try: return sys.modules["__main__"].locked
+            except AttributeError as error: return str(error)
+        torch.save(Net(2, 1), "net.pt")
     """)
-    shared = torch.zeros(4).share_memory_()
-    run(names.train, shared)
-    assert shared.tolist() == [1.0, 2.0, 0.0, 0.0]
+    for net, is_base, shape, six in run(names.load, names.Base).values:
+        assert (type(net), is_base, shape, six) == (names.Net, True, (1, 1), 6)
+    assert run(names.count, nprocs=1).value == (5, 5)
+    assert run(names.build, "tripled", nprocs=1).value == (15, False)
+    assert run(names.miss, nprocs=1).value == "module '__main__' has no attribute 'locked'"
 
 
-@pytest.fixture
-def passing() -> Iterator[None]:
-    """Tensors pass between processes: what multiprocessing starts and fixes for that in this one ends afterwards."""
-    before, handler = multiprocessing.get_start_method(allow_none=True), signal.getsignal(signal.SIGCHLD)
-    yield
-    multiprocessing.resource_sharer.stop()
-    multiprocessing.set_start_method(before, force=True)
-    signal.signal(signal.SIGCHLD, handler)  # torch's first DataLoader with workers sets one, for good
+def test_a_mapped_file_is_mapped_by_the_ranks_and_not_copied(cell: Cells, in_folder: Path) -> None:
+    np.arange(1 << 19, dtype=float).tofile("numbers.bin")  # 4 MiB
+    torch.save({"weight": torch.ones(1 << 19)}, "weights.pt")
+    names = cell("""
+        import numpy, pathlib, torch
+        rows = numpy.memmap("numbers.bin", dtype=float, mode="r+", offset=80, shape=(1 << 11, 1 << 7))
+        frozen = numpy.memmap("numbers.bin", dtype=float, mode="r")
+        shared = torch.from_file("numbers.bin", shared=True, size=1 << 18, dtype=torch.float64)
+        weight = torch.load("weights.pt", mmap=True)["weight"]
+        changed = torch.load("weights.pt", mmap=True)["weight"]
+        changed[0] = 7
+        odd = numpy.flip(rows[1::2, 5:])
+        def train():
+            maps = pathlib.Path("/proc/self/maps").read_text()
+            views = [rows[1, 0], odd[-1, -1], odd.shape, odd.strides, frozen.flags.writeable, shared[3].item()]
+            views += [weight.mean().item(), changed[:2].tolist(), "numbers.bin" in maps, "weights.pt" in maps]
+            odd[-1, -1] = shared[3] = -1
+            return views, odd[-1, -1], type(rows)
+    """)
+    expected = [138.0, 143.0, (1024, 123), (-2048, -8), False, 3.0, 1.0, [7.0, 1.0], True, True]
+    assert run(names.train).values == [(expected, -1.0, np.ndarray)] * 2
+    assert (names.rows[1, 5], names.shared[3]) == (143.0, 3.0)  # what a rank writes is its own
+    with nbddp.payload.pack([names.rows, names.odd, names.shared, names.weight]).block as block:
+        assert block.nbytes < 10_000
+    del names
+    cell.main.__dict__.clear()  # each memmap has a descriptor
 
 
-_DIVIDE = """
-    import torch.distributed as dist
-    def divide(x):
-        x.div_(10)
-        dist.barrier()
-        return x.tolist()
-    def give(x): return x
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_batch_from_a_dataloader_worker_is_copied_for_each_rank(
-    cell: Cells, passing: None, start: str, persistent: bool
+def test_a_mapped_file_may_be_larger_than_the_memory_and_must_be_the_one_that_was_sent(
+    cell: Cells, in_folder: Path
 ) -> None:
-    """It lies in memory that the worker shared with this process, not this process with its ranks."""
-    names = cell(_DIVIDE)
-    dataset = torch.utils.data.TensorDataset(torch.full((10,), 1000.0))
-    options = {"multiprocessing_context": start, "persistent_workers": persistent, "num_workers": 1}
-    loader = torch.utils.data.DataLoader(dataset, 10, **options)
-    (batch,) = next(iter(loader))
-    assert batch.is_shared()
-    for x in (batch, batch.share_memory_()):  # which does nothing here
-        assert run(names.divide, x, nprocs=4).values == [[100.0] * 10] * 4
-    assert batch.tolist() == [1000.0] * 10
-    loader._iterator = None
-
-
-def test_a_tensor_once_sent_to_another_process_is_copied_for_each_rank(cell: Cells, passing: None) -> None:
-    """torch moves it to shared memory for that; nobody has asked that ranks share it."""
-    names = cell(_DIVIDE)
-    x = torch.full((10,), 1000.0)
-    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    queue.put(x)
-    assert x.is_shared()
-    assert run(names.divide, x, nprocs=4).values == [[100.0] * 10] * 4
-    assert x.tolist() == [1000.0] * 10
-    queue.get()
-    queue.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
-def test_share_memory_tensors_are_shared_by_every_run(strategy: str) -> None:
-    """In a process of its own, with which torch's manager of shared files ends."""
-    ended = script(
-        """
-        import sys, torch, nbddp
-        import torch.distributed as dist
-        def train(shared, part):
-            part[dist.get_rank()] += dist.get_rank() + 1
-        if __name__ == "__main__":
-            torch.multiprocessing.set_sharing_strategy(sys.argv[1])
-            shared = torch.zeros(4).share_memory_()
-            for _ in range(3):
-                nbddp.run(train, (shared, shared[1:]), nprocs=2, device="cpu", show=False)
-            print(shared.tolist())
-        """,
-        strategy,
-    )
-    assert ended.stdout.strip() == "[0.0, 3.0, 6.0, 0.0]", ended.stderr
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_tensor_mapped_from_a_file_arrives_as_a_copy(cell: Cells, tmp_path: Path, shared: bool) -> None:
-    path = tmp_path / "data.bin"
-    path.write_bytes(np.full(10, 1000.0, dtype="f4").tobytes())
-    before = path.read_bytes()
-    names = cell(
-        _DIVIDE
-        + f"""
-    import torch
-    known = torch.from_file({str(path)!r}, shared={shared}, size=10)
-    def of_global(): return divide(known)
-    def made(): return torch.from_file({str(path)!r}, shared={shared}, size=10)[2:]
-    """
-    )
-    assert run(names.divide, names.known).values == [[100.0] * 10] * 2
-    assert run(names.of_global).values == [[100.0] * 10] * 2
-    assert [x.tolist() for x in run(names.made).values] == [[1000.0] * 8] * 2
-    assert run(names.give, names.known).value.tolist() == [1000.0] * 10
-    assert path.read_bytes() == before
-
-
-def test_only_share_memory_tensors_are_refused_where_sharing_is_impossible(tmp_path: Path, passing: None) -> None:
-    """On its way to another host, say."""
-    path = tmp_path / "data.bin"
-    path.write_bytes(bytes(40))
-    sent = torch.zeros(3)
-    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    queue.put(sent)
-    payload.probe([sent, torch.from_file(str(path), shared=True, size=10)], inheriting=False)
-    with pytest.raises(TypeError, match=r"share_memory_\(\)\) reaches only"):
-        payload.probe(torch.zeros(3).share_memory_(), inheriting=False)
-    queue.get()
-    queue.close()
-
-
-def test_pandas_frames_generators_and_datasets_arrive(cell: Cells) -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame({"x": range(1000), "name": [f"n{i}" for i in range(1000)]})
-    generator = torch.Generator().manual_seed(7)
+    with open("sparse.bin", "wb") as file:
+        file.truncate(1 << 38)
+    np.ones(1 << 18).tofile("small.bin")
     names = cell("""
-        import torch
-        def train(frame, generator, dataset):
-            frame["x"] += 1
-            return int(frame.x.sum()), list(frame.name[:2]), torch.rand(1, generator=generator).item(), dataset[3][1]
+        import numpy
+        sparse = numpy.memmap("sparse.bin", dtype="u1", mode="r")
+        small = numpy.memmap("small.bin", mode="r")
+        def last(): return sparse[-1].item(), len(sparse)
+        def total(): return small.sum().item()
     """)
-    dataset = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10) * 2)
-    expected = torch.rand(1, generator=torch.Generator().manual_seed(7)).item()
-    values = run(names.train, frame, generator, dataset).values
-    assert [value[:3] for value in values] == [(sum(range(1000)) + 1000, ["n0", "n1"], expected)] * 2
-    assert values[0][3].item() == 6
-    assert frame.x[0] == 0
+    assert run(names.last).values == [(0, 1 << 38)] * 2
+    os.unlink("sparse.bin")
+    np.zeros(1 << 18).tofile("other.bin")
+    os.replace("other.bin", "small.bin")
+    with nbddp.payload.pack(names.small).block as block:  # the array is no file's any more
+        assert block.nbytes > 1 << 20
+    with pytest.raises(RuntimeError, match=r"small\.bin was replaced or cut off after it was sent"):
+        mapped.view(("small.bin", 0, 1), 8, {})
+    del names
+    cell.main.__dict__.clear()
 
 
-# ---------------------------------------------------------------------------- what cannot travel
+def test_a_large_block_is_written_by_several_threads_which_an_interrupt_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = {"tensor": torch.randint(256, (40 << 20,), dtype=torch.uint8), "array": np.arange(5 << 20), "few": [1.0] * 9}
+    sent["array"].setflags(write=False)
+    with nbddp.payload.pack(sent).block as block:
+        assert block.nbytes > huge_pages.FROM_NBYTES
+        got = nbddp.payload.unpack(block).value
+    assert all(np.array_equal(got[name], sent[name]) for name in sent)
+    assert not got["array"].flags.writeable
+
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        nbddp.payload.pack(sent)
+    assert not [each for each in threading.enumerate() if each.name.startswith("nbddp-copy")]
 
 
-def _refused(names_train: object, *args: object, **kwargs: object) -> nbddp.PayloadError:
-    before = marked_pids()
-    with pytest.raises(nbddp.PayloadError) as caught:
-        nbddp.run(names_train, args, kwargs, nprocs=2, device="cpu", show=False)  # type: ignore[arg-type]
-    assert marked_pids() == before  # refused before any process starts
-    return caught.value
+def test_exit_in_a_function_ends_its_rank_and_not_the_notebook(cell: Cells) -> None:
+    from IPython.core.autocall import ExitAutocall
 
-
-def test_an_open_file_is_named_with_the_path_to_it(cell: Cells, tmp_path: Path) -> None:
-    names = cell(f"""
-        log_file = open({str(tmp_path / "log.txt")!r}, "w")
-        def helper(): log_file.write("x")
-        def train(): helper()
-    """)
-    with names.log_file:
-        error = _refused(names.train)
-    assert error.path == ("train", "helper", "log_file")
-    assert "train → helper → log_file" in str(error)
-    assert "log.txt" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("source", "path"),
-    [
-        ("import threading\nlock = threading.Lock()", ("train", "culprit")),
-        ("lock = (i for i in range(3))", ("train", "culprit")),
-        ("import socket\nlock = socket.socket()", ("train", "culprit")),
-        ("import torch\nlock = torch.Event('cpu') if hasattr(torch, 'Event') else iter(())", ("train", "culprit")),
-    ],
-    ids=["lock", "generator", "socket", "event"],
-)
-def test_unpicklable_globals_are_named(cell: Cells, source: str, path: tuple[str, ...]) -> None:
-    names = cell(source + "\nculprit = lock\ndef train(): return culprit")
-    try:
-        error = _refused(names.train)
-    finally:
-        if hasattr(names.lock, "close"):
-            names.lock.close()
-    assert error.path == path
-    assert " → ".join(path) in str(error)
-
-
-def test_the_path_to_an_unpicklable_object_leads_through_every_container(cell: Cells) -> None:
+    cell.main.__dict__["exit"] = ExitAutocall()  # as in a kernel
     names = cell("""
-        import threading, functools
-        class Logger:
-            def __init__(self): self.lock = threading.Lock()
-        class Trainer:
-            def __init__(self): self.parts = {"log": [Logger()]}
-            def fit(self): pass
-        trainer = Trainer()
-        def train(): return trainer
-        def outer():
-            hidden = threading.Lock()
-            def inner(): return hidden
-            return inner
-        inner = outer()
-        def with_default(x=threading.Lock()): pass
-        def plain(*args, **kwargs): pass
+        import nbddp
+        def train(code):
+            if code is not None:
+                exit(code)
+            return nbddp.rank()
     """)
-    assert _refused(names.train).path == ("train", "trainer", ".parts", "['log']", "[0]", ".lock")
-    assert _refused(names.trainer.fit).path[-2:] == ("[0]", ".lock")
-    assert _refused(names.inner).path == ("inner", "hidden")
-    assert _refused(names.with_default).path[0] == "with_default"
-    lock = threading.Lock()
-    assert _refused(names.plain, 1, lock).path == ("args[1]",)
-    assert _refused(names.plain, extra={"a": lock}).path == ("extra", "['a']")
-    assert _refused(names.functools.partial(names.plain, key=lock)).path[-1] == "key"
+    assert run(names.train, None).values == [0, 1]
+    assert run(names.train, 0).values == [None, None]
+    with pytest.raises(nbddp.RankDied, match=r"called sys.exit\(3\)"):
+        run(names.train, 3)
 
 
-def test_a_widget_and_the_shell_are_refused_by_name(cell: Cells) -> None:
-    pytest.importorskip("ipywidgets")
+def test_what_belongs_to_the_notebook_is_refused_with_the_path_to_it_and_what_to_write_instead(
+    cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = cell("""
-        import ipywidgets
+        import ctypes, ipywidgets, mmap, multiprocessing.sharedctypes, torch
         from IPython.core.interactiveshell import InteractiveShell
-        bar = ipywidgets.IntProgress()
-        shell = InteractiveShell.__new__(InteractiveShell)
-        def train(): bar.value += 1
-        def other(): return shell
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+        save_file({"w": torch.ones(2)}, "w.safetensors")
+        class Environment: ...
+        class Accelerator: ...
+        class Mine(Accelerator): ...
+        @torch.library.custom_op("mine::double", mutates_args=())
+        def double(x: torch.Tensor) -> torch.Tensor: return 2 * x
+        ddp = object.__new__(torch.nn.parallel.DistributedDataParallel)
+        fork = multiprocessing.get_context("fork")
+        make = multiprocessing.sharedctypes.synchronized  # as Value and Array do
+        things = [make(ctypes.c_int(), fork.Lock(), fork), make((ctypes.c_double * 3)(), fork.Lock(), fork)]
+        things += [fork.Lock(), fork.Event(), mmap.mmap(-1, 8), Environment(), safe_open("w.safetensors", "pt")]
+        things += [ddp, double, ipywidgets.IntProgress(), InteractiveShell.__new__(InteractiveShell)]
+        things += [Accelerator(), Mine()]
+        things += [open("log.txt", mode) for mode in ("w", "r", "rb")]  # the contents, too, stay here
+        def helper(): return thing
+        def train(): return helper()
     """)
-    error = _refused(names.train)
-    assert error.path == ("train", "bar")
-    assert "front end" in str(error)
-    error = _refused(names.other)
-    assert error.path == ("other", "shell")
-    assert "notebook itself" in str(error)
-
-
-def test_a_reduce_that_raises_is_reported_not_hung(cell: Cells) -> None:
-    names = cell("""
-        class Odd:
-            def __reduce__(self): raise ZeroDivisionError("in reduce")
-        odd = Odd()
-        def train(): return odd
-    """)
-    error = _refused(names.train)
-    assert error.path == ("train", "odd")
-    assert "in reduce" in str(error)
-
-
-def test_a_run_after_a_refused_one_works(cell: Cells) -> None:
-    names = cell("import threading\nlock = threading.Lock()\ndef bad(): return lock\ndef good(): return 3")
-    _refused(names.bad)
-    assert run(names.good).values == [3, 3]
-
-
-# ---------------------------------------------------------------------------- with a GPU
-
-
-@pytest.mark.gpu
-def test_a_run_works_after_the_notebook_used_cuda(cell: Cells) -> None:
-    """Cannot re-initialize CUDA in forked subprocess: the most reported failure of all launchers."""
-    torch.zeros(1).cuda()
-    names = cell("""
-        import torch, nbddp
-        def train(tensor):
-            return str(tensor.device), float(tensor.sum()), str(nbddp.device()), torch.cuda.current_device()
-    """)
-    tensor = torch.ones(1000, device="cuda")
-    assert nbddp.run(names.train, (tensor,), nprocs=1, show=False).value == ("cuda:0", 1000.0, "cuda:0", 0)
-    assert run(names.train, tensor, nprocs=2).value[:3] == ("cpu", 1000.0, "cpu")
-
-
-@pytest.mark.gpu
-def test_a_cuda_stream_is_refused(cell: Cells) -> None:
-    names = cell("import torch\nstream = torch.cuda.Stream()\ndef train(): return stream")
-    assert _refused(names.train).path == ("train", "stream")
+    # lmdb isn't installed here, and accelerate takes long to import.
+    for module, kind in (("lmdb", names.Environment), ("accelerate.accelerator", names.Accelerator)):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{kind.__name__: kind}))
+    one_process = "made in the notebook knows one process; make it inside the function: accelerator = Accelerator()"
+    texts = (
+        "a Synchronized is shared only with processes that multiprocessing starts; return",
+        "a SynchronizedArray is shared only with processes that multiprocessing starts; return",
+        "a Lock works only in processes that multiprocessing starts; return values",
+        "an Event works only in processes that multiprocessing starts; return values",
+        "a mmap is a mapping of this process; send the file's path",
+        "an Environment is open in this process; send the file's path, and open it inside the function: lmdb.open(",
+        "a safe_open is open in this process; send the file's path, and open it inside the function: safe_open(",
+        "a DistributedDataParallel model belongs to this process's group; send model.module, and wrap it",
+        "a CustomOpDef is known to one process; define it in a module, and import it from there inside the function",
+        "an IntProgress lives in the notebook's front end; log() values and update it outside",
+        "an InteractiveShell is the notebook itself; ranks have none",
+        f"an Accelerator {one_process}",
+        f"a Mine {one_process}",
+        *["an open file ('log.txt') stays where it was opened; send its path"] * 3,
+    )
+    for said, text in zip(refused(cell, names, "train → helper → thing"), texts, strict=True):
+        assert said.startswith(text)
+    for file in names.things[-3:]:
+        file.close()
+    del file, names
+    cell.main.__dict__.clear()

@@ -1,19 +1,22 @@
-"""A Run as a Future, the runs of a notebook kernel, and their common end."""
+"""A ``Run`` as a ``Future``."""
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
-import gc
+import os
+import signal
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 import nbddp
-from nbddp.forkserver import server as forkserver
-from nbddp.kernel.attempt import Attempt
-from tests.support import Cells, Notebook, run, start, wait_until
+from nbddp.messages import Settings
+from tests.support import Cells, run, start, wait_until
 
 SLEEPS = """
     import time
@@ -23,110 +26,102 @@ SLEEPS = """
 """
 
 
-def test_result_waits_for_rank_0s_value(cell: Cells) -> None:
+@pytest.fixture
+def often() -> Iterator[None]:
+    """Threads take turns as often as possible."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_a_run_has_the_methods_of_a_future_and_its_result_waits_for_rank_0s_value(cell: Cells) -> None:
     going = start(cell(SLEEPS).train, 0.2)
     assert not going.done()
     with pytest.raises(TimeoutError, match="still"):
         going.result(timeout=0.01)
     assert going.result() == "slept"
     assert (going.done(), going.exception()) == (True, None)
+    assert {"result", "exception", "done", "cancel"} <= set(dir(concurrent.futures.Future)) & set(dir(going))
 
 
-def test_a_result_of_none_takes_no_bytes_and_no_thread(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, threads = [], set()
-    result_of = Attempt._result_of
+def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go(often: None) -> None:
+    kept = [nbddp.Run(Settings("kept", 1)) for _ in range(30)]
+    over, listed = threading.Event(), []
 
-    def noting(attempt: Attempt, worker: Any) -> Any:
-        sizes.append(worker.report.nbytes)
-        threads.add(threading.current_thread().name)
-        return result_of(attempt, worker)
+    def list_them() -> None:
+        while not over.is_set():
+            listed.append([run.name for run in nbddp.runs()].count("kept"))
 
-    monkeypatch.setattr(Attempt, "_result_of", noting)
-    names = cell("def nothing(): pass\ndef a_list(): return [None]")
-    assert run(names.nothing).values == [None, None]
-    assert (sizes, threads) == ([0, 0], {"nbddp-nothing"})
-    assert run(names.a_list).values == [[None], [None]]
-    assert all(sizes[2:])
-    assert "nbddp-unpack" in threads
-
-
-def test_exception_is_what_result_raises(cell: Cells) -> None:
-    going = start(cell("def train(): return 1 / 0").train)
-    error = going.exception(timeout=60)
-    assert isinstance(error, nbddp.RankError)
-    with pytest.raises(nbddp.RankError) as raised:
-        going.result()
-    assert raised.value is error
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        listing = pool.submit(list_them)
+        for _ in range(500):
+            nbddp.Run(Settings("passing", 1))
+        wait_until(lambda: listed)
+        over.set()
+        listing.result()
+    assert set(listed) == {len(kept)}
+    for each in (*kept, nbddp.last_run()):
+        each._conclude("finished")
 
 
-def test_cancel_stops_a_run_that_goes_on_and_no_other(cell: Cells) -> None:
-    going = start(cell(SLEEPS).train, 300)
-    wait_until(lambda: len(going.pids) == 2)
-    assert going.cancel()
-    assert (going.state, going.done(), going.cancel()) == ("stopped", True, False)
+def test_a_run_ends_although_an_event_loop_that_waited_for_it_is_closed() -> None:
+    run, answers = nbddp.Run(Settings("train", 1)), []
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(run, 0.01)  # type: ignore[arg-type]
+
+    async def wait() -> None:
+        threading.Timer(0.01, run._conclude, ["finished"]).start()
+        answers.append(await run)
+
+    asyncio.run(give_up())
+    asyncio.run(wait())
+    assert (answers, run.state, run.done()) == ([run], "finished", True)
 
 
-def test_a_run_knows_its_world_size_its_pids_and_its_restarts(cell: Cells) -> None:
-    names = cell("""
-        import nbddp, os
-        def train():
-            assert nbddp.restart_count() == 1
-            return os.getpid()
-    """)
-    done = run(names.train, nprocs=3, max_restarts=1)
-    assert (done.world_size, done.pids, done.restarts) == (3, done.values, 1)
-
-
-def test_a_run_has_the_methods_of_a_future() -> None:
-    mine = {"result", "exception", "done", "cancel"}
-    assert mine <= set(dir(concurrent.futures.Future)) & set(dir(nbddp.Run))
-
-
-def test_runs_lists_what_goes_on_and_what_is_held(cell: Cells) -> None:
-    gc.collect()
-    names = cell(SLEEPS)
-    first = run(names.train, 0.0)
-    run(names.train, 0.0)  # held by nobody but last_run()
-    going = start(names.train, 300)
-    gc.collect()
-    assert [r for r in nbddp.runs() if r in (first, going)] == [first, going]
-    assert len(nbddp.runs()) >= 2
-    going.stop()
-
-
-@pytest.mark.slow
-def test_shutdown_ends_runs_and_fork_server_and_a_later_run_starts_anew(cell: Cells) -> None:
-    names = cell(SLEEPS)
-    going = start(names.train, 300)
-    wait_until(lambda: going.state == "running")
-    server = forkserver.pid()
-    assert server is not None
-    nbddp.shutdown()
-    assert going.state == "stopped"
-    wait_until(lambda: not psutil.pid_exists(server))
-    assert forkserver.pid() is None
-    assert run(names.train, 0.0).value == "slept"
-    assert forkserver.pid() not in (None, server)
+@pytest.mark.parametrize(
+    "name", ["x" * 5000, "雪" * 300, "a\0b\nc/d", "\udc80"], ids=["long", "wide", "controls", "half"]
+)
+def test_a_run_may_have_any_name(cell: Cells, name: str) -> None:
+    going = run(cell("def train(): return 1").train, name=name, wait=False)
+    assert going.wait().values == [1, 1]
+    assert going.name == name
 
 
 def test_an_unknown_option_is_refused_with_the_one_that_was_meant(cell: Cells) -> None:
     with pytest.raises(TypeError, match=r"run\(\) got an unexpected keyword argument 'nproc'; did you mean nprocs\?"):
         nbddp.run(cell(SLEEPS).train, (0.0,), nproc=2)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"run_script\(\) got an unexpected keyword argument 'sed'"):
+    with pytest.raises(TypeError, match=r"run_script\(\) got an unexpected keyword argument 'sed'; did you mean seed"):
         nbddp.run_script("train.py", sed=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Session\(\) got an unexpected keyword argument 'gpu'; did you mean gpus\?"):
+        nbddp.Session(gpu=[0])  # type: ignore[call-arg]
 
 
-def test_a_run_and_a_history_show_their_curves_but_not_in_the_cell_that_shows_them_anyway(notebook: Notebook) -> None:
-    notebook.ok("""
-        import nbddp
-        def kinds(shown): return sorted(get_ipython().display_formatter.format(shown)[0])
-        def train(): nbddp.log(loss=0.5)
-        run = nbddp.run(train, nprocs=2, device="cpu", show=True)
-        same = kinds(run)
-    """)
-    assert notebook.ok("same").shown.strip() == "['text/plain']"
-    for each in ("run", "run.history", "nbddp.run(train, nprocs=2, device='cpu', show=False)"):
-        assert notebook.ok(f"kinds({each})").shown.strip() == "['text/html', 'text/plain']"
-    assert notebook.ok("'data:image/svg+xml;base64' in run._repr_html_()").shown.strip() == "True"
-    without = notebook.ok("kinds(nbddp.run(lambda: 1, nprocs=2, device='cpu', show=False))").shown.strip()
-    assert without == "['text/plain']"
+def test_the_end_of_what_a_rank_has_printed_is_as_a_terminal_shows_it_without_colors(cell: Cells) -> None:
+    def bar() -> None:
+        print("old\n10 %\r20 %\r\x1b[1mend\x1b[0m")
+
+    assert nbddp.run(bar, nprocs=1, device="cpu", show=False)._tail(0, 6) == "d\nend\n"
+
+
+def test_an_interrupt_while_metrics_are_sent_changes_no_outcome() -> None:
+    def send(step: int, metrics: dict[str, float]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.0)
+
+    def fail() -> None:
+        nbddp.log(loss=1.0)
+        raise ValueError("mine")
+
+    with pytest.raises(KeyboardInterrupt):
+        nbddp.run(fail, nprocs=1, device="cpu", log_to=send)
+    run = nbddp.last_run()
+    assert run is not None
+    assert (run.state, run.done(), type(run.error)) == ("failed", True, nbddp.RankError)
+
+
+@pytest.mark.parametrize("fn", [str.upper, dict.get], ids=["upper", "get"])
+def test_a_method_of_a_builtin_type_runs(fn: Any) -> None:
+    assert nbddp.run(fn, ("a",) if fn is str.upper else ({"a": 1}, "a"), nprocs=1, device="cpu").value in ("A", 1)

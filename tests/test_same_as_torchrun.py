@@ -1,18 +1,23 @@
-"""The same seed gives bit for bit the weights that ``torchrun`` gives, and the official tutorial trains."""
+"""The same seed gives the weights of processes with torchrun's variables, to the bit; the official tutorial trains."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support import Cells, run, script
+import nbddp
+from tests.jobs import launch
+from tests.support import Cells, run
 
-# One source for both: a cell here, a script there. mse_loss and not the tutorial's cross_entropy on one class, whose
-# gradient is 0: its weights never move, and equal ones would prove nothing.
+# One source for all: a cell here, a script and a module there. mse_loss and not the tutorial's cross_entropy on one
+# class, whose gradient is 0: its weights never move, and equal ones would prove nothing.
 TRAIN = """
 import os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -51,64 +56,9 @@ def train(seed, epochs=3):
     return first, model.module.state_dict(), losses, dist.get_world_size(), torch.get_num_threads()
 """
 
-
-def _digest(state: dict[str, torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_weights_equal_torchruns_bit_for_bit(
-    cell: Cells, tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    path = tmp_path / "train_script.py"
-    path.write_text(
-        TRAIN
-        + "\ndist.init_process_group('gloo')\nresult = train(7)\n"
-        + f"torch.save(result, r'{tmp_path}/%d.pt' % dist.get_rank())\ndist.destroy_process_group()\n"
-    )
-    ended = script(
-        "import sys, torch.distributed.run as r\nr.main(sys.argv[1:])",
-        "--standalone", f"--nproc-per-node={world_size}", str(path),
-        TMPDIR=str(tmp_path),
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    theirs = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
-    names = cell(TRAIN)
-    ours = run(names.train, 7, nprocs=world_size).values
-    seeded = run(cell(TRAIN.replace("torch.manual_seed(seed + dist.get_rank())", "")).train, 7,
-                 nprocs=world_size, seed=7).values  # fmt: skip
-    for rank in range(world_size):
-        assert ours[rank][3:] == theirs[rank][3:] == (world_size, 1)
-        assert ours[rank][2] == theirs[rank][2] == seeded[rank][2]
-        # BatchNorm's running statistics are rank 0's own, broadcast before each forward.
-        assert _digest(ours[rank][0]) == _digest(theirs[rank][0])
-        assert _digest(ours[rank][1]) == _digest(theirs[rank][1]) == _digest(seeded[rank][1])
-    weight = "layers.0.weight"
-    assert not torch.equal(ours[0][0][weight], ours[0][1][weight])  # it moved
-    assert torch.equal(ours[0][1][weight], ours[1][1][weight])  # on all ranks alike
-    assert sum(ours[0][2][-4:]) < sum(ours[0][2][:4]) / 2  # and learned
-
-
-def test_the_same_seed_twice_gives_the_same_weights_and_another_does_not(
-    cell: Cells, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    names = cell(TRAIN)
-    first, again, other = (_digest(run(names.train, seed, 1).values[0][1]) for seed in (1, 1, 2))
-    assert first == again
-    assert first != other
-
-
-def test_helpers_and_plain_torch_give_the_same_weights(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``wrap`` and ``loader`` are thin names: nothing of the numbers changes."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    names = cell(
-        TRAIN
-        + """
+WITH_HELPERS = """
 import nbddp
-def with_helpers(seed, epochs=3):
+def train_with_helpers(seed, epochs=3):
     torch.manual_seed(seed + nbddp.rank())
     model = nbddp.wrap(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -120,27 +70,66 @@ def with_helpers(seed, epochs=3):
             nbddp.log(loss=loss)
     return model.module.state_dict()
 """
+
+
+def _digest(state: dict[str, torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
+
+
+def test_weights_equal_those_of_plain_processes_bit_for_bit(
+    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launcher(folder: Path, path: Path) -> None:
+        launch(folder, 2, main=functools.partial(runpy.run_path, str(path)))
+
+    weights_equal(cell, tmp_path, monkeypatch, 2, launcher)
+
+
+def weights_equal(
+    cell: Cells,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    world_size: int,
+    launcher: Callable[[Path, Path], None],
+) -> None:
+    """Those of a script, of a cell with its own seed or nbddp's, and of one with the helpers, which are thin names."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = tmp_path / "train_script.py"
+    path.write_text(
+        TRAIN
+        + "\ndist.init_process_group('gloo')\nresult = train(7)\n"
+        + f"torch.save(result, r'{tmp_path}/%d.pt' % dist.get_rank())\ndist.destroy_process_group()\n"
     )
-    plain = run(names.train, 3).values[0][1]
-    helped = run(names.with_helpers, 3)
-    assert _digest(plain) == _digest(helped.value)
-    assert len(helped.history["loss"].values) == 3 * 8
+    launcher(tmp_path, path)
+    theirs = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
+    nbddp.run_script(path, nprocs=world_size, device="cpu", show=False)
+    scripts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
+    names = cell(TRAIN)
+    ours = run(names.train, 7, nprocs=world_size).values
+    seeded = run(cell(TRAIN.replace("torch.manual_seed(seed + dist.get_rank())", "")).train, 7,
+                 nprocs=world_size, seed=7).values  # fmt: skip
+    helped = run(cell(TRAIN + WITH_HELPERS).train_with_helpers, 7, nprocs=world_size)
+    assert len(helped.history["loss"].values) == len(ours[0][2])
+    for rank in range(world_size):
+        assert ours[rank][3:] == theirs[rank][3:] == (world_size, 1)
+        assert ours[rank][2] == theirs[rank][2] == seeded[rank][2] == scripts[rank][2]
+        # BatchNorm's running statistics are rank 0's own, broadcast before each forward.
+        assert _digest(ours[rank][0]) == _digest(theirs[rank][0])
+        assert _digest(ours[rank][1]) == _digest(theirs[rank][1]) == _digest(seeded[rank][1])
+        assert _digest(scripts[rank][1]) == _digest(theirs[rank][1]) == _digest(helped.values[rank])
+    weight = "layers.0.weight"
+    assert not torch.equal(ours[0][0][weight], ours[0][1][weight])  # it moved
+    assert torch.equal(ours[0][1][weight], ours[1][1][weight])  # on all ranks alike
+    assert sum(ours[0][2][-4:]) < sum(ours[0][2][:4]) / 2  # and learned
 
 
-def test_the_official_tutorial_series_trains_and_resumes_in_a_notebook(cell: Cells, in_folder: Path) -> None:
+def test_the_official_tutorial_series_trains_and_resumes_in_a_notebook(
+    cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A helper module, a relative path, a snapshot, and the resume that repeats no finished epoch."""
-    (in_folder / "datautils.py").write_text(
-        "import torch\nfrom torch.utils.data import Dataset\n"
-        "class MyTrainDataset(Dataset):\n"
-        "    def __init__(self, size):\n"
-        "        g = torch.Generator().manual_seed(0)\n"
-        "        self.data = [(torch.rand(20, generator=g), torch.rand(1, generator=g)) for _ in range(size)]\n"
-        "    def __len__(self): return len(self.data)\n"
-        "    def __getitem__(self, i): return self.data[i]\n"
-    )
+    monkeypatch.syspath_prepend("")
+    (in_folder / "datautils.py").write_text(TRAIN)
     names = cell("""
-        import sys
-        sys.path.insert(0, "")
         import os, torch, torch.distributed as dist, nbddp
         from torch.nn.parallel import DistributedDataParallel as DDP
         class Trainer:
@@ -178,18 +167,13 @@ def test_the_official_tutorial_series_trains_and_resumes_in_a_notebook(cell: Cel
             dist.destroy_process_group()
             return result
     """)
-    try:
-        (ran, half), _ = run(names.main, 2, init=False).values
-        assert ran == [0, 1]
-        (ran, resumed), (_, other) = run(names.main, 4).values
-        assert ran == [2, 3]
-        os.unlink("snapshot.pt")
-        (ran, straight), _ = run(names.main, 4).values
-        assert ran == [0, 1, 2, 3]
-    finally:
-        import sys
-
-        sys.path.remove("")
+    (ran, half), _ = run(names.main, 2, init_process_group=False).values
+    assert ran == [0, 1]
+    (ran, resumed), (_, other) = run(names.main, 4).values
+    assert ran == [2, 3]
+    os.unlink("snapshot.pt")
+    (ran, straight), _ = run(names.main, 4).values
+    assert ran == [0, 1, 2, 3]
     assert torch.equal(resumed, straight)
     assert torch.equal(resumed, other)
     assert not torch.equal(half, resumed)

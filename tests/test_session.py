@@ -1,664 +1,447 @@
-"""Ranks that stay: calls, names, failures, interrupts, lost ranks, the end; in real processes."""
+"""Sessions: from ``%ddp open`` to ``%ddp close`` every cell runs on the ranks, as in one kernel."""
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
-import numpy as np
-import psutil
 import pytest
-import torch
-import torch.distributed as dist
 
 import nbddp
-from nbddp.kernel import state
-from nbddp.worker import process_group
-from tests.faults.pace import slowness
-from tests.support import Surroundings, fresh_main, gone, script, wait_until
+from tests.support import FIRST_MOMENTS_S, Notebook, Reply, out, ranks_of, tab, wait_until, wait_until_alone
 
-SOON_S = 3.0  # times the machine's slowness; a rank that is never released stays for 30 minutes
+BEGIN = """
+import os, time, torch, torch.distributed as dist, nbddp
+rank = nbddp.rank()
+t = torch.ones(2)
+"""
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[nbddp.Session]:
-    """One session for all tests that leave its ranks as they were."""
-    with nbddp.session(nprocs=3, device="cpu") as session:
-        yield session
+def _kernel(_notebook: Notebook) -> Iterator[Notebook]:
+    _notebook.ok("%load_ext nbddp\nimport nbddp\nlr = 3\nclass Net: pass\n%ddp open -n 3 --device cpu")
+    _notebook.ok(BEGIN)
+    yield _notebook
+    _notebook.cell("%ddp close")  # unless the last test has closed it
 
 
 @pytest.fixture
-def session(shared: nbddp.Session) -> nbddp.Session:
-    shared.reset()
-    return shared
-
-
-def quiet(session: nbddp.Session, fn: Any, *args: Any, **options: Any) -> nbddp.Run[Any]:
-    return session.run(fn, args, show=False, **options)
-
-
-def total() -> float:
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    return tensor.item()
-
-
-# ---------------------------------------------------------------------------- calls and names
-
-
-def bind(value: Any) -> int:
-    import __main__
-
-    __main__.kept = value
-    return os.getpid()
-
-
-def kept() -> Any:
-    import __main__
-
-    return __main__.kept, os.getpid()
-
-
-def test_what_a_call_binds_is_there_for_the_next_call_in_the_same_processes(session: nbddp.Session) -> None:
-    pids = quiet(session, bind, "here").values
-    assert pids == session.pids
-    assert quiet(session, kept).values == [("here", pid) for pid in pids]
-
-
-def test_each_call_has_its_own_curves_output_and_steps(session: nbddp.Session) -> None:
-    def train(name: str, points: int) -> None:
-        for _ in range(points):
-            nbddp.log({name: 1.0})
-        print(name, nbddp.rank())
-
-    first, second = quiet(session, train, "loss", 3), quiet(session, train, "acc", 2)
-    assert list(first.history["loss"].steps) == [0, 1, 2]
-    assert second.history.names == ["acc"]
-    assert list(second.history["acc"].steps) == [0, 1]
-    assert first.logs(1) == "loss 1\n"
-    assert second.logs(2) == "acc 2\n"
-
-
-def test_names_are_set_read_listed_and_freed(session: nbddp.Session) -> None:
-    session["x"] = torch.arange(6.0).reshape(2, 3)
-    session["config"] = {"lr": 0.1}
-    assert session["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert session.values("config") == [{"lr": 0.1}] * 3
-    names = {each.name: each for each in session.names()}
-    assert (names["x"].kind, names["x"].shape, names["x"].dtype, names["x"].nbytes) == ("Tensor", (2, 3), "float32", 24)
-    assert session.names().differing == set()
-    session.free("x")
-    with pytest.raises(nbddp.RankError, match="name 'x' is not defined on rank 0"):
-        session["x"]
-    assert [each.name for each in session.names()] == ["config"]
-
-
-def set_own() -> None:
-    import __main__
-
-    __main__.own = torch.full((4,), float(nbddp.rank() == 1))
-    __main__.word = "ab"[nbddp.rank() == 2]
-
-
-def test_a_finished_call_tells_the_views_what_rank_0_holds(session: nbddp.Session) -> None:
-    session["small"], session["large"], session["text"] = torch.ones(2), torch.ones(1000, 10), "not a tensor"
-    run = quiet(session, nbddp.rank)
-    assert run._viewable.status().held == (
-        ("large", "Tensor 1000 × 10 float32, 40 kB, cpu"),
-        ("small", "Tensor 2 float32, 8 B, cpu"),
-    )
-
-
-def test_values_that_differ_between_ranks_are_told_and_synced(session: nbddp.Session) -> None:
-    quiet(session, set_own)
-    session["equal"] = [{"a": torch.ones(3)}, "b"]
-    assert session.names().differing == {"own", "word"}
-    assert "own" in repr(session.names())
-    assert session.check("own") == [1]
-    assert session.check("word") == [2]
-    session.sync("own", src=1)
-    session.sync("word")
-    assert session["own"].tolist() == [1.0] * 4
-    assert session.values("word") == ["a"] * 3
-    assert session.check("own") == []
-
-
-def test_a_call_on_some_ranks(session: nbddp.Session) -> None:
-    run = quiet(session, nbddp.rank, ranks=[2, 1])
-    assert (run.values, run.value) == ([None, 1, 2], 1)
-
-    def make_group() -> None:
-        import __main__
-
-        __main__.group = dist.new_group([0, 2])
-
-    def reduce() -> float:
-        import __main__
-
-        tensor = torch.full((), nbddp.rank() + 1.0)
-        dist.all_reduce(tensor, group=__main__.group)
-        nbddp.log(sum=tensor, rank=nbddp.rank(), reduce="mean")
-        return tensor.item()
-
-    quiet(session, make_group)
-    run = quiet(session, reduce, ranks=[0, 2])
-    assert run.values == [4.0, None, 4.0]
-    assert run.history["rank"].values.tolist() == [1.0]  # the mean of those that take part
-    for ranks in ([3], [-1], [], [True], "0"):
-        with pytest.raises(nbddp.LaunchError, match="rank"):
-            quiet(session, nbddp.rank, ranks=ranks)
-
-
-def test_a_collective_of_all_in_a_call_on_some_ranks_is_named_and_stopped(session: nbddp.Session) -> None:
-    run = quiet(session, total, ranks=[0, 2], wait=False)
-    told = wait_until(lambda: "A collective of all ranks waits for rank 1" in run.stacks() and run.stacks(), 15)
-    assert "rank 1 takes no part in this call" in told
-    assert "dist.new_group([0, 2])" in told
-    run.stop()
-    assert quiet(session, total).values == [3.0] * 3
-
-
-def test_a_failure_in_a_call_on_some_ranks_frees_the_others(session: nbddp.Session) -> None:
-    def fail() -> None:
-        if nbddp.rank() == 0:
-            raise ValueError("on purpose")
-        dist.barrier()
-
-    with pytest.raises(nbddp.RankError, match="on purpose"):
-        quiet(session, fail, ranks=[0, 1])
-    assert quiet(session, total).values == [3.0] * 3
-
-
-def test_a_large_tensor_goes_out_and_comes_back(session: nbddp.Session) -> None:
-    there = torch.rand(8 << 20)
-    session["large"] = there
-    assert torch.equal(session["large"], there)
-    session["large"] = there + 1  # in a block of its own: what was mapped before must not change
-    assert torch.equal(session["large"], there + 1)
-
-
-def test_an_instance_comes_back_as_one_of_the_notebooks_class() -> None:
-    with fresh_main() as cells, nbddp.session(nprocs=1, device="cpu") as session:
-        here = cells(
-            """
-            class Net:
-                pass
-
-            def build():
-                global net
-                net = Net()
-
-            def is_one():
-                return isinstance(net, Net)
-            """
-        )
-        quiet(session, here.build)
-        assert quiet(session, here.is_one).value
-        assert type(session["net"]) is here.Net
-
-
-def test_a_functions_variables_are_sent_once_and_again_when_they_are_bound_anew() -> None:
-    with fresh_main() as cells, nbddp.session(nprocs=1, device="cpu") as session:
-        here = cells(
-            """
-            data = [1]
-
-            def add():
-                data.append(2)
-                return data
-            """
-        )
-        assert quiet(session, here.add).value == [1, 2]
-        assert quiet(session, here.add).value == [1, 2, 2]  # the rank's own list, which it has kept
-        cells("data = [5]")
-        assert quiet(session, here.add).value == [5, 2]
-
-
-def test_metrics_are_combined_over_ranks_and_background_calls_are_shown_as_running(session: nbddp.Session) -> None:
-    def slow() -> int:
-        nbddp.log(rank=nbddp.rank(), reduce="mean")
-        time.sleep(0.5)
-        return nbddp.rank()
-
-    run = quiet(session, slow, wait=False)
-    with pytest.raises(nbddp.LaunchError, match=r"slow is still running in this session; wait\(\) for it or stop\(\)"):
-        quiet(session, total)
-    assert run.wait().values == [0, 1, 2]
-    assert run.history["rank"].values.tolist() == [1.0]
-    assert quiet(session, total).values == [3.0] * 3
-
-
-@pytest.mark.parametrize("option", [{"nprocs": 2}, {"device": "cpu"}, {"seed": 1}, {"max_restarts": 1}])
-def test_options_of_the_session_are_refused_by_a_call(session: nbddp.Session, option: dict[str, Any]) -> None:
-    with pytest.raises(nbddp.LaunchError, match=f"{next(iter(option))} belongs to the session"):
-        quiet(session, total, **option)
-
-
-@pytest.mark.parametrize("option", [{"min_hosts": 1}, {"max_restarts": 1}, {"timeout": 3}])
-def test_options_of_a_call_or_of_hosts_are_refused_by_the_session(option: dict[str, Any]) -> None:
-    with pytest.raises(nbddp.LaunchError, match=f"session\\({next(iter(option))}=...\\)"):
-        nbddp.session(nprocs=1, device="cpu", **option)
-
-
-def own_group(destroy: bool) -> float:
-    dist.init_process_group("gloo")
-    found = total()
-    if destroy:
-        dist.destroy_process_group()
-    return found
-
-
-def test_a_call_may_open_and_destroy_the_group_as_scripts_do(session: nbddp.Session) -> None:
-    for destroy in (False, False, True, True):
-        assert quiet(session, own_group, destroy).values == [3.0] * 3
-    assert quiet(session, total).values == [3.0] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"start_method": "spawn"}, {"init": False}], ids=str)
-def test_spawned_ranks_and_ranks_without_a_group_stay_too(options: dict[str, Any]) -> None:
-    with nbddp.session(nprocs=2, device="cpu", **options) as session:
-        pids = session.pids
-        with pytest.raises(nbddp.RankError, match="the first"):
-            quiet(session, fail_while_others, "sleep")
-        assert quiet(session, os.getpid).values == pids
-
-
-def test_a_session_that_no_variable_holds_ends() -> None:
-    session = nbddp.session(nprocs=2, device="cpu")
-    pids = session.pids
-    del session
-    gc.collect()
-    wait_until(lambda: all(map(gone, pids)))
-
-
-def test_close_stops_a_call_that_goes_on() -> None:
-    session = nbddp.session(nprocs=2, device="cpu")
-    run = quiet(session, time.sleep, 300, wait=False)
-    began = time.monotonic()
-    session.close()
-    assert time.monotonic() - began < SOON_S * slowness()
-    assert run.state == "stopped"
-
-
-# ---------------------------------------------------------------------------- failures
-
-
-def fail_while_others(wait: str) -> None:
-    if nbddp.rank() == 0:
-        time.sleep(0.1)
-        raise ValueError("the first")
-    if wait == "all_reduce":
-        dist.all_reduce(torch.ones(3))
-    elif wait == "barrier":
-        nbddp.barrier()
-    elif wait == "recv":
-        dist.recv(torch.ones(2), 0)
-    elif wait == "gather":
-        nbddp.gather({"an": "object"})
-    elif wait == "loader":
-        for _ in torch.utils.data.DataLoader(range(10**9), num_workers=1):  # type: ignore[arg-type]
-            pass
-    elif wait == "sleep":
-        time.sleep(300)
-    else:
-        while True:
-            pass
-
-
-@pytest.mark.parametrize("wait", ["all_reduce", "barrier", "recv", "gather", "loader", "sleep", "loop"])
-def test_a_failure_frees_the_others_and_the_next_call_works(session: nbddp.Session, wait: str) -> None:
-    pids = session.pids
-    began = time.monotonic()
-    with pytest.raises(nbddp.RankError, match=r"rank 0 of 3( on gpu1)? failed: ValueError: the first"):
-        quiet(session, fail_while_others, wait)
-    assert time.monotonic() - began < SOON_S * slowness()
-    assert quiet(session, total).values == [3.0] * 3
-    assert session.pids == pids
-
-
-def build(seed: int) -> None:
-    import __main__
-
-    torch.manual_seed(seed)
-    net = [torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4)]
-    __main__.model = nbddp.wrap(torch.nn.Sequential(*net))
-    __main__.optimizer = torch.optim.SGD(__main__.model.parameters(), 0.01, momentum=0.9)
-    __main__.batches = torch.Generator().manual_seed(nbddp.rank())
-    __main__.buffers = None
-
-
-def step(failing: int | None = None, where: str = "") -> float:
-    import __main__ as here
-
-    state = here.batches.get_state()
-    buffers = {name: buffer.clone() for name, buffer in here.model.named_buffers()}
-    try:
-        x = torch.randn(8, 16, generator=here.batches)
-        here.optimizer.zero_grad()
-        if where == "forward" and failing == nbddp.rank():
-            raise ValueError("boom")
-        loss = here.model(x).square().mean()
-        if where == "backward" and failing == nbddp.rank():
-            raise ValueError("boom")
-        loss.backward()
-        here.optimizer.step()
-        return loss.item()
-    except BaseException:
-        here.batches.set_state(state)
-        with torch.no_grad():
-            for name, buffer in here.model.named_buffers():
-                buffer.copy_(buffers[name])
-        raise
-
-
-def weights() -> tuple[list[bytes], tuple[int, int]]:
-    import __main__ as here
-
-    tensors = [*here.model.state_dict().values(), *(s["momentum_buffer"] for s in here.optimizer.state.values())]
-    held = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-    return [tensor.numpy().tobytes() for tensor in tensors], held
-
-
-@pytest.mark.slow
-def test_failures_in_ddp_leave_the_training_as_if_they_had_never_been(session: nbddp.Session) -> None:
-    """To the bit, with momentum; and no file descriptor or thread more after the first failures."""
-    rounds, held = 40, []
-    for failures in (False, True):
-        quiet(session, build, 3)
-        for number in range(rounds):
-            if failures:
-                with pytest.raises(nbddp.RankError, match="boom"):
-                    quiet(session, step, number % 3, ("forward", "backward")[number % 2])
-                if number in (5, rounds - 1):
-                    held.append([found[1] for found in quiet(session, weights).values])
-            quiet(session, step)
-        found = [of_rank[0] for of_rank in quiet(session, weights).values]
-        if not failures:
-            without = found
-    assert found == without
-    assert all(later <= before for first, last in zip(*held) for before, later in zip(first, last))
-
-
-def step_on_some() -> None:
-    import __main__ as here
-
-    here.model(torch.ones(2, 16)).sum().backward()
-    if nbddp.rank() == 1:
-        raise ValueError("before the step")
-    here.optimizer.step()
-
-
-def test_a_model_that_differs_after_a_failure_is_told_and_sync_mends_it(session: nbddp.Session) -> None:
-    quiet(session, build, 0)
-    with pytest.raises(nbddp.RankError, match="before the step"):
-        quiet(session, step_on_some)
-    last = nbddp.last_run()
-    assert last is not None
-    assert "model on rank 1 differs from rank 0's; .sync('model') makes them equal" in last.logs(0)
-    assert session.check("model") == [1]
-    session.sync("model")
-    assert session.check("model") == []
-    assert len(set(quiet(session, step).values)) == 3  # it trains on
-
-
-def make_group_and_fail() -> None:
-    import __main__
-
-    __main__.mine = dist.new_group([0, 1])
-    dist.barrier()
-    raise ValueError("all of them")
-
-
-def test_groups_of_the_users_are_named_as_void_after_a_failure(session: nbddp.Session) -> None:
-    with pytest.raises(nbddp.RankError, match="all of them"):
-        quiet(session, make_group_and_fail)
-    last = nbddp.last_run()
-    assert last is not None
-    assert "mine: groups of before the failure" in last.logs(0)
-    assert quiet(session, total).values == [3.0] * 3
-
-
-def interrupt_the_next_call(session: nbddp.Session) -> list[float]:
-    """Press ■ a moment after all ranks have begun the next call; the list gets the time."""
-    pressed: list[float] = []
-
-    def press() -> None:
-        wait_until(
-            lambda: session._ranks.in_call and all(w.called and w.report is None for w in session._ranks.workers)
-        )
-        time.sleep(0.3)
-        pressed.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=press).start()
-    return pressed
-
-
-def interrupted_in_no_grad() -> None:
-    with torch.no_grad():
-        dist.all_reduce(torch.ones(1)) if nbddp.rank() else time.sleep(300)
-
-
-def grad_enabled() -> bool:
-    return torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-
-
-@pytest.mark.parametrize("what", ["all_reduce", "sleep", "loop", "loader", "no_grad"])
-def test_an_interrupt_ends_the_call_and_the_session_goes_on(session: nbddp.Session, what: str) -> None:
-    pids = session.pids
-    pressed = interrupt_the_next_call(session)
-    with pytest.raises(KeyboardInterrupt):
-        quiet(session, interrupted_in_no_grad) if what == "no_grad" else quiet(session, go_on, what)
-    assert time.monotonic() - pressed[0] < SOON_S * slowness()
-    assert session.pids == pids
-    assert quiet(session, total).values == [3.0] * 3
-    assert quiet(session, grad_enabled).values == [True] * 3
-
-
-def go_on(what: str) -> None:
-    if what == "all_reduce" and nbddp.rank():
-        dist.all_reduce(torch.ones(3))
-    if what == "loader":
-        for _ in torch.utils.data.DataLoader(range(10**9), num_workers=1):  # type: ignore[arg-type]
-            pass
-    while what == "loop":
+def ranks(_kernel: Notebook) -> Iterator[Notebook]:
+    """A notebook whose cells run on three ranks; after each test they must be able to meet."""
+    yield _kernel
+    assert _kernel.ok("t = torch.ones(2); dist.all_reduce(t); t").shown == "tensor([3., 3.])\n"
+
+
+def interrupted(notebook: Notebook, source: str, until: str) -> Reply:
+    running = notebook.begin(source)
+    notebook.shown_so_far(running, until)
+    time.sleep(FIRST_MOMENTS_S)
+    notebook.interrupt()
+    return notebook.end_of(running)
+
+
+def test_names_stay_and_a_cells_value_is_rank_0s_followed_by_what_others_return_or_print_differently(
+    ranks: Notebook,
+) -> None:
+    ranks.ok("x = rank * 10 + 1")
+    assert ranks.ok("x").shown.splitlines()[0] == "1"
+    assert ranks.ok("_ + 1, x").shown.splitlines()[0] == "(2, 1)"
+    shown = ranks.ok("print('hello', rank)\nrank").shown
+    assert shown.startswith("hello 0\n0\n")
+    assert all(f"hello {other}" in shown for other in (1, 2))
+    assert ranks.ok("print('all alike')").shown == "all alike\n"
+
+
+def test_names_from_before_are_sent_by_push_and_come_back_by_pull(ranks: Notebook) -> None:
+    reply = ranks.cell("lr")
+    assert (reply.status, reply.ename) == ("error", "NameError")
+    assert "%ddp push lr" in reply.traceback
+    ranks.ok("%ddp push lr Net")
+    assert ranks.ok("type(Net()).__name__, lr").shown == "('Net', 3)\n"
+    ranks.ok("net, lr = Net(), lr * 2")
+    ranks.ok("%ddp pull net lr")
+    assert ranks.ok("%%local\nlr, type(net) is Net").shown == "(6, True)\n"
+    assert ranks.cell("%ddp pull nope").evalue == "the ranks have no nope"
+
+
+def test_option_o_brings_names_back_and_says_which_cannot_be_sent_or_are_mistyped(ranks: Notebook) -> None:
+    ranks.ok("%%ddp -o a,b --ranks 1\na = rank\nb = [a, a]")
+    assert ranks.ok("%%local\na, b").shown == "(1, [1, 1])\n"
+    reply = ranks.cell("%%ddp -o acuracy\naccuracy = 1")
+    assert reply.shown == "UsageError: -o acuracy: the cell binds no such name; did you mean accuracy?\n"
+    reply = ranks.cell("%%ddp -o lock,loss --as failing\nimport threading\nlock, loss = threading.Lock(), 1.5\nloss")
+    assert (reply.ename, "lock" in reply.evalue) == ("PayloadError", True)
+    assert ranks.ok("%%local\nprint(failing.value, loss)").shown == "1.5 1.5\n"
+
+
+def test_magics_shell_commands_help_and_await_work_on_the_ranks(ranks: Notebook, tmp_path: Path) -> None:
+    assert "from the shell\n" in ranks.ok("!echo from the shell").shown
+    assert ranks.ok("out = !echo captured\nout").shown == "['captured']\n"
+    assert "Wall time" in ranks.ok("%time sum(range(10))").shown
+    assert ranks.ok("import asyncio\nasync def g(): return 7\nawait asyncio.sleep(0.01)\nawait g()").shown == "7\n"
+    assert "number of items" in ranks.ok("len?").payload[0]["data"]["text/plain"]
+    assert ranks.cell("x = = 1").ename == "SyntaxError"
+    (tmp_path / "program.py").write_text("x = 1\n")
+    assert "x = 1" in ranks.ok(f"%load {tmp_path}/program.py").payload[0]["text"]
+
+
+def test_displays_figures_handles_and_widgets_are_rank_0s(ranks: Notebook) -> None:
+    shown = ranks.ok("""
+        from IPython.display import HTML, display
+        display(HTML(f"<b>{rank}</b>"))
+        handle = display("a", display_id=True)
+        handle.update("b")
+    """)
+    assert [data["text/html"] for data in shown.data if "text/html" in data] == ["<b>0</b>"]
+    assert [data["text/plain"] for data in shown.data[1:]] == ["'a'", "'b'"]
+    shown = ranks.ok("import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()")
+    assert ["image/png" in data for data in shown.data].count(True) == 1
+    shown = ranks.ok("import ipywidgets\ndisplay(ipywidgets.IntSlider(value=3))")
+    assert "application/vnd.jupyter.widget-view+json" in shown.data[0]
+
+
+def test_input_asks_once_in_the_notebook_for_all_ranks(ranks: Notebook) -> None:
+    talk = ranks.talk("name = input('name? ')\nnbddp.all_gather(name)", ["Ada"])
+    assert (talk.prompts, talk.result) == (["name? "], "['Ada', 'Ada', 'Ada']")
+
+
+def test_an_error_that_a_cell_shows_and_survives_is_shown_and_the_cell_can_be_interrupted(ranks: Notebook) -> None:
+    reply = ranks.ok("get_ipython().run_cell('1 / 0')\nprint('goes on')")
+    assert (reply.ename, reply.shown) == ("ZeroDivisionError", "goes on\n")
+    source = "get_ipython().run_cell('1 / 0')\nprint('begun', flush=True)\ntime.sleep(60)"
+    assert interrupted(ranks, source, "begun").ename == "KeyboardInterrupt"
+
+
+def test_cells_have_the_notebooks_numbers(ranks: Notebook) -> None:
+    ranks.ok("%%local\nNone")
+    number = int(out(ranks.ok("%%local\nlen(In) - 1")))
+    assert ranks.ok("'mine'").shown == "'mine'\n"
+    assert ranks.ok(f"Out[{number + 1}], In[{number + 1}], _{number + 1}").shown == """('mine', "'mine'", 'mine')\n"""
+
+
+def test_tab_and_shift_tab_ask_rank_0(ranks: Notebook) -> None:
+    ranks.ok("only_on_the_ranks = 1")
+    assert "only_on_the_ranks" in tab(ranks, "only_on_")
+    client = ranks._client
+    message = client.inspect("only_on_the_ranks", 5)
+    while (reply := client.get_shell_msg(timeout=20))["parent_header"].get("msg_id") != message:
         pass
-    time.sleep(300)
+    assert reply["content"]["found"]
 
 
-def test_an_interrupt_while_nothing_runs_does_nothing_to_the_ranks(session: nbddp.Session) -> None:
-    pids = session.pids
-    for pid in pids:
-        os.kill(pid, signal.SIGINT)
-    assert quiet(session, total).values == [3.0] * 3
-    assert session.pids == pids
+def test_a_failure_of_one_rank_ends_the_cell_with_its_lines_and_the_panel_shows_who_was_stopped(
+    ranks: Notebook,
+) -> None:
+    ranks.ok("kept = [rank]")
+    reply = ranks.cell("if rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(t)")
+    assert (reply.ename, reply.evalue) == ("ValueError", "boom")
+    assert "raise ValueError('boom')" in reply.traceback
+    assert "rank 1 of 3" in reply.traceback
+    states = "%%local\nrun = nbddp.last_run()\nrun.state, [each.state for each in run._status().ranks]"
+    assert ranks.ok(states).shown == "('failed', ['stopped', 'failed', 'stopped'])\n"
+    assert ranks.ok("kept").shown.splitlines()[0] == "[0]"
 
 
-# ---------------------------------------------------------------------------- lost ranks, the end
+def test_a_failure_of_all_ranks_names_them_and_shows_all_parts_of_an_exception_group(ranks: Notebook) -> None:
+    reply = ranks.cell("1 / 0")
+    assert reply.ename == "ZeroDivisionError"
+    assert "ranks 0 to 2 of 3" in reply.traceback or "ranks 0, 1 and 2 of 3" in reply.traceback
+    reply = ranks.cell("raise ExceptionGroup('several', [ValueError('inner'), KeyError('other')])")
+    assert all(text in reply.traceback for text in ("several", "ValueError: inner", "KeyError: 'other'"))
 
 
-def in_c(rank: int) -> None:
-    if nbddp.rank() == rank:
-        sum(range(10**12))
-    time.sleep(300)
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "time.sleep(60)",
+        "dist.all_reduce(t) if rank else time.sleep(60)",
+        "while True: pass",
+        "for _ in torch.utils.data.DataLoader(range(10**9), num_workers=1): pass",
+        "with torch.no_grad():\n    dist.barrier() if rank else time.sleep(60)",
+    ],
+)
+def test_an_interrupt_ends_the_cell_and_the_ranks_stay(ranks: Notebook, wait: str) -> None:
+    before = ranks_of(ranks.pid)
+    reply = interrupted(ranks, f"print('begun', flush=True)\n{wait}", "begun")
+    assert (reply.ename, reply.seconds < 5) == ("KeyboardInterrupt", True)
+    assert ranks.ok("torch.is_grad_enabled()").shown == "True\n"
+    assert ranks_of(ranks.pid) == before
 
 
-def kill_myself(rank: int) -> None:
-    if nbddp.rank() == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    nbddp.barrier()
-
-
-def test_a_rank_that_dies_is_named_and_restart_gives_it_anothers_names() -> None:
-    with nbddp.session(nprocs=3, device="cpu") as session:
-        before = session.pids
-        session["config"] = {"lr": 0.1}
-        session["other"] = 1
-        with pytest.raises(nbddp.RankDied, match="rank 1 of 3 was killed by SIGKILL"):
-            quiet(session, kill_myself, 1)
-        with pytest.raises(nbddp.LaunchError, match=r"rank 1 is lost: .*restart\(\) starts it again"):
-            quiet(session, total)
-        assert session["config"] == {"lr": 0.1}  # of a rank that is left
-        session.restart(names=["config"])
-        assert session.values("config") == [{"lr": 0.1}] * 3
-        assert [pid == old for pid, old in zip(session.pids, before)] == [True, False, True]
-        assert quiet(session, total).values == [3.0] * 3
-
-
-def leave_a_child() -> None:
-    if nbddp.rank() == 1 and os.fork() == 0:
-        time.sleep(1000)
-
-
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_a_rank_that_ends_between_calls_is_noticed_although_a_child_holds_its_files_open(start_method: str) -> None:
-    with nbddp.session(nprocs=2, device="cpu", start_method=start_method) as session:
-        quiet(session, leave_a_child)
-        os.kill(session.pids[1], signal.SIGKILL)
-        wait_until(lambda: gone(session.pids[1]))
-        with pytest.raises((nbddp.LaunchError, nbddp.RankDied), match="rank 1"):  # at the latest when it is called
-            quiet(session, total)
-        with pytest.raises(nbddp.LaunchError, match="rank 1 is lost: it ended with exit code -9"):
-            quiet(session, total)
-        session.restart()
-        assert quiet(session, total).values == [2.0] * 2
-
-
-def test_a_rank_that_hears_nothing_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "STOP_GRACE_S", 0.3)
-    with nbddp.session(nprocs=2, device="cpu") as session:
-        interrupt_the_next_call(session)
-        with pytest.raises(KeyboardInterrupt):
-            quiet(session, in_c, 1)
-        with pytest.raises(nbddp.LaunchError, match="rank 1 is lost: it did not come back from the call"):
-            quiet(session, total)
-        session.restart()
-        assert quiet(session, total).values == [2.0] * 2
-
-
-def test_a_closed_session_leaves_nothing_behind() -> None:
-    nbddp.run(total, nprocs=1, device="cpu", show=False)  # the fork server
-    around = Surroundings()
-    session = nbddp.session(nprocs=2, device="cpu")
-    pids = session.pids
-    assert quiet(session, total).values == [2.0] * 2
-    session.close()
-    session.close()
-    assert all(map(gone, pids))
-    assert around.changed() == {}
-    with pytest.raises(nbddp.LaunchError, match="this session is closed"):
-        quiet(session, total)
-
-
-def test_a_session_that_cannot_be_opened_leaves_nothing_behind() -> None:
-    nbddp.run(total, nprocs=1, device="cpu", show=False)
-    around = Surroundings()
-    with pytest.raises(nbddp.LaunchError):
-        nbddp.session(nprocs=2, device="cpu", backend="nonsense")
-    with pytest.raises(nbddp.LaunchError, match="could not set itself up"):
-        nbddp.session(nprocs=2, device="cpu", env={"OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "NONSENSE"})
-    assert around.changed() == {}
-
-
-def test_shutdown_closes_sessions() -> None:
-    """In a process of its own: it closes all of them."""
-    done = script(
-        """
-        import nbddp, psutil
-        session = nbddp.session(nprocs=1, device="cpu")
-        pids = session.pids
-        nbddp.shutdown()
-        assert session.closed
-        print([pid for pid in pids if psutil.pid_exists(pid)])
-        """
+def test_a_failure_frees_the_others_and_the_next_call_works(ranks: Notebook) -> None:
+    waits = (
+        "dist.barrier()",
+        "dist.recv(t, 0)",
+        "nbddp.all_gather({'an': 'object'})",
+        "time.sleep(60)",
+        "while True: pass",
+        "for _ in torch.utils.data.DataLoader(range(10**9), num_workers=1): pass",
     )
-    assert done.stdout.strip() == "[]", done.stderr
+    for wait in waits:
+        reply = ranks.cell(f"if rank == 0:\n    time.sleep(0.1)\n    raise ValueError('the first')\n{wait}")
+        assert (reply.evalue, reply.seconds < 5) == ("the first", True), wait
+        assert ranks.ok("nbddp.all_reduce(1)").shown == "3\n"
+    failed = ranks.cell(  # its iterator is half made when the workers of failed loops are ended
+        "class Batches:\n    def __iter__(self): raise ValueError('no batches')\n"
+        "list(torch.utils.data.DataLoader([1], batch_sampler=Batches(), num_workers=1))"
+    )
+    assert (failed.ename, failed.evalue) == ("ValueError", "no batches")
 
 
-@pytest.mark.slow
-def test_many_calls_take_no_more_memory_fds_or_threads(session: nbddp.Session) -> None:
-    def held() -> tuple[float, int, int]:
-        process = psutil.Process()
-        return process.memory_full_info().uss / 1e6, process.num_fds(), process.num_threads()
+def test_failures_in_ddp_leave_the_training_as_if_they_had_never_been(ranks: Notebook) -> None:
+    ranks.ok("""
+        import itertools
+        def build():
+            torch.manual_seed(3)
+            net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).double()
+            model = nbddp.wrap(net)
+            return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        def step(number, fails_in=""):
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 8), float(rank + number)).double()).square().mean()
+            if fails_in == "forward" and rank == number % 3: raise ValueError("boom")
+            loss.backward()
+            if fails_in == "backward" and rank == number % 3: raise ValueError("boom")
+            optimizer.step()
+    """)
+    for failing in (False, True):
+        ranks.ok("model, optimizer = build()")
+        for number in range(5):
+            if failing:
+                assert ranks.cell(f"step({number}, 'forward')").evalue == "boom"
+            ranks.ok(f"step({number})")
+        ranks.ok(f"weights_{failing} = torch.cat([p.detach().flatten() for p in model.parameters()])")
+    assert ranks.ok("torch.equal(*nbddp.all_gather(weights_True)[:2])").shown == "True\n"
+    assert ranks.ok("torch.allclose(weights_True, weights_False, rtol=1e-12)").shown == "True\n"
 
-    def measured() -> list[tuple[float, int, int]]:
-        return [held(), *quiet(session, held).values]
 
-    for _ in range(100):
-        quiet(session, bind, np.zeros(10))
-    before = measured()
-    for _ in range(300):
-        quiet(session, bind, np.zeros(10))
-    for (mb, fds, threads), (later_mb, later_fds, later_threads) in zip(before, measured()):
-        assert later_mb - mb < 3.0 + 1.0  # at most 1 MB per 100 calls, and the noise of an allocator
-        assert (later_fds, later_threads) <= (fds, threads)
+def test_an_interrupt_in_training_leaves_equal_models(ranks: Notebook) -> None:
+    ranks.ok("""
+        model = nbddp.wrap(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.Adam(model.parameters())
+        def step():
+            optimizer.zero_grad()
+            model(torch.ones(2, 4) * (rank + 1)).sum().backward()
+            optimizer.step()
+        for _ in range(3): step()
+    """)
+    assert interrupted(ranks, "print('begun', flush=True)\nwhile True: step()", "begun").ename == "KeyboardInterrupt"
+    weights = "torch.cat([p.detach().flatten() for p in model.parameters()])"
+    assert ranks.ok(f"len({{str(w.tolist()) for w in nbddp.all_gather({weights})}})").shown == "1\n"
 
 
-def test_failures_leave_no_classes_hooks_fds_or_threads(session: nbddp.Session) -> None:
-    def held() -> tuple[int, int, int, int]:
-        process = psutil.Process()
-        return len(Exception.__subclasses__()), id(sys.excepthook), process.num_fds(), process.num_threads()
+def test_a_cell_that_catches_the_interrupt_and_ends_by_itself_leaves_a_group_that_works(ranks: Notebook) -> None:
+    source = """
+        print("begun", flush=True)
+        try:
+            dist.all_reduce(t) if rank else time.sleep(60)
+        except BaseException as error:
+            time.sleep(0.2)  # it saves the model
+            kept = type(error).__name__
+    """
+    assert interrupted(ranks, source, "begun").ename == "KeyboardInterrupt"
+    assert ranks.ok("kept").shown.splitlines()[0] == "'KeyboardInterrupt'"
 
+
+def test_an_interrupt_of_a_slow_answer_leaves_the_answers_in_order(ranks: Notebook) -> None:
+    ranks.ok("class Slow:\n    def __dir__(self): time.sleep(1.5); return ['speed']\nslow = Slow()")
+    source = (
+        "%%local\nprint('begun', flush=True)\n_ddp = get_ipython().magics_manager.registry['DdpMagics']\n"
+        "_ddp.session._complete('slow.', 5)"
+    )
+    assert interrupted(ranks, source, "begun").ename == "KeyboardInterrupt"
+    assert ranks.ok("rank").shown.splitlines()[0] == "0"
+
+
+def test_functions_return_the_notebooks_classes_and_what_they_bind_stays_in_the_same_processes(
+    ranks: Notebook,
+) -> None:
+    ranks.ok("""%%local
+        import os, nbddp
+        session = get_ipython().magics_manager.registry["DdpMagics"].session
+        class First: pass
+        class Second: pass
+        def fails():
+            raise ValueError("boom")
+        def bind(value):
+            import __main__
+            __main__.bound = value
+            return os.getpid()
+        def read():
+            import __main__
+            return __main__.bound, os.getpid()
+    """)
+    source = "[type(session.run(lambda: {0}()).value) is {0} for _ in range(2)]"
+    assert ranks.ok("%%local\n" + source.format("First")).shown == "[True, True]\n"
+    assert ranks.ok("%%local\n" + source.format("Second")).shown == "[True, True]\n"
+    ranks.ok("%ddp push First Second")
+    ranks.ok("both = [Second(), First()]")
+    ranks.ok("%ddp pull both")
+    assert ranks.ok("%%local\n[type(both[0]) is Second, type(both[1]) is First]").shown == "[True, True]\n"
+    ranks.ok("%%local\npids = session.run(bind, ['here']).values")
+    assert ranks.cell("%%local\nsession.run(fails)").ename == "RankError"
+    assert ranks.ok("%%local\nsession.run(lambda: None).values").shown == "[None, None, None]\n"
+    assert ranks.ok("%%local\nsession.run(read).values == [('here', pid) for pid in pids]").shown == "True\n"
+    assert ranks.ok("bound").shown == "'here'\n"
+
+
+def test_each_call_has_its_own_curves_output_and_steps_and_a_pull_is_no_run(ranks: Notebook) -> None:
+    ranks.ok("for i in range(3): nbddp.log(loss=i)\nprint('loss', rank)")
+    ranks.ok("%%local\nfirst = nbddp.last_run()")
+    ranks.ok("""\
+        %%ddp --as second -o seen
+        seen = [x for x in nbddp.loader(range(8), 2)]
+        for _ in seen: nbddp.log(acc=1.0)
+        print('acc', rank)
+        rank * 10
+    """)
+    ranks.ok("%ddp pull seen")
+    shown = ranks.ok("%%local\nfirst.state, first.history['loss'].values.tolist(), first.logs(1)").shown
+    assert shown == "('finished', [0.0, 1.0, 2.0], 'loss 1\\n')\n"
+    shown = ranks.ok("%%local\nsecond.history['acc'].steps.tolist(), second.logs(1), 'loss' in second.history").shown
+    assert shown == "([0, 1], 'acc 1\\n', False)\n"
+    assert ranks.ok("%%local\nsecond.values, nbddp.last_run() is second").shown == "([0, 10, 20], True)\n"
+
+
+def test_a_pushed_function_leaves_each_rank_its_own_number(ranks: Notebook) -> None:
+    ranks.ok("%%local\nrank = 7\ndef helper(): return rank\n%ddp push helper")
+    assert ranks.ok("nbddp.all_gather((rank, helper()))").shown == "[(0, 0), (1, 1), (2, 2)]\n"
+    ranks.ok("%%local\ndel rank, helper")
+
+
+def test_a_cell_that_takes_a_while_or_fails_is_a_run(ranks: Notebook) -> None:
+    ranks.ok("%%local\nbefore = nbddp.last_run()")
+    ranks.ok("1")
+    assert ranks.ok("%%local\nnbddp.last_run() is before").shown == "True\n"
+    ranks.ok("time.sleep(0.6)")
+    assert ranks.ok("%%local\nnbddp.last_run().state, nbddp.last_run() is before").shown == "('finished', False)\n"
+    ranks.cell("1 / 0")
+    assert ranks.ok("%%local\nstr(nbddp.last_run().error)").shown == "'division by zero'\n"
+
+
+def test_ddp_and_other_lines_in_one_cell_are_refused(ranks: Notebook) -> None:
+    assert "%ddp close goes into a cell of its own" in ranks.cell("x = 1\n%ddp close").traceback
+    assert "leave out --nprocs 2" in ranks.cell("%%ddp -n 2\n1").shown
+
+
+def test_cells_of_px_and_distributed_run_with_their_first_line_changed(ranks: Notebook) -> None:
+    """``%%px`` and ``%%distributed`` become ``%%ddp``, ``--targets 1`` and ``%%rank [1]`` its ``--ranks 1``."""
+    assert ranks.ok("%%ddp\na = 5\nb = 10\na + b").shown == "15\n"
+    assert ranks.ok("%%ddp --ranks 1\na = 7\nrank").shown == "1\n"
+    assert ranks.ok("%%ddp\na").shown == "5\n[rank 1] 7\n"
+    for some in ("0,1", "2"):
+        ranks.ok(f"%%ddp --ranks {some}\nmodel = torch.nn.Linear(10, 10)")
+    ranks.ok("%%ddp\nfor param in model.parameters():\n    dist.broadcast(param.data, src=0)")
+    assert ranks.ok("%%ddp\nlen(set(nbddp.all_gather(model.weight.sum().item())))").shown == "1\n"
+
+
+def test_a_push_that_tears_an_optimizer_from_its_model_or_fails_has_sent_nothing(ranks: Notebook) -> None:
+    ranks.ok("%%local\nimport threading, torch\nm, lock = torch.nn.Linear(2, 2), threading.Lock()")
+    ranks.ok("%%local\no = torch.optim.Adam(m.parameters())")
+    assert "lock" in ranks.cell("%ddp push m o lock").evalue
+    ranks.ok("%ddp push m")
+    assert ranks.cell("%ddp push o").evalue == "o shares parameters with m: push m and o together"
+    ranks.ok("%ddp push m o")
+
+
+def test_opening_again_keeps_the_names_and_other_options_are_refused(ranks: Notebook) -> None:
+    ranks.ok("kept = 5")
+    ranks.ok("%ddp open -n 3 --device cpu")
+    assert ranks.ok("kept").shown == "5\n"
+    assert "%ddp close" in ranks.cell("%ddp open -n 2 --device cpu").shown
+    ranks.ok("%%local\n%reload_ext nbddp")
+    ranks.ok("%ddp open -n 3 --device cpu")
+    assert ranks.ok("kept").shown == "5\n"
+
+
+def test_a_rank_that_dies_ends_the_session_whose_names_can_be_pulled_from_the_others(notebook: Notebook) -> None:
+    notebook.cell("%ddp close")
+    notebook.ok("%load_ext nbddp\n%ddp open -n 3 --device cpu")
+    notebook.ok("import nbddp, os\nx = nbddp.rank() + 7")
+    before = ranks_of(notebook.pid)
+    reply = notebook.cell("if nbddp.rank() == 0: os.kill(os.getpid(), 9)\nnbddp.barrier()")
+    assert "rank 0 of 3 was killed by SIGKILL" in reply.traceback
+    notebook.ok("%ddp pull x")
+    assert notebook.ok("%%local\nx").shown == "8\n"
+    notebook.ok("%ddp open -n 2 --device cpu")  # ends the others
+    assert not set(before) & set(ranks_of(notebook.pid))
+    notebook.ok("%ddp close")
+    wait_until_alone(notebook.pid)
+    assert notebook.ok("x").shown == "8\n"
+
+
+def test_close_ends_the_ranks_and_a_fresh_cell_has_its_own(notebook: Notebook) -> None:
+    notebook.cell("%ddp close")
+    notebook.ok("%load_ext nbddp\nlr = 3\n%ddp open -n 2 --device cpu")
+    assert len(ranks_of(notebook.pid)) == 2
+    notebook.ok("%ddp close")
+    wait_until_alone(notebook.pid)
+    assert notebook.ok("%%ddp -n 2 --device cpu\nlr * world_size").shown == "6\n"
+
+
+def test_a_third_interrupt_gives_the_session_up(notebook: Notebook) -> None:
+    notebook.ok("""
+        import nbddp, time
+        session = nbddp.Session(nprocs=2, device="cpu")
+        def deaf():
+            print("begun", flush=True)
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                try: time.sleep(60)
+                except KeyboardInterrupt: pass
+    """)
+    running = notebook.begin("session.run(deaf)")
+    notebook.shown_so_far(running, "begun")
+    for _ in range(2):
+        notebook.interrupt()
+        time.sleep(0.2)
+    assert len(ranks_of(notebook.pid)) == 2
+    notebook.interrupt()
+    reply = notebook.end_of(running)
+    assert (reply.ename, reply.seconds < 5) == ("KeyboardInterrupt", True)
+    assert notebook.ok("session.lost, nbddp.last_run().state").shown == "('the session is closed', 'stopped')\n"
+    wait_until_alone(notebook.pid)
+
+
+def test_an_interrupt_while_a_session_opens_ends_ranks_that_hang(notebook: Notebook) -> None:
+    running = notebook.begin("import nbddp\nsession = nbddp.Session(nprocs=8, device='cpu')")
+    os.kill(wait_until(lambda: ranks_of(notebook.pid))[0], signal.SIGSTOP)
+    time.sleep(0.5)
+    notebook.interrupt()
+    reply = notebook.end_of(running)
+    assert (reply.ename, reply.seconds < 5) == ("KeyboardInterrupt", True)
+    wait_until_alone(notebook.pid)
+
+
+def test_a_close_that_is_interrupted_has_closed_the_session(notebook: Notebook) -> None:
+    notebook.ok("""
+        import nbddp
+        session = nbddp.Session(nprocs=2, device="cpu")
+        session.cell("import threading, time\\nthreading.Thread(target=time.sleep, args=(60,)).start()")
+    """)
+    running = notebook.begin("print('begun', flush=True)\nsession.close()")
+    notebook.shown_so_far(running, "begun")
+    time.sleep(0.3)
+    notebook.interrupt()
+    assert notebook.end_of(running).ename == "KeyboardInterrupt"
+    assert notebook.ok("session.close()\nsession").shown == "<Session: the session is closed, 2 ranks>\n"
+    wait_until_alone(notebook.pid)
+
+
+def test_an_interrupt_while_ranks_are_put_right_loses_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
-        for _ in range(3):
-            with pytest.raises(nbddp.RankError):
-                quiet(session, fail_while_others, "all_reduce")
+        raise ValueError("the error")
 
-    fail()
-    before = quiet(session, held).values
-    fail()
-    assert quiet(session, held).values == before
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
 
-
-def test_a_session_stays_in_the_notebook(session: nbddp.Session) -> None:
-    with pytest.raises(nbddp.PayloadError, match="a Session stays in the notebook"):
-        quiet(session, bind, session)
-    assert repr(session).startswith("<Session: 3 ranks on cpu")
-
-
-def test_a_rank_whose_device_has_failed_is_lost_and_the_others_stay() -> None:
-    def break_device() -> None:
-        import __main__
-        from nbddp.worker import regroup
-
-        __main__.model = nbddp.wrap(torch.nn.Linear(1, 1))  # type: ignore[attr-defined]
-
-        def reads_the_device(model: Any) -> int:
-            raise RuntimeError("CUDA error: device-side assert triggered\nFor debugging consider passing ...")
-
-        if nbddp.rank() == 1:
-            regroup.fingerprint = reads_the_device
-        raise ValueError("on purpose")
-
-    with nbddp.session(nprocs=2, device="cpu") as session:
-        pids = quiet(session, os.getpid).values
-        with pytest.raises(nbddp.RankError, match="on purpose"):
-            quiet(session, break_device)
-        with pytest.raises(nbddp.LaunchError, match=r"rank 1.*RuntimeError: CUDA error: device-side assert triggered"):
-            quiet(session, os.getpid)
-        session.restart()
-        assert [pid == before for pid, before in zip(quiet(session, os.getpid).values, pids)] == [True, False]
-
-
-def test_a_rank_is_released_from_nccls_groups_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Group:
-        aborted = 0
-
-        def abort(self) -> None:
-            self.aborted += 1
-
-    backends = {Group(): "nccl", Group(): "gloo", Group(): "cpu:gloo,cuda:nccl"}
-    world = SimpleNamespace(pg_map=backends)
-    monkeypatch.setattr(process_group.distributed_c10d, "_world", world)
-    monkeypatch.setattr(process_group, "uses_nccl", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", backends.get)
-    process_group.abort_nccl()
-    assert [group.aborted for group in backends] == [1, 0, 1]
+    with nbddp.Session(nprocs=2, device="cpu", show=False) as session:
+        monkeypatch.setattr(nbddp.Session, "_put_right", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            session.run(fail)
+        run = nbddp.last_run()
+        assert run is not None
+        assert (run.state, str(run.error.__cause__)) == ("failed", "the error")

@@ -1,47 +1,38 @@
-"""``nbddp.spawn`` behaves as ``torch.multiprocessing.spawn``, and works from a cell.
-
-The cases follow torch's own test/test_multiprocessing_spawn.py.
-"""
+"""``nbddp.spawn`` behaves as ``torch.multiprocessing.spawn``, and works from a cell."""
 
 from __future__ import annotations
 
+import inspect
 import os
+import pickle
 import re
 import signal
-import socket
-import time
-from typing import Any
+from pathlib import Path
 
 import psutil
 import pytest
 import torch.multiprocessing
 
 import nbddp
-from nbddp.kernel.spawn import SpawnContext
-from tests.support import Cells, wait_until
+from tests.support import Cells, free_port, wait_until
 
 
-def test_the_first_argument_is_the_rank(cell: Cells) -> None:
+def test_the_signature_is_torchs() -> None:
+    ours, theirs = (inspect.signature(f).parameters for f in (nbddp.spawn, torch.multiprocessing.spawn))
+    assert list(ours) == list(theirs)
+    assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
+
+
+def test_an_exception_and_any_other_end_are_worded_as_torch_does(cell: Cells) -> None:
     names = cell("""
-        def train(i, queue, offset):
-            queue.put((i, offset + i))
-    """)
-    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    assert nbddp.spawn(names.train, args=(queue, 10), nprocs=3) is None
-    assert sorted(queue.get() for _ in range(3)) == [(0, 10), (1, 11), (2, 12)]
-    queue.close()
-
-
-def test_one_and_four_processes_succeed(cell: Cells) -> None:
-    names = cell("def train(i): pass")
-    assert nbddp.spawn(names.train) is None
-    assert nbddp.spawn(names.train, nprocs=4) is None
-
-
-def test_an_exception_is_worded_as_torch_does(cell: Cells) -> None:
-    names = cell("""
+        import os, sys, time
         def train(i, arg):
             raise ValueError(f"legitimate exception from process {i}: {arg}")
+        def leave(i, code): sys.exit(code)
+        def die(i, number):
+            if i == 1:
+                os.kill(os.getpid(), number)
+            time.sleep(60)
     """)
     with pytest.raises(torch.multiprocessing.ProcessRaisedException) as caught:
         nbddp.spawn(names.train, args=("x",), nprocs=2)
@@ -52,138 +43,55 @@ def test_an_exception_is_worded_as_torch_does(cell: Cells) -> None:
     assert isinstance(error, nbddp.RankError)
     assert type(error.cause) is ValueError
     assert error.error_pid > 0
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.error_pid) == (type(error), str(error), error.error_pid)
+    with pytest.raises(torch.multiprocessing.ProcessExitedException, match=r"^process 0 .* exit code 123$") as ended:
+        nbddp.spawn(names.leave, args=(123,))
+    assert (ended.value.error_index, ended.value.exit_code) == (0, 123)
+    with pytest.raises(torch.multiprocessing.ProcessExitedException, match=r"^process 1 .* signal SIGKILL$") as ended:
+        nbddp.spawn(names.die, args=(int(signal.SIGKILL),), nprocs=2)
+    assert isinstance(ended.value, nbddp.RankDied)
+    assert (ended.value.error_index, ended.value.exit_code, ended.value.signal_name) == (1, -9, "SIGKILL")
 
 
-def test_the_failing_process_is_named(cell: Cells) -> None:
-    names = cell("""
-        import time
-        def train(i):
-            if i == 1:
-                raise ValueError("only 1")
-            time.sleep(60)
-    """)
-    began = time.monotonic()
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="-- Process 1 terminated") as caught:
-        nbddp.spawn(names.train, nprocs=3)
-    assert caught.value.error_index == 1
-    assert time.monotonic() - began < 30
-
-
-def test_an_exit_code_is_worded_as_torch_does(cell: Cells) -> None:
-    names = cell("""
-        import os, sys, time
-        def train(i, code):
-            if i == 0:
-                os._exit(code)
-            time.sleep(60)
-        def leave(i, code): sys.exit(code)
-    """)
-    for function in (names.train, names.leave):
-        with pytest.raises(torch.multiprocessing.ProcessExitedException) as caught:
-            nbddp.spawn(function, args=(123,), nprocs=1)
-        assert caught.value.exit_code == 123
-        assert str(caught.value) == "process 0 terminated with exit code 123"
-        assert isinstance(caught.value, nbddp.RankDied)
-
-
-@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-def test_a_signal_is_named(cell: Cells, number: signal.Signals) -> None:
+def test_join_false_gives_a_context_whose_join_has_a_timeout_and_takes_no_stop_for_a_success(
+    cell: Cells, tmp_path: Path
+) -> None:
     names = cell("""
         import os, time
-        def train(i, number):
-            if i == 1:
-                os.kill(os.getpid(), number)
-            time.sleep(60)
+        def train(i, go):
+            while not os.path.exists(go): time.sleep(0.01)
+            if i == 1 and os.path.getsize(go): raise KeyError("late")
     """)
-    with pytest.raises(torch.multiprocessing.ProcessExitedException) as caught:
-        nbddp.spawn(names.train, args=(int(number),), nprocs=2)
-    error = caught.value
-    assert str(error) == f"process 1 terminated with signal {number.name}"
-    assert (error.error_index, error.exit_code, error.signal_name) == (1, -number, number.name)
+    for text in ("", "fail"):
+        go = tmp_path / f"go{text}"
+        context = nbddp.spawn(names.train, (str(go),), nprocs=2, join=False)
+        assert context.join(timeout=0.1) is False
+        pids = context.pids()
+        assert len(set(pids)) == 2
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        (tmp_path / "written").write_text(text)
+        os.rename(tmp_path / "written", go)
+        if text:
+            with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="-- Process 1 terminated"):
+                context.join(timeout=20)
+        else:
+            assert context.join(timeout=20) is True
+            assert context.join() is True
+        assert context.pids() == pids
+        wait_until(lambda pids=pids: not any(psutil.pid_exists(pid) for pid in pids))
+    going = nbddp.spawn(names.train, (str(tmp_path / "never"),), nprocs=2, join=False)
+    going.pids()
+    going.run.stop(0)
+    with pytest.raises(nbddp.NbddpError, match="is stopped"):
+        going.join()
 
 
-def _begin(function: Any, args: tuple[Any, ...] = (), nprocs: int = 2) -> SpawnContext:
-    context = nbddp.spawn(function, args=args, nprocs=nprocs, join=False)
-    assert context is not None
-    return context
-
-
-def test_join_false_gives_a_context_whose_join_has_a_timeout(cell: Cells) -> None:
-    names = cell("""
-        def train(i, queue): queue.get()
-    """)
-    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    context = _begin(names.train, (queue,))
-    assert context.join(timeout=0.1) is False
-    pids = context.pids()
-    assert len(set(pids)) == 2
-    assert all(psutil.pid_exists(pid) for pid in pids)
-    for _ in pids:
-        queue.put(None)
-    assert context.join(timeout=20) is True
-    assert context.join() is True
-    assert context.pids() == pids
-    queue.close()
-
-
-def test_join_raises_after_join_false(cell: Cells) -> None:
-    names = cell("""
-        import time
-        def train(i):
-            if i == 0:
-                raise KeyError("first")
-            time.sleep(60)
-    """)
-    context = _begin(names.train)
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="KeyError: 'first'"):
-        while not context.join(timeout=20):
-            pass
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in context.pids()))
-
-
-def test_pids_are_the_processes_own(cell: Cells) -> None:
-    names = cell("""
-        import os, pathlib
-        def train(i, folder): pathlib.Path(folder, str(i)).write_text(str(os.getpid()))
-    """)
-    import pathlib
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        context = _begin(names.train, (folder,), nprocs=3)
-        assert context.join()
-        assert [int(pathlib.Path(folder, str(i)).read_text()) for i in range(3)] == context.pids()
-
-
-def test_an_exception_that_does_not_pickle_keeps_its_text(cell: Cells) -> None:
-    names = cell("""
-        import threading
-        class Odd(Exception):
-            def __init__(self, message):
-                super().__init__(message)
-                self.lock = threading.Lock()
-        def train(i): raise Odd("cannot travel")
-    """)
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="Odd: cannot travel"):
-        nbddp.spawn(names.train)
-
-
-def test_spawn_sets_no_environment_and_makes_no_process_group(cell: Cells) -> None:
-    names = cell("""
-        import os, torch.distributed as dist
-        def train(i, wanted):
-            assert not dist.is_initialized()
-            assert not [key for key in wanted if key in os.environ]
-    """)
-    wanted = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
-    nbddp.spawn(names.train, args=(wanted,), nprocs=2)
-
-
-@pytest.mark.timeout(40)
-def test_the_official_tutorial_trains_after_changing_one_word(cell: Cells, tmp_path: Any) -> None:
-    """The official DDP tutorial: own MASTER_PORT, own init_process_group, mp.spawn(fn, args, nprocs, join)."""
+def test_the_official_tutorial_trains_after_changing_one_word(cell: Cells, tmp_path: Path) -> None:
+    """It sets MASTER_PORT and makes its group itself, and finds neither."""
     names = cell("""
         import os, torch, torch.distributed as dist
+        wanted = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID".split()
         from torch.nn.parallel import DistributedDataParallel as DDP
         def setup(rank, world_size, port):
             os.environ["MASTER_ADDR"] = "localhost"
@@ -196,6 +104,8 @@ def test_the_official_tutorial_trains_after_changing_one_word(cell: Cells, tmp_p
                 self.net2 = torch.nn.Linear(10, 5)
             def forward(self, x): return self.net2(torch.relu(self.net1(x)))
         def demo_basic(rank, world_size, port, folder):
+            assert not dist.is_initialized()
+            assert not [key for key in wanted if key in os.environ]
             setup(rank, world_size, port)
             torch.manual_seed(rank)
             model = DDP(ToyModel())
@@ -208,53 +118,15 @@ def test_the_official_tutorial_trains_after_changing_one_word(cell: Cells, tmp_p
             torch.save(weight, f"{folder}/{rank}.pt")
             dist.destroy_process_group()
     """)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    nbddp.spawn(names.demo_basic, args=(2, port, str(tmp_path)), nprocs=2, join=True)
+    nbddp.spawn(names.demo_basic, args=(2, free_port(), str(tmp_path)), nprocs=2, join=True)
     assert torch.equal(torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt"))
 
 
-def test_a_spawn_inside_a_spawned_process_works(cell: Cells, tmp_path: Any) -> None:
-    """Torch tests that a parent's end takes its children along; here nested ranks also do their work."""
-    names = cell("""
-        import os, pathlib, torch.multiprocessing as mp
-        def inner(i, outer, folder):
-            pathlib.Path(folder, f"{outer}-{i}").write_text(str(os.getpid()))
-        def outer(i, folder):
-            mp.start_processes(inner, args=(i, folder), nprocs=2, start_method="fork")
-    """)
-    nbddp.spawn(names.outer, args=(str(tmp_path),), nprocs=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
-
-
-def test_children_of_a_killed_rank_end_too(cell: Cells, tmp_path: Any) -> None:
-    names = cell("""
-        import os, pathlib, subprocess, time
-        def train(i, folder):
-            child = subprocess.Popen(["sleep", "1000"])
-            pathlib.Path(folder, "pid").write_text(str(child.pid))
-            os.rename(f"{folder}/pid", f"{folder}/ready")
-            time.sleep(1000)
-    """)
-    context = _begin(names.train, (str(tmp_path),), nprocs=1)
-    wait_until(lambda: (tmp_path / "ready").exists())
-    os.kill(context.pids()[0], signal.SIGKILL)
-    with pytest.raises(torch.multiprocessing.ProcessExitedException, match="SIGKILL"):
-        context.join()
-    wait_until(lambda: not psutil.pid_exists(int((tmp_path / "ready").read_text())))
-
-
-def test_zero_processes_are_refused(cell: Cells) -> None:
-    """``nprocs=torch.cuda.device_count()`` without a GPU: torch "succeeds" having done nothing."""
-    names = cell("def train(i): pass")
-    with pytest.raises(nbddp.LaunchError, match="device_count"):
+def test_what_cannot_work_is_refused_by_name(cell: Cells) -> None:
+    names = cell("import threading\ndef train(i, lock=None): pass\nlock = threading.Lock()")
+    with pytest.raises(nbddp.LaunchError, match="device_count"):  # torch "succeeds" having done nothing
         nbddp.spawn(names.train, nprocs=0)
-
-
-def test_the_signature_is_torchs() -> None:
-    import inspect
-
-    ours, theirs = (inspect.signature(f).parameters for f in (nbddp.spawn, torch.multiprocessing.spawn))
-    assert list(ours) == list(theirs)
-    assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
+    with pytest.raises(nbddp.LaunchError, match="cannot be called with these arguments"):
+        nbddp.spawn(names.train, (1, 2))
+    with pytest.raises(nbddp.PayloadError, match=r"args\[0\]"):
+        nbddp.spawn(names.train, (names.lock,))

@@ -18,24 +18,20 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Turn ``:func:`nbddp.log` `` into code, and remove the ``::`` before an indented block."""
         if obj.docstring is not None:
-            text = ROLE.sub(r"`\1`", obj.docstring.value)
-            obj.docstring.value = re.sub(r"^::$", "", text, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(r"^::$", "", ROLE.sub(r"`\1`", obj.docstring.value), flags=re.MULTILINE)
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Write out the ``**options`` of ``run``, as its signature does in a notebook."""
-        if "options" not in func.parameters or not hasattr(found := pydoc.locate(func.path), "__signature__"):
-            return
-        shown = inspect.signature(found).parameters
-        func.parameters = griffe.Parameters(
-            *(p for p in func.parameters if p.name in shown),
-            *(
-                griffe.Parameter(
-                    name,
-                    annotation=parameter.annotation,
-                    kind=griffe.ParameterKind.keyword_only,
-                    default=repr(parameter.default),
+        """Write out the options, as the signature does in a notebook: griffe reads the function below a decorator."""
+        if "options" in func.parameters:
+            shown = inspect.signature(pydoc.locate(func.path)).parameters
+            func.parameters = griffe.Parameters(
+                *(
+                    griffe.Parameter(
+                        name,
+                        annotation=str(each.annotation) if each.annotation is not each.empty else None,
+                        kind=griffe.ParameterKind[each.kind.name.lower()],
+                        default=None if each.default is each.empty else repr(each.default),
+                    )
+                    for name, each in shown.items()
                 )
-                for name, parameter in shown.items()
-                if name not in func.parameters
-            ),
-        )
+            )

@@ -1,7 +1,8 @@
-"""Adds what lies outside of docs/ to the site: the notebooks with their outputs, and their pictures."""
+"""Adds the notebooks with their outputs, and their pictures, to the site."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,18 @@ import nbformat
 from mkdocs.structure.files import File, Files
 from nbconvert import HTMLExporter
 
-ROOT = Path(__file__).parents[2]
-PICTURE = "nbddp-panel.png"
+FOLDER = Path(__file__).parents[2] / "notebooks"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    folder = ROOT / "notebooks"
-    readme = (folder / "README.md").read_text().replace(".ipynb)", ".html)")
-    files.append(File.generated(config, "notebooks/README.md", content=readme))
-    for where in ("images", "notebooks"):
-        files.append(File.generated(config, f"{where}/{PICTURE}", content=(folder / PICTURE).read_bytes()))
-    for path in sorted((folder / "drawings").glob("*.svg")):
-        files.append(File.generated(config, f"notebooks/drawings/{path.name}", content=path.read_bytes()))
-    exporter = HTMLExporter(template_name="lab")
-    for path in sorted(folder.glob("*.ipynb")):
-        page, _ = exporter.from_notebook_node(nbformat.read(path, as_version=4))
-        files.append(File.generated(config, f"notebooks/{path.stem}.html", content=page))
+    readme = (FOLDER / "README.md").read_text().replace(".ipynb)", ".html)")
+    pages: dict[str, str | bytes] = {"README.md": readme}
+    for path in [*FOLDER.glob("*.png"), *FOLDER.glob("drawings/*.svg")]:
+        pages[str(path.relative_to(FOLDER))] = path.read_bytes()
+    for path in FOLDER.glob("*.ipynb"):
+        page, _ = HTMLExporter(template_name="lab").from_notebook_node(nbformat.read(path, as_version=4))
+        page = re.sub(r'href="(\w+)\.ipynb"', r'href="\1.html"', page)
+        pages[f"{path.stem}.html"] = re.sub(r'href="\.\./docs/([\w/]+)\.md', r'href="../\1/', page)
+    for name, content in sorted(pages.items()):
+        files.append(File.generated(config, f"notebooks/{name}", content=content))
     return files

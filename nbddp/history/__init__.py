@@ -1,1 +1,0 @@
-"""The numbers of a run: metrics as columns, combined over ranks and restarts; uses no widgets and no processes."""

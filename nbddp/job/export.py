@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nbddp import folders, payload
+from nbddp import payload
+from nbddp.errors import PayloadError
 from nbddp.job import job_file
-from nbddp.kernel.plan import checked_call
-from nbddp.payload import unpicklable
+from nbddp.kernel.settings import arguments, check_call, users_folders
+from nbddp.kernel.start import pack_call
+from nbddp.text import in_a_line
 
 
 def export(
@@ -24,49 +25,39 @@ def export(
     ::
 
         torchrun --nproc-per-node 4 -m nbddp job.nbddp [--metrics FILE] [--result FILE]
-        srun python -m nbddp job.nbddp          # MASTER_ADDR: the first host's name
         python -m nbddp job.nbddp               # one rank
 
-    The file holds the function and the classes and data that it uses. Modules are imported where it runs, which needs
-    the same versions of Python, torch, cloudpickle and nbddp. ``History.load(FILE)`` reads the metrics,
-    ``load_result(FILE)`` what rank 0 returned. Like unpickling, running the file can run any code.
+    The file holds the function, and the classes and data that it uses. Modules are imported where it runs, with the
+    same versions of Python, torch, and cloudpickle. ``History.load(FILE)`` reads the metrics, ``load_result(FILE)``
+    what rank 0 returned. To run the file can run any code, like unpickling.
 
     Args:
-        path: the file. It is written atomically, and only its owner can read it (mode 0600).
+        path: of the file, which is written whole or not at all; only its owner can read it (mode 0600).
 
     Raises:
-        LaunchError: the function cannot be called with these arguments.
-        PayloadError: a variable, which the error names, cannot be pickled. Queues, locks and tensors in shared memory
-            cannot, because they need a parent process that starts the ranks.
+        LaunchError: the function can't be called with these arguments.
+        PayloadError: a variable, which the error names, doesn't pickle.
+        NbddpError: the file can't be written.
     """
-    call = checked_call(fn, args, kwargs)
-
-    def fill(fd: int) -> int:
-        try:
-            return payload.pack((call.fn, call.args, call.kwargs), fd, inheriting=False).nbytes
-        except Exception as error:  # whatever a user's __reduce__ raises
-            named = {call.name: fn, **{f"args[{i}]": arg for i, arg in enumerate(call.args)}, **call.kwargs}
-            explained = unpicklable.explain(named, error, what=f"cannot export {call.name}", inheriting=False)
-            if isinstance(error, OSError) and not explained.path:
-                raise  # a full disk
-            raise explained from None
-
-    job_file.write(path, job_file.JOB, call.name, fill, tuple(folders.users(sys.path)))
+    name = check_call(fn, args, kwargs or {}, None)
+    packed = pack_call(name, fn, tuple(args), dict(kwargs or {}), failure="cannot be exported", elsewhere=True)
+    with packed.block as block:
+        job_file.write(path, job_file.JOB, block, name=name, argv=arguments(name), folders=users_folders())
 
 
 def load_result(path: str | os.PathLike[str]) -> Any:
-    """Load what rank 0 of a job returned, which ran with ``--result PATH``; tensors are on the CPU.
+    """Return what rank 0 of a job returned, which ran with ``--result PATH``; tensors are on the CPU.
 
-    The file is unpickled, which can run any code: load only files that you trust.
+    The notebook's functions and classes are those that it has now under the same names. To load the file can run any
+    code, like unpickling: load only what you trust.
 
     Raises:
-        NbddpError: the file does not hold a result, is truncated or damaged, or was written with other versions.
-        PayloadError: it cannot be unpickled here, e.g. because a module is missing.
+        OSError: as ``open``. NbddpError: it isn't a result, is truncated, or was written with other versions.
+        PayloadError: it can't be unpickled here, for example because the notebook doesn't define a class.
     """
-    fd, head = job_file.open_block(path, job_file.RESULT)
-    try:
-        return payload.unpack(fd, head.nbytes).value
-    except Exception as error:  # whatever a user's __setstate__ raises
-        raise unpicklable.explain_unpacking(os.fspath(path), error) from error
-    finally:
-        os.close(fd)
+    block, _ = job_file.read(path, job_file.RESULT)
+    with block:
+        try:
+            return payload.unpack(block).value
+        except Exception as error:  # of a user's __setstate__, or a module that is missing
+            raise PayloadError(f"{os.fspath(path)} cannot be unpickled here: {in_a_line(error)}") from error

@@ -1,124 +1,59 @@
-"""Reads and writes files that hold one pickled object: a job, or the result of one.
+"""A file with one packed object: a job, or the result of one. The last line describes it, as JSON.
 
-    [block, as payload writes it][head, JSON][checksum of block and head][length of the head][mark]
-
-The block comes first, so that a reader can map it; the head comes last, so a truncated copy lacks it. Reading the head
-runs no code; unpacking the block can run any code. The checksum (CRC-32) is compared first, so that damaged data is
-not unpacked; it does not protect from intentional changes.
+The block comes first, so that a reader can map it. To read the line runs no code; to unpack the block can run any.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import struct
-import zlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import BinaryIO
+import sys
+from typing import Any
 
-from nbddp.atomic_file import WholeFile, open_own
+import cloudpickle
+import torch
+
 from nbddp.errors import NbddpError
-from nbddp.versions import difference, versions
+from nbddp.files import new_file
+from nbddp.payload import Block
 
 JOB, RESULT = "job", "result"
 _WRITER = {JOB: "nbddp.export()", RESULT: "python -m nbddp ... --result"}
-_MARK = b"nbddp file 2\n"  # the number is the version of the format
-_ANY_VERSION_MARK = b"nbddp file "
-_END = struct.Struct(f"<IQ{len(_MARK)}s")
-_CHUNK_NBYTES = 1 << 20
-_MODE = 0o600  # write access lets others run code as the reader, and read access shows the notebook's data
+# Python's bytecode is in the file, and the pickle calls functions of torch and cloudpickle.
+_VERSIONS = "Python {}.{}, torch {}, cloudpickle {}".format(
+    *sys.version_info[:2], torch.__version__, cloudpickle.__version__
+)
+_LINE_BYTES = 1 << 20  # the most of the last line that's read
 
 
-@dataclass(frozen=True)
-class Head:
-    """A description of the object that can be read without unpacking it.
-
-    Attributes:
-        kind: ``JOB`` or ``RESULT``.
-        name: the function's name.
-        nbytes: the size of the block.
-        versions: the versions of Python and the packages that wrote it.
-        folders: for a job, the notebook's ``sys.path`` without the folders of its Python.
-    """
-
-    kind: str
-    name: str
-    nbytes: int
-    versions: dict[str, str]
-    folders: list[str]
-
-    def __post_init__(self) -> None:
-        kinds = {"kind": str, "name": str, "nbytes": int, "versions": dict, "folders": list}
-        if not all(isinstance(getattr(self, field), kind) for field, kind in kinds.items()):
-            raise TypeError("the head has other types")
+def write(path: str | os.PathLike[str], kind: str, block: Block, **described: Any) -> None:
+    """Write a file that only its owner can read: it holds the notebook's data. Raises NbddpError if it can't be."""
+    line = json.dumps({"nbddp": kind, "nbytes": block.nbytes, "versions": _VERSIONS, **described})
+    with new_file(path, mode=0o600) as file:
+        file.write(block.view())
+        file.write(b"\n" + line.encode())
 
 
-def write(
-    path: str | os.PathLike[str], kind: str, name: str, fill: Callable[[int], int], folders: tuple[str, ...] = ()
-) -> None:
-    """Write the file atomically; an older one stays until then.
-
-    Args:
-        fill: writes the block to a file descriptor, and returns its size.
-    """
-    with WholeFile(path, _MODE) as file:
-        nbytes = fill(file.fileno())
-        head = json.dumps(asdict(Head(kind, name, nbytes, versions(), list(folders)))).encode()
-        file.seek(nbytes)
-        file.write(head)
-        file.write(_END.pack(_checksum(file, nbytes + len(head)), len(head), _MARK))
-
-
-def open_block(path: str | os.PathLike[str], kind: str) -> tuple[int, Head]:
-    """Open a file whose block can be unpacked here. Returns its file descriptor, which the caller closes, and its head.
+def read(path: str | os.PathLike[str], kind: str) -> tuple[Block, dict[str, Any]]:
+    """Return the block and what describes it.
 
     Raises:
-        NbddpError: the file is of another kind, is truncated, or was written with other versions.
+        OSError: the file can't be opened.
+        NbddpError: it isn't of this kind, is truncated, or was written with other versions.
     """
-    with open_own(path) as file:
-        head = _read_head(file, kind)
-        theirs, ours = difference(head.versions)
-        if theirs:
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _LINE_BYTES))
+        line = file.read().rpartition(b"\n")[2]
+        try:
+            described = json.loads(line)
+            versions, *fits = described["versions"], described["nbddp"], described["nbytes"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            fits = []
+        if fits != [kind, size - len(line) - 1]:
+            raise NbddpError(f"{os.fspath(path)} was not written by {_WRITER[kind]}, or is truncated")
+        if versions != _VERSIONS:
             raise NbddpError(
-                f"{os.fspath(path)} was written with {theirs}, but {ours} is installed here, which may not be able to "
-                "read it. Install the same versions here, or write the file again"
+                f"{os.fspath(path)} was written with {versions}; install these here, which has {_VERSIONS}"
             )
-        return os.dup(file.fileno()), head
-
-
-def _read_head(file: BinaryIO, kind: str) -> Head:
-    rest = file.seek(0, os.SEEK_END) - _END.size
-    if rest < 0:
-        raise _not_ours(file, kind)
-    file.seek(rest)
-    checksum, length, mark = _END.unpack(file.read(_END.size))
-    if mark != _MARK and mark.startswith(_ANY_VERSION_MARK):
-        raise NbddpError(f"{file.name} was written by a version of nbddp with another format: write it again")
-    if mark != _MARK or length > rest:
-        raise _not_ours(file, kind)
-    block_nbytes = rest - length
-    if checksum != _checksum(file, block_nbytes + length):
-        raise _not_ours(file, kind, " or damaged: its checksum does not match its content")
-    try:
-        file.seek(block_nbytes)
-        head = Head(**json.loads(file.read(length)))
-    except (ValueError, TypeError, RecursionError):
-        raise _not_ours(file, kind) from None
-    if head.kind != kind or head.nbytes != block_nbytes:
-        raise _not_ours(file, kind)
-    return head
-
-
-def _not_ours(file: BinaryIO, kind: str, damage: str = "") -> NbddpError:
-    return NbddpError(f"{file.name} was not written by {_WRITER[kind]}, or is truncated{damage}")
-
-
-def _checksum(file: BinaryIO, nbytes: int) -> int:
-    """Return the checksum of the first ``nbytes``, which are read in pieces."""
-    checksum, left = 0, nbytes
-    file.seek(0)
-    while left and (piece := file.read(min(left, _CHUNK_NBYTES))):
-        checksum, left = zlib.crc32(piece, checksum), left - len(piece)
-    file.seek(nbytes)
-    return checksum
+        return Block(os.dup(file.fileno()), described["nbytes"]), described

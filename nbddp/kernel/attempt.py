@@ -1,277 +1,242 @@
-"""Follows all ranks of one attempt at a run, from their start to their end."""
+"""Follows one order on a crew, until every rank has reported: the first failure, interrupts, stop, timeout.
+
+It runs on the thread that waits for the ranks. Meanwhile an interrupt of the cell is a request, so that it ends nothing
+of ours halfway.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
+import math
+import queue
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from nbddp import wire
-from nbddp.errors import NanLogged, PayloadError, RunTimeout
-from nbddp.history.history import History
-from nbddp.kernel import failure, stacks
-from nbddp.kernel.hang import Locator, StallDetector
-from nbddp.kernel.plan import Plan
-from nbddp.kernel.remarks import side_by_side
-from nbddp.kernel.state import RunState
-from nbddp.latch import Abandoned, aside
-from nbddp.launch.interface import Crew, Rank
-from nbddp.payload import Packed, Unpacked
-from nbddp.payload.partial import Remains
-from nbddp.tracebacks import drop_our_frames
+from nbddp.kernel import failure, hang
+from nbddp.kernel.crew import POLL_S, Crew
+from nbddp.kernel.hang import Locator
+from nbddp.kernel.interrupts import interrupts_to
+from nbddp.kernel.page import Page
+from nbddp.kernel.prompt import Prompt
+from nbddp.kernel.rank_state import RankState
+from nbddp.messages import CountSteps, Release, Steps, StopAfter
+from nbddp.payload import Block
+from nbddp.process.machine import Event
 
-_LEAVE_GRACE_S = 30.0  # for exit handlers, threads that still save and NCCL's teardown, once every rank has reported
-_POLL_S = 0.2  # between two reads of metrics and output; 0.1 took half as much again of a core
-_CALL_POLL_S = 0.02  # while a rank is to get a message at the beginning of its call, which nothing reports
-_PEERS_GRACE_S = 0.2  # for the other ranks' finally blocks when one has failed
-_FAILURE_WINDOW_S = 0.1  # how much later than its consequence a failure may be reported
-_CONSEQUENCE_WINDOW_S = 1.0
-_CONSEQUENCE_WINDOW_ON_HOSTS_S = 5.0  # a host that ends takes longer to be noticed than its broken connections
-_STACKS_TIMEOUT_S = 0.1  # short, since the user waits for the run to end
-_BACKLOG_BYTES = 128 << 10  # of metrics in one read: the rank logs faster than the notebook reads
-_SEE_PARTIAL = ". All else that the ranks returned is in this error's .partial, by rank"
-_WITH_RESULT = (wire.Finished, wire.Failed)
-_T = TypeVar("_T")
+_CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
+_LOSS_NOTICED_S = 5.0  # the same on several machines: it takes Ray 2 s to notice that one is gone
+_ANSWER_S = 5.0  # for the thread that follows to ask the ranks where they are
+_WHERE_S = 0.1  # for the ranks to say where they are, when somebody waits for their end
+_COUNT_S = 0.5  # for the ranks to say how many optimizer steps they have taken
+_OWN_INTERRUPT_S = 0.5  # for the cell's, after the ranks'
+_SAME_STEP_S = 1.0  # and twice what a step takes: for the ranks to come to the step after which they stop
+_RELEASE_S = 0.03  # between failure, release, and interrupt: a rank that waits for others may fail with a better text
+_AGAIN_S = 1.0  # until ranks that have swallowed an interrupt get another one
+
+_Plan = list[tuple[float, Callable[[Sequence[RankState]], None]]]  # when, and what to do to ranks that still work
 
 
-class HostsAreBack(Exception):
-    """A snapshot was saved after hosts have come back: the ranks are to start again from it, on them as well."""
+@dataclass(frozen=True)
+class Patience:
+    """How long ranks that should end an order may take, before they are killed.
+
+    Attributes:
+        after_failure_s: of another rank, for their ``finally`` blocks.
+        after_interrupts_s: the first, the second; inf: the ranks aren't even asked to end. One more interrupt raises
+            KeyboardInterrupt here, whatever the ranks do.
+    """
+
+    after_failure_s: float
+    after_interrupts_s: tuple[float, float]
+
+
+OF_A_RUN = Patience(0.3, (5.0, 0.0))
+OF_A_SESSION = Patience(10.0, (10.0, 10.0))  # whose state would be lost
+OF_AN_ANSWER = Patience(10.0, (math.inf, math.inf))  # to an order that runs nothing of the user's
 
 
 class Attempt:
-    """All ranks of one attempt, from their start to their end. Runs on the run's own thread.
+    """One order to some ranks of a crew.
+
+    A failure, an interrupt of the cell, ``stop()``, or the timeout makes a plan, which replaces the one before: let all
+    ranks come to the same optimizer step, if they train; interrupt them; release those that wait for others; and kill,
+    after its ``Patience``, those that still haven't reported.
+
+    Args:
+        block: goes with the order.
+        look: is called again and again.
+        steps: returns the step that each rank has logged last.
 
     Attributes:
-        locator: finds out where the ranks are, for any thread while ``state.crew`` is this attempt's crew.
+        printed_before: how much each rank of the crew had printed before.
+        ending: why ranks that haven't reported should: "failed" (another rank has), "late" (its deadline), or "stopped"
+            (an interrupt or ``stop()``), whichever came first; "" as long as they needn't.
+        interrupts: how often the cell was interrupted.
+        released: ranks have been asked to leave what they were doing, so the default group has to be replaced.
+        where: where the ranks were when they were stopped, or a collective timed out; "" if nobody asked.
     """
 
     def __init__(
-        self, plan: Plan, packed: Packed, crew: Crew, state: RunState, history: History, stall: StallDetector
+        self,
+        crew: Crew,
+        order: Any,
+        ranks: Sequence[RankState],
+        page: Page,
+        patience: Patience,
+        *,
+        block: Block | None = None,
+        deadline: float = float("inf"),
+        look: Callable[[Attempt], None] = lambda attempt: None,
+        steps: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        self._plan = plan
-        self._packed = packed
-        self._crew = crew
-        self._state = state
-        self._stall = stall
-        self._history = history
-        self._deadline = state.began + (plan.timeout_s or float("inf"))
-        self._snapshots = history.snapshots  # before a host came back
-        self._failures = failure.Failures(plan.name, plan.nprocs, packed.by_value, plan.device, plan.ranks)
-        self.locator = Locator(crew, self._failures, history, state, stall)
+        self._crew, self._ranks, self._page, self._patience = crew, ranks, page, patience
+        self._order, self._block = order, block
+        self.printed_before = [rank.output.size for rank in crew.ranks]
+        self._deadline = deadline
+        self._look = look
+        self._prompt = Prompt(crew, ranks, page)
+        self._plan: _Plan = []
+        self._taken: dict[int, Steps] = {}
+        self._failed_at: float | None = None
+        self._grace_s: float | None = None  # of stop(), as soon as it's asked for
+        self.ending, self.interrupts, self.released = "", 0, False
+        self.locator = Locator(crew, ranks, steps)
+        self.where = ""
 
-    def run(self) -> None:
-        """Start all ranks and follow them to their end. Raises the error of the first failure."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._state.attached(self._crew))
-            stack.callback(self._feed_all)  # what the ranks wrote before they ended
-            stack.callback(self._state.dialog.close)
-            stack.enter_context(self._crew)
-            self._crew.launch(self._packed, self._state.outputs, self._state.restarts)
-            self._failures.ranks = len(self._crew.workers)
-            self._history.resize(len(self._crew.workers))
-            try:
-                self._follow()
-            except Abandoned:
-                if self._state.stop_grace_s is None:
-                    raise RunTimeout(
-                        f"{self._plan.name} was stopped after its timeout of {self._plan.timeout_s} s: its ranks had "
-                        "ended, and the notebook was unpickling their results"
-                    ) from None
-                self._state.conclude("stopped")
+    def follow(self) -> None:
+        """Give the order. Return when every rank has reported or ended."""
+        with interrupts_to(self._interrupted), contextlib.ExitStack() as stack:
+            stack.callback(self._replace_plan, [])  # it refers to this attempt, which would live until gc comes
+            self._crew.give(self._order, self._block, self._ranks)
+            while self._waiting():
+                due = self._plan[0][0] - time.monotonic() if self._plan else POLL_S
+                self._note(self._crew.take(min(POLL_S, max(0.0, due))))
+                self._look(self)
+                self._end_what_has_failed()
+                if not self.ending:  # where they stood stays known
+                    self.locator.look_for_a_stall()
+                self._end_what_is_late()
+                if not self._plan and self._crew.inbox.empty():  # the rank that asks may have ended
+                    self._prompt.serve(self.stop)
+                while self._plan and self._plan[0][0] <= time.monotonic():
+                    self._plan.pop(0)[1](self._waiting())
+            if all(rank.was_interrupted for rank in self._ranks):
+                self._wait_for_own_interrupt()
 
-    def _follow(self) -> None:
-        more = False
-        while True:
-            self._watch(0.0 if more else max(0.0, min(_POLL_S, self._deadline - time.monotonic())))
-            more = self._feed()
-            if self._state.phase == "starting" and self._crew.ready:
-                self._state.phase = "running"
-            if self._state.stop_grace_s is not None:
-                return self._stop()
-            if any(map(failure.has_failed, self._crew.workers)):
-                return self._fail()
-            self._check_for_nan()
-            self._check_for_hosts()
-            if all(isinstance(worker.report, wire.Finished) for worker in self._crew.workers):
-                return self._succeed()
-            if time.monotonic() >= self._deadline:
-                self._time_out()
-            self.locator.check_for_a_stall(self._feed)
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it was stopped, and no rank had failed before."""
+        return self.ending in ("stopped", "late")
 
-    # ------------------------------------------------------------------ how it ends
+    def stop(self, grace_s: float | None = None) -> None:
+        """End the order: after the same optimizer step if all ranks train, otherwise where they are.
 
-    def _succeed(self) -> None:
-        results, losses, values = self._unpack_aside(self._unpack_results)
-        notes = [result.notes for result in results]
-        for note in dict.fromkeys(itertools.chain(*notes)):
-            ranks = [str(rank) for rank, rank_notes in enumerate(notes) if note in rank_notes]
-            self._state.outputs[0].note(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {note}")
-        reports = [worker.report for worker in self._crew.workers if isinstance(worker.report, wire.Finished)]
-        self._state.remark = side_by_side(self._plan, reports, sharing=bool(self._packed.inherited))
-        self._state.held = reports[0].held
-        self._crew.dismiss_reported()
-        # Exit handlers and threads are left: a stop or the timeout need not wait for them.
-        leave_by = min(time.monotonic() + _LEAVE_GRACE_S, self._deadline)
-        self._watch_until(leave_by, or_when=lambda: self._state.stop_grace_s is not None)
-        self._feed_all()  # a rank writes its last metrics after its report
-        self._check_for_nan()
-        if losses:
-            losses[0].partial = values
-            raise losses[0]
-        self._state.values, self._state.hang = values, ""
-        self._state.conclude("finished")
-
-    def _unpack_results(self) -> tuple[list[Unpacked], list[PayloadError], list[Any]]:
-        """Return the ranks' results, the errors of results that are incomplete, and the run's values."""
-        results, losses = zip(*(self._result_of(worker) for worker in self._crew.workers))
-        return list(results), list(filter(None, losses)), self._plan.receive([result.value for result in results])
-
-    def _result_of(self, worker: Rank) -> tuple[Unpacked, PayloadError | None]:
-        report = worker.report
-        assert isinstance(report, wire.Finished)
-        try:
-            unpacked = Unpacked(None, [], {}, [])
-            if report.nbytes:
-                unpacked = worker.unpack_result(report.nbytes, self._packed.by_value)
-        except Exception as error:  # whatever unpickling a user's object raises
-            drop_our_frames(error)
-            why = f"{type(error).__name__}: {error}"
-            what = f"what {self._plan.name} returned on rank {worker.rank}"
-            lost = PayloadError(f"{what} cannot be unpacked in the notebook: {why}{_SEE_PARTIAL}")
-            lost.__cause__ = error
-            return Unpacked(Remains(f"<{what}>", why), [], {}, []), lost
-        return unpacked, PayloadError(f"{report.lost}{_SEE_PARTIAL}", report.lost_path) if report.lost else None
-
-    def _fail(self) -> None:
-        """Raise the first failure; the other ranks are stopped at once."""
-
-        def all_have_ended() -> bool:
-            return all(worker.report is not None or not worker.alive for worker in self._crew.workers)
-
-        def a_cause_is_known() -> bool:
-            failed = list(filter(failure.has_failed, self._crew.workers))
-            return not all(map(failure.is_consequence, failed)) or len(failed) == len(self._crew.workers)
-
-        began = time.monotonic()
-        self._watch_until(began + _FAILURE_WINDOW_S, or_when=all_have_ended)
-        # With nothing but broken connections, the report of the rank that broke them has not arrived yet.
-        window_s = _CONSEQUENCE_WINDOW_ON_HOSTS_S if self._plan.shares else _CONSEQUENCE_WINDOW_S
-        self._watch_until(began + window_s, or_when=a_cause_is_known)
-        first = failure.first_of(self._crew.workers)
-        where, alike = self._locate_after_timeout(first), failure.all_alike(self._crew.workers)
-        # Not a lambda: the traceback of the error keeps its callers, and so would keep this attempt.
-        error = self._unpack_aside(functools.partial(self._failures.error_of, first, where, alike=alike))
-        self._wind_down(lambda: _PEERS_GRACE_S)
-        raise error
-
-    def _locate_after_timeout(self, first: Rank) -> str:
-        """Return where all ranks are, in one line, if a collective timed out; else ""."""
-        if not failure.is_timeout(first):
-            return ""
-        locations = self.locator.locate(_STACKS_TIMEOUT_S, self._feed)
-        in_collective = first.report is None or locations[first.rank].waiting_in
-        return stacks.summary(locations, stalled=True) if in_collective else ""
-
-    def _stop(self) -> None:
-        # If the lock is not free, another thread is already asking for the stacks.
-        lock, may_ask = self._state.stacks_lock, self._state.stop_grace_s and self._crew.workers
-        if may_ask and lock.acquire(timeout=_STACKS_TIMEOUT_S):
-            try:
-                self._state.stop_summary = stacks.summary(self.locator.locate(_STACKS_TIMEOUT_S, self._feed))
-            finally:
-                lock.release()
-        self._wind_down(lambda: self._state.stop_grace_s or 0.0)
-        self._state.conclude("stopped")
-
-    def _check_for_nan(self) -> None:
-        """End the run at the first NaN, if it has ``stop_on_nan=True``."""
-        nan = self._history.first_nan() if self._plan.stop_on_nan else None
-        if nan is not None:
-            self._wind_down(lambda: _PEERS_GRACE_S)
-            raise NanLogged(nan.name, nan.step, nan.ranks)
-
-    def _check_for_hosts(self) -> None:
-        """With ``grow=True``, end the attempt at the first snapshot after a host has come back."""
-        if not self._plan.grow or any(worker.report is not None for worker in self._crew.workers):
-            return
-        back = self._crew.hosts_back()
-        if not back:
-            self._snapshots = self._history.snapshots
-        elif self._history.snapshots > self._snapshots:
-            self._wind_down(lambda: _PEERS_GRACE_S)
-            raise HostsAreBack(", ".join(back))
-
-    def _time_out(self) -> None:
-        where = self.locator.report(self._feed) if self._crew.workers else "no rank had been started"
-        self._wind_down(lambda: _PEERS_GRACE_S)
-        raise RunTimeout(
-            f"{self._plan.name} was still {self._state.phase} after its timeout of {self._plan.timeout_s} s and was "
-            f"stopped. It was here: {where}"
-        )
-
-    # ------------------------------------------------------------------ on the way there
-
-    def _wind_down(self, grace_s: Callable[[], float]) -> None:
-        """Raise KeyboardInterrupt in the ranks and give their ``finally`` time; the crew's end kills the rest."""
-        began = time.monotonic()
-        self._crew.interrupt()
-        self._state.dialog.end_stops(self._crew.workers)
-        while self._crew.alive and (left := began + grace_s() - time.monotonic()) > 0:
-            self._crew.dismiss_reported()
-            self._watch(min(_POLL_S, left))
-            self._feed()
-
-    def _watch(self, timeout_s: float) -> None:
-        """Wait until something happens, and handle it. While a rank is in the debugger, no time limit counts."""
-        began, dialog = time.monotonic(), self._state.dialog
-        was_stopped = dialog.has_stops()
-        self._crew.watch(min(timeout_s, _CALL_POLL_S) if dialog.waits_for_calls() else timeout_s)
-        dialog.exchange(self._crew.workers, self._note)
-        if was_stopped:
-            self._deadline += time.monotonic() - began
-            self._stall.restart()
-
-    def _note(self, rank: int, line: str) -> None:
-        self._state.outputs[rank].note(line)
-
-    def _watch_until(self, deadline: float, or_when: Callable[[], bool]) -> None:
-        while self._crew.alive and (left := deadline - time.monotonic()) > 0 and not or_when():
-            self._watch(min(_POLL_S, left))
-            self._feed()
-
-    def _unpack_aside(self, unpack: Callable[[], _T]) -> _T:
-        """Unpickle on another thread, since the user's code may never return; here, if there is nothing to unpickle.
-
-        Raises:
-            Abandoned: a stop or the timeout ended the wait.
+        Args:
+            grace_s: until they are killed; None: as after an interrupt.
         """
-        if not any(worker.report.nbytes for worker in self._crew.workers if isinstance(worker.report, _WITH_RESULT)):
-            return unpack()
-        stop_seen_at: list[float] = []
+        self.ending, before_s = self.ending or "stopped", self._grace_s
+        grace_s = self._patience.after_interrupts_s[0] if grace_s is None else grace_s
+        self._grace_s = grace_s if before_s is None else min(grace_s, before_s)
+        if before_s is not None or grace_s <= 0:
+            return self._replace_plan(self._to_stop(0.0, self._grace_s))
+        if self._waiting():
+            self.where = self.where or hang.summary(self.locator.locate(_WHERE_S))
+        self._taken = {}
+        self._crew.send(CountSteps(), [rank for rank in self._waiting() if rank.interruptible])
+        self._replace_plan(self._to_stop(_COUNT_S, grace_s))
 
-        def give_up() -> bool:
-            grace_s, now = self._state.stop_grace_s, time.monotonic()
-            if grace_s is None:
-                return now >= self._deadline
-            stop_seen_at.append(now)
-            return now >= stop_seen_at[0] + grace_s
+    def stacks(self) -> str:
+        """Return where the ranks are, to another thread than the one that follows them; "" if they are done."""
+        answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._crew.inbox.put(lambda: answers.put(self.locator.report()))
+        deadline = time.monotonic() + _ANSWER_S
+        while self._waiting() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                return answers.get(timeout=POLL_S)
+        return "no answer: the cell waits for a line, or for ranks that give none" if self._waiting() else ""
 
-        return aside(unpack, "nbddp-unpack", give_up)
+    def _waiting(self) -> list[RankState]:
+        return [rank for rank in self._ranks if not rank.over]
 
-    def _feed(self) -> bool:
-        """Add a part of the logged metrics to the history. Returns whether there may be more."""
-        return max(map(self._feed_from, self._crew.workers), default=0) >= _BACKLOG_BYTES
+    def _interrupted(self) -> None:
+        """Handle SIGINT, between any two instructions of this thread."""
+        self.interrupts += 1
+        if self.interrupts > len(self._patience.after_interrupts_s):
+            raise KeyboardInterrupt
+        grace_s = self._patience.after_interrupts_s[self.interrupts - 1]
+        if grace_s < math.inf:
+            self.ending = self.ending or "stopped"
+            self._crew.inbox.put(functools.partial(self.stop, grace_s))
 
-    def _feed_all(self) -> None:
-        for worker in self._crew.workers:
-            while self._feed_from(worker):
-                pass
+    def _wait_for_own_interrupt(self) -> None:
+        """VS Code interrupts all processes below the kernel first, then the kernel itself."""
+        deadline = time.monotonic() + _OWN_INTERRUPT_S
+        while self._grace_s is None and (left := deadline - time.monotonic()) > 0:
+            self._note(self._crew.take(left))
 
-    def _feed_from(self, worker: Rank) -> int:
-        data = worker.read_metrics()
-        if data:
-            self._history.feed(worker.rank, data, time.time())
-        return len(data)
+    def _note(self, event: Event | None) -> None:
+        if event is None:
+            return
+        if isinstance(event.data, Steps):
+            self._note_taken(event.rank, event.data)
+        else:
+            self._page.take(event)
+
+    def _note_taken(self, rank: int, taken: Steps) -> None:
+        self._taken[rank] = taken
+        waiting = self._waiting()
+        grace_s = self._grace_s
+        if grace_s is None or self.released or not {rank.number for rank in waiting} <= self._taken.keys():
+            return
+        steps, patience_s = [self._taken[rank.number] for rank in waiting], 0.0
+        pace_s = max((each.pace_s for each in steps if each.taken), default=0.0)
+        if all(each.ago_s < 2 * pace_s + 0.2 for each in steps):  # they train, or have just begun
+            patience_s = 2 * pace_s + _SAME_STEP_S
+            self._crew.send(StopAfter(max(each.taken for each in steps) + 1), waiting)
+        self._replace_plan(self._to_stop(patience_s, grace_s))
+
+    def _end_what_has_failed(self) -> None:
+        failed = [rank for rank in self._ranks if rank.failed]
+        if any(rank.has_quit for rank in failed) and not self.ending:
+            self.stop()
+        if not failed or self.ending:
+            return
+        self._failed_at = self._failed_at or time.monotonic()
+        window_s = _LOSS_NOTICED_S if any(rank.host for rank in failed) else _CONSEQUENCE_WINDOW_S
+        if time.monotonic() > self._failed_at + window_s or not all(rank.is_consequence for rank in failed):
+            self.ending = "failed"
+            self._locate_after_a_timeout(failure.first(failed))
+            kill_s, interrupt_s = self._patience.after_failure_s, 2 * _RELEASE_S
+            interrupts = [(interrupt_s, self._interrupt), (interrupt_s + _AGAIN_S, self._interrupt)]
+            self._replace_plan([(_RELEASE_S, self._release), *interrupts, (kill_s, self._crew.kill)])
+
+    def _locate_after_a_timeout(self, first: RankState) -> None:
+        if failure.is_timeout(first):
+            locations = self.locator.locate(_WHERE_S)
+            if first.report is None or locations[first.number].waiting_in:  # else it's a TimeoutError of the user's
+                self.where = hang.summary(locations, stalled=True)
+
+    def _end_what_is_late(self) -> None:
+        if time.monotonic() > self._deadline and not self.ending:
+            self.ending, self.where = "late", self.locator.report()
+            self.stop()
+
+    def _to_stop(self, after_s: float, grace_s: float) -> _Plan:
+        kill_s = grace_s and after_s + grace_s
+        actions = [(0.0, self._interrupt), (_RELEASE_S, self._release), (_RELEASE_S + _AGAIN_S, self._interrupt)]
+        return [*((after_s + later_s, action) for later_s, action in actions), (kill_s, self._crew.kill)]
+
+    def _replace_plan(self, plan: _Plan) -> None:
+        now = time.monotonic()
+        self._plan = sorted(((now + later_s, action) for later_s, action in plan), key=lambda each: each[0])
+
+    def _release(self, ranks: Sequence[RankState]) -> None:
+        self.released = True
+        self._crew.send(Release(), ranks)
+
+    def _interrupt(self, ranks: Sequence[RankState]) -> None:
+        self.released = True
+        self._crew.interrupt(ranks)

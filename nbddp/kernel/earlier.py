@@ -1,55 +1,40 @@
-"""Finds the earlier run to compare a new one with: the newest of the same function or cell that has curves."""
+"""The earlier run of the same function, script, or cell, which the panel shows in gray."""
 
 from __future__ import annotations
 
-import os
-import threading
-import time
+from collections.abc import Callable
+from typing import Any
 
 from nbddp.history.history import History
-from nbddp.kernel.plan import Call
 from nbddp.panel import frontend
-from nbddp.panel.view import Earlier
-from nbddp.worker import script
 
-_KEPT = 8  # functions and cells; the history of one run of each stays in memory
+_KEPT = 8  # functions, scripts, and cells
 
-_begun: dict[str, list[Earlier]] = {}  # by function or cell, the one that was run last at the end
-_lock = threading.Lock()
+_newest: dict[str, History] = {}  # by subject; what ended last comes last
 
 
-def subject_of(call: Call) -> str:
-    """What a call has in common with later calls of the same function, script or cell; "" if that is not known."""
-    if call.fn is script.run_cell:
-        cell = frontend.cell_id()
-        return cell and f"cell {cell}"
-    if call.fn is script.run_script:
-        return f"script {os.path.abspath(call.args[0].path)}"
-    fn = getattr(call.fn, "func", call.fn)  # functools.partial
-    return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
+def function(fn: Callable[..., Any]) -> str:
+    """The subject of its runs; "" if its name doesn't tell which it is."""
+    fn = getattr(fn, "func", fn)  # functools.partial
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return "" if "<lambda>" in name else f"{getattr(fn, '__module__', '')}.{name}"
 
 
-def begin(subject: str, name: str, history: History) -> Earlier | None:
-    """Note that a run begins, and return the newest one before it that is over and has logged a metric.
-
-    Args:
-        subject: of :func:`subject_of`.
-    """
-    if not subject:
-        return None
-    with _lock:
-        _forget_those_without_curves()
-        before = _begun.pop(subject, [])
-        found = next((run for run in reversed(before) if run.history.over), None)
-        kept = before[before.index(found) :] if found else before
-        _begun[subject] = [*kept, Earlier(name, time.time(), history)]
-        while len(_begun) > _KEPT:
-            del _begun[next(iter(_begun))]
-    return found
+def cell() -> str:
+    """The subject of the running cell; "" if the page doesn't tell."""
+    found = frontend.cell_id()
+    return found and f"cell {found}"
 
 
-def _forget_those_without_curves() -> None:
-    for subject, runs in list(_begun.items()):
-        _begun[subject] = [run for run in runs if not run.history.over or run.history.latest()]
-        if not _begun[subject]:
-            del _begun[subject]
+def before(subject: str) -> History | None:
+    """The metrics of its run that ended last."""
+    return _newest.get(subject)
+
+
+def keep(subject: str, history: History) -> None:
+    """A run is over."""
+    if subject and history.latest():
+        _newest.pop(subject, None)
+        _newest[subject] = history
+        if len(_newest) > _KEPT:
+            del _newest[next(iter(_newest))]

@@ -1,84 +1,223 @@
-"""Finds out where the ranks of an attempt are, and whether they still make progress."""
+"""Says where the ranks are: one line that sums up, then each stack in the user's own lines; and notices a stall."""
 
 from __future__ import annotations
 
+import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from nbddp.history.history import History
-from nbddp.kernel import stacks
-from nbddp.kernel.failure import Failures
-from nbddp.kernel.stacks import Location
-from nbddp.kernel.state import RunState
-from nbddp.launch.interface import Crew
+from nbddp.kernel.crew import Crew
+from nbddp.kernel.rank_state import RankState
+from nbddp.process import dumps
+from nbddp.process.dumps import Frame
+from nbddp.text import first_line, ranks_text
+from nbddp.tracebacks import users_innermost
 
-_STACKS_TIMEOUT_S = 1.0
-_STALLED_S = 2.0  # without progress
+STALL_AFTER_S = 60.0  # without progress, and again each time it has lasted twice as long
+_STANDS_S = 2.0  # without progress, until a likely reason is said
 _RECHECK_S = 0.2
+_CELL = re.compile(r"/ipykernel_\d+/|^<ipython-input|^<stdin>|^<string>")
+_MODULE = re.compile("<module>|<cell line: .*>")
+_COLLECTIVES_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
+_COLLECTIVE = re.compile(
+    r"all_\w+|barrier|batch_isend_irecv|broadcast\w*|gather\w*|init_process_group|monitored_barrier|new_group|"
+    r"recv\w*|reduce\w*|scatter\w*|send\w*|split_group"
+)
+_BACKWARD_FILE, _BACKWARD = os.path.join("torch", "autograd", "graph.py"), "_engine_run_backward"
+_DDP_FILE = os.path.join("torch", "nn", "parallel", "distributed.py")
+_DDP_FUNCTIONS = {
+    "__init__": "DDP's constructor",
+    "_pre_forward": "DDP's forward",
+    "_post_forward": "DDP's forward",
+    "_sync_buffers": "DDP's forward",
+}
 
 
-class StallDetector:
-    """Notices a lack of progress, and again each time it has lasted twice as long."""
+@dataclass(frozen=True)
+class Location:
+    """Where one rank is.
 
-    def __init__(self, after_s: float | None) -> None:
-        self.reported = False
-        self._after_s = after_s
-        self._progress: object = None
-        self._since = time.monotonic()
-        self._due = 0.0
+    Attributes:
+        state: "running" (in the function), "setup", "unpack", "finished", "failed", "left" (by sys.exit), "ended",
+            "silent" (it did not answer) or "outside" (the order is for other ranks).
+        frames: outermost first, without nbddp's; empty unless the state is "running" or "failed".
+        step: the highest step that the rank has logged, -1 before the first.
+        error: the error of a failed rank, on one line.
+    """
+
+    rank: int
+    state: str
+    frames: tuple[Frame, ...] = ()
+    step: int = -1
+    error: str = ""
 
     @property
-    def seconds(self) -> float:
-        """Seconds since the last progress."""
-        return time.monotonic() - self._since
+    def collective(self) -> str:
+        """The collective of torch in which the rank waits for the others, e.g. "all_reduce"; "" if it does not."""
+        for file, _, function in self.frames:
+            if file.endswith(_COLLECTIVES_FILE) and _COLLECTIVE.fullmatch(function):
+                return function
+        return ""
 
-    def restart(self) -> None:
-        """Begin again: what stands still is waiting for the user."""
-        self._progress = None
+    @property
+    def exchange(self) -> str:
+        """The part of DDP, if any, that exchanges gradients or buffers; the rank may or may not wait in it."""
+        for file, _, function in self.frames:
+            if file.endswith(_DDP_FILE) and function in _DDP_FUNCTIONS:
+                return _DDP_FUNCTIONS[function]
+        if self.frames and self.frames[-1].function == _BACKWARD and self.frames[-1].file.endswith(_BACKWARD_FILE):
+            return "backward"
+        return ""
 
-    def is_due(self, progress: object) -> bool:
-        """Return whether it is time for a report; ``progress`` is a value that changes with any progress."""
-        now = time.monotonic()
-        if progress != self._progress:
-            self._progress, self._since, self._due = progress, now, now + (self._after_s or float("inf"))
-            self.reported = False
-        if now < self._due:
-            return False
-        self._due = now + (now - self._since)
-        self.reported = True
-        return True
+    @property
+    def waiting_in(self) -> str:
+        """The collective or exchange in which the rank may wait for the others."""
+        return self.collective or self.exchange
+
+    @property
+    def place(self) -> str:
+        """The user's innermost line: "train, line 14"; with the name of the file if that is not a cell."""
+        if not self.frames:
+            return ""
+        file, line, function = self.frames[users_innermost([frame.file for frame in self.frames])]
+        name = "" if _CELL.search(file) else os.path.basename(file)
+        return ", ".join(part for part in (_MODULE.sub("", function), name, f"line {line}") if part)
 
 
 class Locator:
-    """Finds out where the ranks of one attempt are."""
+    """Finds out where the ranks of an order are, on the thread that follows it.
 
-    def __init__(self, crew: Crew, failures: Failures, history: History, state: RunState, stall: StallDetector) -> None:
-        self._crew = crew
-        self._failures = failures
-        self._history = history
-        self._state = state
-        self._stall = stall
+    Attributes:
+        hang: what is known about a stall; "" while there is none.
+    """
 
-    def locate(self, timeout_s: float, feed: Callable[[], object] = lambda: None) -> list[Location]:
-        """Return where each rank is; ``feed`` updates the history, which only the run's own thread may do."""
-        with self._state.stacks_lock:
-            dumps = self._crew.stacks(timeout_s)
-        feed()
-        steps = [rank.step for rank in self._history.ranks]
-        return [self._failures.location_of(w, dumps.get(w.rank, ""), steps[w.rank]) for w in self._crew.workers]
+    def __init__(self, crew: Crew, asked: Sequence[RankState], steps: Callable[[], Sequence[int]] | None) -> None:
+        self._crew, self._asked, self._steps = crew, {rank.number for rank in asked}, steps
+        self._due_s = STALL_AFTER_S
+        self.hang = ""
 
-    def report(self, feed: Callable[[], object] = lambda: None) -> str:
-        """Return the line that sums up and each stack; a likely reason for a wait only if no rank moves."""
-        found = self.locate(_STACKS_TIMEOUT_S, feed)
-        if self._stall.seconds < _STALLED_S:
-            return stacks.report(found)
+    def locate(self, wait_s: float = 1.0) -> list[Location]:
+        """Return where each rank is; it takes that long if one of them does not answer."""
+        found = self._crew.stacks(wait_s)
+        steps = self._steps() if self._steps is not None else [-1] * len(self._crew.ranks)
+        return [self._location(rank, found.get(rank.number, ""), steps[rank.number]) for rank in self._crew.ranks]
+
+    def report(self) -> str:
+        """Return the line that sums up, and each stack; a likely reason for a wait only if no rank moves."""
+        found = self.locate()
+        if time.monotonic() < self._crew.moved_at + _STANDS_S:
+            return report(found)
         time.sleep(_RECHECK_S)
-        return stacks.report(found, stalled=self.locate(_STACKS_TIMEOUT_S, feed) == found)
+        return report(found, stalled=self.locate() == found)
 
-    def check_for_a_stall(self, feed: Callable[[], object]) -> None:
-        """Report where the ranks are if nothing has been logged or printed for long."""
-        if self._stall.is_due(self._crew.progress()):
-            seconds = self._stall.seconds
-            self._state.hang = f"Nothing has been logged or printed for {seconds:.0f} s: {self.report(feed)}"
-        elif not self._stall.reported:
-            self._state.hang = ""
+    def look_for_a_stall(self) -> None:
+        """Say in ``hang`` where the ranks are, if nothing has been logged or printed for long."""
+        quiet_s = time.monotonic() - self._crew.moved_at
+        if quiet_s < STALL_AFTER_S:
+            self._due_s, self.hang = STALL_AFTER_S, ""
+        elif quiet_s >= self._due_s:
+            self._due_s = 2 * quiet_s
+            self.hang = f"Nothing has been logged or printed for {quiet_s:.0f} s: {self.report()}"
+
+    def _location(self, rank: RankState, dump: str, step: int) -> Location:
+        if rank.number not in self._asked:
+            return Location(rank.number, "outside", step=step)
+        if failure := rank.failure:
+            state = "left" if failure.code is not None else "failed"
+            text = failure.text if failure.text.startswith(failure.kind) else f"{failure.kind}: {failure.text}"
+            return Location(rank.number, state, tuple(map(Frame._make, failure.frames)), step, first_line(text))
+        if rank.over:
+            return Location(rank.number, "finished" if rank.report is not None else "ended", step=step)
+        if not rank.interruptible:
+            return Location(rank.number, "unpack" if rank.ready else "setup")
+        return Location(rank.number, "running" if dump else "silent", dumps.main_thread(dump), step)
+
+
+def report(locations: Sequence[Location], stalled: bool = False) -> str:
+    """Return the summary line, then each stack, most recent call last; ranks with the same stack share it."""
+    parts = [summary(locations, stalled)]
+    for same in _grouped(locations, lambda each: (each.state, each.frames)):
+        first = same[0]
+        part = f"{_ranks(same, 0)} {_activity(first, len(same))}"
+        if first.frames:
+            here = " here" if first.state == "running" and not first.waiting_in else ""
+            part += f"{here} (most recent call last)\n{dumps.stack(first.frames)}"
+        parts.append(part)
+    return "\n\n".join(parts)
+
+
+def summary(locations: Sequence[Location], stalled: bool = False) -> str:
+    """``rank 1 has finished after step 120; ranks 0, 2 and 3 wait in all_reduce after step 120 (train, line 14)``.
+
+    Args:
+        stalled: no rank makes progress: a likely reason for the wait is added.
+    """
+    groups = _grouped(locations, lambda each: (_activity(each, 2), each.step, each.place))
+    parts = [f"{_ranks(same, len(locations))} {_activity(same[0], len(same))}{_details(same[0])}" for same in groups]
+    return "; ".join(parts) + (_likely_reason(locations) if stalled else "")
+
+
+def _activity(location: Location, count: int) -> str:
+    """Return what ``count`` ranks at this location do, as a predicate."""
+    has, is_, waits = ("has", "is", "waits") if count == 1 else ("have", "are", "wait")
+    if location.state == "running":
+        if location.collective:
+            return f"{waits} in {location.collective}"
+        return f"{is_} in {location.exchange}" if location.exchange else is_
+    if location.state == "failed" and location.waiting_in:
+        return f"gave up in {location.waiting_in}"
+    return {
+        "finished": f"{has} finished",
+        "failed": f"{has} failed ({location.error})",
+        "left": f"{has} left by sys.exit",
+        "ended": f"{has} ended",
+        "setup": f"{is_} setting {'itself' if count == 1 else 'themselves'} up",
+        "unpack": f"{'unpacks' if count == 1 else 'unpack'} the function and its data",
+        "silent": f"{'gives' if count == 1 else 'give'} no answer",
+        "outside": f"{'takes' if count == 1 else 'take'} no part in this call",
+    }[location.state]
+
+
+def _details(location: Location) -> str:
+    step = f" after step {location.step:,}" if location.step >= 0 else ""
+    if location.state == "running" and not location.waiting_in:
+        return f" in {location.place or 'the function'}{step}"
+    return step + (f" ({location.place})" if location.place else "")
+
+
+def _likely_reason(locations: Sequence[Location]) -> str:
+    """Return why some ranks wait for others that will not join them; "" if that is not known."""
+    finished = [each for each in locations if each.state == "finished"]
+    outside = [each for each in locations if each.state == "outside"]
+    waiting = [each for each in locations if each.waiting_in]
+    if not waiting or len(finished) + len(outside) + len(waiting) < len(locations):
+        return ""  # a rank is late or has ended, which the summary shows
+    if outside:
+        return (
+            f". A collective of all ranks waits for {_ranks(outside, 0)}, too: call it on all ranks, or give it a "
+            f"group: group = dist.new_group({[each.rank for each in waiting]}), on all ranks, in an earlier call"
+        )
+    steps = {each.step for each in locations if each.step >= 0}
+    if finished and (len(steps) > 1 or any(each.exchange for each in waiting)):
+        return (
+            f". Most likely {_ranks(finished, 0)} had fewer batches than the others: an uneven number of batches per "
+            "rank (nbddp.loader evens it out; DistributedSampler, drop_last=True or torch's Join do it by hand)"
+        )
+    if finished or len({(each.waiting_in, each.place) for each in waiting}) > 1:
+        return ". Every rank has to call the same collectives in the same order; uneven numbers of batches break that"
+    return ""
+
+
+def _grouped(locations: Sequence[Location], key: Callable[[Location], object]) -> list[list[Location]]:
+    groups: dict[object, list[Location]] = {}
+    for location in locations:
+        groups.setdefault(key(location), []).append(location)
+    return list(groups.values())
+
+
+def _ranks(same: Sequence[Location], world_size: int) -> str:
+    if len(same) == world_size > 1:
+        return f"all {world_size} ranks" if world_size > 2 else "both ranks"
+    return ranks_text([location.rank for location in same])

@@ -1,387 +1,359 @@
-"""``Run``: the handle of one run, from its start to its value."""
+"""``Run``: what's known of a function, script, or cell on the ranks, and the handle to stop it."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import collections
 import contextlib
-import os
+import dataclasses
+import functools
+import sys
 import time
 import weakref
-from collections.abc import Generator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
 
-from nbddp import doors, errors, payload
 from nbddp.errors import NbddpError
-from nbddp.forkserver import server as forkserver
-from nbddp.history.album import Album
-from nbddp.history.history import History
 from nbddp.kernel import earlier
-from nbddp.kernel import state as run_state
-from nbddp.kernel.metrics_out import MetricsOut
-from nbddp.kernel.plan import Plan
-from nbddp.kernel.supervisor import Supervisor
-from nbddp.kernel.viewable import ViewableRun
-from nbddp.kernel.views import RunViews
-from nbddp.launch.interface import Site
-from nbddp.launch.output import labelled
-from nbddp.panel import frontend
-from nbddp.panel.card import Card
-from nbddp.sinks.interface import Sink
-from nbddp.text import duration
+from nbddp.kernel.attempt import Attempt
+from nbddp.kernel.crew import Crew
+from nbddp.kernel.interrupts import Latch, interrupts_held
+from nbddp.kernel.rank_state import RankState
+from nbddp.loggers.log_to import Destination, Sender
+from nbddp.messages import Settings
+from nbddp.panel import frontend, html
+from nbddp.panel.live import view_for
+from nbddp.panel.plotted import History
+from nbddp.panel.status import RankStatus, Source, Status, View
+from nbddp.process import server
+from nbddp.process.gauges import Memory
+from nbddp.text import duration, first_line, in_a_line, uncolored, write_line
 
 R = TypeVar("R")
-_EXIT_TIMEOUT_S = 2.0
-# After a second interrupt: all ranks end within 2 s, so a longer wait means that something else hangs.
-_SECOND_INTERRUPT_TIMEOUT_S = 5.0
-_INTERRUPT_S = 0.5  # from the interrupt of the ranks to that of the kernel, at most
-
-_all: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
-_live: set[Run[Any]] = set()
-_last: Run[Any] | None = None
+STOP_GRACE_S = 5.0
+_EXIT_S = 5.0  # for runs that are stopped because the notebook ends
 
 
 class Run(Generic[R]):
-    """The handle of a run: its state, metrics, output and result; has the methods of a ``concurrent.futures.Future``.
+    """A function, script, or cell on all ranks.
 
     Attributes:
-        name: the function's name, or ``run(name=...)``.
-        nprocs: number of ranks.
-        history: the metrics so far.
+        name: of the function or cell.
+        nprocs: how many ranks it has.
+        history: its metrics.
+        state: ``"starting"``, ``"running"``, ``"finished"``, ``"failed"``, or ``"stopped"``.
+        error: of a failed run; None otherwise.
+        restarts: how often all ranks were started again.
+        remark: a possible mistake in a finished run; "" for none.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        pickled: payload.Pickled,
-        site: Site,
+        settings: Settings,
+        log_to: Sequence[Destination] = (),
         *,
-        blocking: bool = False,
-        sinks: Sequence[Sink] = (),
         subject: str = "",
+        blocking: bool = True,
     ) -> None:
-        self.name = plan.name
-        self.nprocs = plan.nprocs
-        self.history = History(plan.nprocs)
-        self._plan = plan
-        self._supervisor = Supervisor(plan, pickled, self.history, site)
-        self._state = self._supervisor.state
-        self._state.dialog.attended = plan.attended
-        self._blocking = blocking
-        self._subject = subject
-        self._viewable = ViewableRun(plan, self._state, self.history, site, blocking=blocking)
-        self._views = RunViews(plan.name, self._viewable, self._supervisor, blocking=blocking)
-        self._metrics_out = MetricsOut(sinks, self.history, self._state)
-        self._state.when_done(lambda: _live.discard(self))
+        self.name, self.nprocs = settings.name, settings.world_size
+        self.history = History(self.nprocs)
+        self._sender = Sender(self.history, log_to)
+        self.state = "starting"
+        self.error: BaseException | None = None
+        self.restarts = 0
+        self.remark = ""
+        self._settings, self._subject, self._blocking = settings, subject, blocking
+        self._before = earlier.before(subject)
+        self._views: list[View] = []
+        self._began = time.monotonic()
+        self._ended: float | None = None
+        self._values: list[Any] = []
+        self._crew: Crew | None = None
+        self._last_ranks: tuple[RankStatus, ...] = ()  # when it was over
+        self._memory: dict[int, Memory] = {}  # of a rank that has ended, what it used last
+        self._attempt: Attempt | None = None
+        self._stop_grace_s: float | None = None  # asked for before there was anything to stop
+        self._where = ""  # the ranks were, when they were stopped
+        self._hang = ""  # when it ended
+        self._parts: list[tuple[RankState, int, int]] = []  # of the ranks' outputs: begin and end
+        self._done = Latch()
+        self._callbacks: list[Callable[[], object]] = []
+        _runs[id(self)] = self
+        _newest.append(self)
 
-    # ------------------------------------------------------------------ state and results
-
-    @property
-    def state(self) -> str:
-        """``starting``, ``running``, ``finished``, ``failed`` or ``stopped``."""
-        return self._state.phase
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start; once the run is over, its duration."""
-        return self._state.seconds
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that a failed run raises; None otherwise."""
-        return self._state.error
-
-    @property
-    def remark(self) -> str:
-        """A possible mistake in a finished run, in one line: no rank took part in a collective. Otherwise ""."""
-        return self._state.remark
+    # ------------------------------------------------------------------ for the user
 
     @property
     def value(self) -> R:
-        """What rank 0 (of a call on some ranks: the first of these) returned, tensors on the CPU.
-
-        Raises the run's error if it failed.
-        """
-        return self.values[self._plan.ranks[0] if self._plan.ranks else 0]
+        """What rank 0 returned. Raises the run's error."""
+        return self.values[0]
 
     @property
     def values(self) -> list[R]:
-        """What each rank returned, by rank. Raises the run's error if it failed."""
+        """What each rank returned. Raises the run's error."""
         if self.error is not None:
             raise self.error.with_traceback(None)
-        if self._state.values is None:
-            advice = "wait() for it" if self.state in ("starting", "running") else "it has no value"
+        if self.state != "finished":
+            advice = "it has no value" if self._done.is_set() else "wait() for it"
             raise NbddpError(f"{self.name} is {self.state}: {advice}")
-        return self._state.values
+        return self._values
 
     @property
-    def figures(self) -> Album:
-        """What the ranks have shown so far with :func:`nbddp.show`: ``run.figures["samples"][-1]`` is the newest."""
-        return self.history.figures
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks, as torch calls it; the same as ``nprocs``."""
-        return self.nprocs
+    def seconds(self) -> float:
+        """How long it has taken, so far or in all."""
+        return (self._ended or time.monotonic()) - self._began
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks that have been started, by rank; also after their end."""
-        return self._state.pids()
-
-    @property
-    def restarts(self) -> int:
-        """How often all ranks have been restarted."""
-        return self._state.restarts
+        """The ranks' process ids, on their machines."""
+        crew = self._crew  # another thread may end the run
+        return [rank.pid for rank in crew.ranks] if crew is not None else []
 
     def logs(self, rank: int | None = None) -> str:
-        """Return the output of that rank; with None, the output of all ranks, each line labelled with its rank.
-
-        The output is complete while the run goes on; afterwards the newest 4 MiB of each rank are kept.
-        """
-        if rank is not None:
-            self._check_rank(rank)
-        return labelled(self._state.outputs, rank) if self._state.outputs else ""
+        """Return what that rank has printed; of all ranks, each line with its rank."""
+        if rank is None:
+            return in_lines_of_ranks(self.nprocs, self.logs)
+        parts = [(state, begin, end) for state, begin, end in self._parts if state.number == rank]
+        if not 0 <= rank < self.nprocs:
+            raise ValueError(f"there is no rank {rank} (0 to {self.nprocs - 1})")
+        return "".join(state.output.text(begin, end) for state, begin, end in parts)
 
     def stacks(self) -> str:
-        """Return where the main thread of each rank is now, also inside C calls: a summary line, then the stacks."""
-        return self._supervisor.stacks()
+        """Return where each rank is now, also inside C calls: a line that sums up, then the stacks."""
+        attempt = self._attempt
+        if attempt is not None and (found := attempt.stacks()):
+            return found
+        stopped = f"; when it was stopped: {self._where}" if self._where else ""
+        return f"{self.name} is {self.state}: no rank is running{stopped}"
 
-    def __repr__(self) -> str:
-        error = f" ({type(self.error).__name__})" if self.error is not None else ""
-        return f"<Run {self.name}: {self.state}{error}, {self._viewable.summary()}, {duration(self.seconds)}>"
+    def stop(self, grace: float = STOP_GRACE_S) -> None:
+        """Stop it: KeyboardInterrupt is raised in all ranks after the same optimizer step; killed after the grace."""
+        self._ask_to_stop(grace)
+        self._done.wait()
 
-    def _repr_html_(self) -> str | None:
-        return self._views.html()
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a Run stays in the notebook; pass its value")
-
-    # ------------------------------------------------------------------ control
-
-    def stop(self, grace: float = run_state.STOP_GRACE_S) -> None:
-        """End the run: KeyboardInterrupt in every rank, SIGKILL after ``grace`` seconds. Returns when all ended."""
-        self._state.request_stop(grace)
-        self._supervisor.join()
-        self._metrics_out.wait()
+    def show(self) -> None:
+        """Show it here, also when it's over: the live panel, a picture, or a line of text."""
+        self._show(True)
 
     def wait(self, timeout: float | None = None) -> Run[R]:
-        """Wait for the end. An interrupt ends the waiting, not the run.
-
-        Raises:
-            TimeoutError: the run still goes on after ``timeout`` seconds. Otherwise what ``run()`` raises.
-        """
-        if not self._supervisor.join(timeout):
-            raise TimeoutError(self._still_runs(timeout))
-        self._views.show_the_end()
-        self._metrics_out.wait()
-        if self.error is not None:
-            raise self.error
+        """Wait for its end. Raises its error, or TimeoutError."""
+        if (error := self.exception(timeout)) is not None:
+            raise error
         return self
 
     def result(self, timeout: float | None = None) -> R:
-        """Wait for the end, and return what rank 0 returned. Raises as :meth:`wait`."""
+        """Return rank 0's value, as ``concurrent.futures.Future``."""
         return self.wait(timeout).value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end, and return the run's error or None. Raises TimeoutError after ``timeout`` seconds."""
-        if not self._supervisor.join(timeout):
-            raise TimeoutError(self._still_runs(timeout))
-        self._metrics_out.wait()
+        """Return its error, as ``concurrent.futures.Future``."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"{self.name} still runs after {timeout} s")
+        with interrupts_held():
+            self._draw()  # the thread that follows it may not have, and updates come in while a cell runs
         return self.error
 
     def done(self) -> bool:
-        """Return whether the run is over."""
-        return self._state.done.is_open
+        """Return whether it is over."""
+        return self._done.is_set()
 
     def cancel(self) -> bool:
-        """:meth:`stop` the run. Returns whether that ended it; False if the run was already over."""
-        if self.done():
-            return False
-        self.stop()
-        return self.state == "stopped"
+        """Return False: it has started. ``stop()`` ends it."""
+        return False
 
     def __await__(self) -> Generator[Any, None, Run[R]]:
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-
-        def resolve() -> None:
-            if not ended.done():  # cancelled: nobody waits any more
-                ended.set_result(None)
-
-        def wake_loop() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(resolve)
-
-        self._state.when_done(lambda: self._metrics_out.when_over(wake_loop))
-        yield from ended
+        future = loop.create_future()
+        self._callbacks.append(lambda: loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None)))  # type: ignore[func-returns-value]
+        if not self._done.is_set():
+            yield from future
         return self.wait()
 
-    def show(self) -> None:
-        """Show the run here, also when it is over: the live panel, a picture, or a line of text."""
-        self._views.open(again=True)
+    def __repr__(self) -> str:
+        why = f": {type(self.error).__name__}" if self.error is not None else ""
+        return f"<Run {self.name}: {self.state}{why}, {self.nprocs} ranks, {duration(self.seconds)}>"
 
-    def card(self, *, dark: bool = False) -> Card:
-        """Return a picture for sharing, 1200 x 630 pixels: name, ranks, time, last metrics, one or two charts.
+    def _repr_html_(self) -> str | None:
+        """Its picture, but in a cell that shows it anyway."""
+        cell = frontend.cell_number()
+        if not self.history.latest() or (cell is not None and cell in [view.cell for view in self._views]):
+            return None
+        return html.picture(self.history, self._status(), self._before)
 
-        A notebook displays it; ``run.card().save("card.svg")`` writes a file, also ``.png`` if cairosvg is installed.
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Run stays in the notebook; pass its value")
 
-        Args:
-            dark: True: light text on a dark page.
-        """
-        return self._views.card(dark=dark)
+    # ------------------------------------------------------------------ for what carries it out
 
-    def debug(self, rank: int = 0) -> None:
-        """Stop a rank of this run, which is in the background, and open the debugger under the calling cell.
+    def _show(self, kind: bool | str | None) -> None:
+        """Open a view in this cell; the thread that follows the run draws it."""
+        self._views.append(view_for(self._source(), kind))
+        self._draw()
 
-        The rank stops at its next line of Python; inside a collective, that is when the collective is over, and until
-        then the cell shows where it is. ``c`` lets it go on, and so does an interrupt of the cell.
-
-        Raises:
-            NbddpError: the run is over, or nobody can answer here.
-        """
-        self._check_rank(rank)
-        if self.done() or not frontend.has_stdin():
-            why = f"it is {self.state}" if self.done() else "nobody can answer here"
-            raise NbddpError(f"{self.name} cannot be debugged: {why}")
-        self._views.debug(rank)
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.nprocs:
-            raise ValueError(f"there is no rank {rank}: {self.name} has ranks 0 to {self.nprocs - 1}")
-
-    # ------------------------------------------------------------------ inside
-
-    def begin(self, *, show: bool | str | None, remember: bool = True) -> None:
-        """Start and show the run, and wait for the end if it is blocking; an interrupt at any moment ends the run.
-
-        Args:
-            remember: False: it is not a run of the user's, and ``last_run()`` and ``runs()`` leave it out.
-
-        Raises:
-            KeyboardInterrupt: the run was stopped. Otherwise the run's error.
-        """
-        try:
-            self._start_and_watch(show, remember)
-        except KeyboardInterrupt:
-            was_over = self._state.done.is_open  # and the cell may have waited for what takes the metrics
-            self._stop_and_wait()
-            self._views.update()
-            if was_over and self.error is not None and not self._ranks_were_interrupted():
-                raise self.error from None
-            if not was_over:
-                self._metrics_out.start()  # the interrupt may have come before the start
-                self._metrics_out.wait()
-            raise errors.interrupt(self._stopped_text()) from None
-        except BaseException:  # raised by a view
-            self._state.request_stop(0.0)
-            raise
-        finally:
-            # Another interrupt may have ended the handling of the first one; the run must not go on unseen.
-            if self._blocking and not self._state.done.is_open:
-                self._state.request_stop(0.0)
-        if self._blocking and self.state == "stopped":  # by the panel's button: as if the cell had been interrupted
-            raise errors.interrupt(self._stopped_text())
-        if self._blocking and self.error is not None:
-            if self._ranks_were_interrupted():
-                self._wait_for_interrupt()
-            if self._plan.post_mortem:
-                frontend.skip_debugger_of_this_cell()
-            raise self.error
-
-    def _start_and_watch(self, show: bool | str | None, remember: bool) -> None:
-        global _last
-        _live.add(self)
-        self._supervisor.start()
-        self._metrics_out.start()
-        if remember:
-            _last = self
-            _all.add(self)
-            self._viewable.earlier = earlier.begin(self._subject, self.name, self.history)
-        if show is None and self._blocking and self._plan.stays:
-            self._views.open_unless_short()
-        elif show is not False:
-            self._views.open(show=show)
-        if self._blocking:
-            self._views.follow()
-            self._metrics_out.wait()
-        else:
-            self._state.data_copied.wait()
-
-    def _ranks_were_interrupted(self) -> bool:
-        return isinstance(getattr(self.error, "cause", None), KeyboardInterrupt)
-
-    def _wait_for_interrupt(self) -> None:
-        """VS Code's button interrupts all processes below the kernel, and then the kernel."""
-        try:
-            time.sleep(_INTERRUPT_S)
-        except KeyboardInterrupt:
-            raise errors.interrupt(self._stopped_text()) from None
-
-    def _stop_and_wait(self) -> None:
-        """End the run after an interrupt; after a second interrupt, without grace and without waiting forever."""
-        grace_s, wait_s = run_state.STOP_GRACE_S, None
-        over = False
-        while not over:
+    def _draw(self) -> None:
+        for view in self._views:
             try:
-                self._state.request_stop(grace_s)
-                self._supervisor.start()  # the interrupt may have come before the start
-                self._supervisor.join(wait_s)
-                over = True
-            except KeyboardInterrupt:
-                grace_s, wait_s = 0.0, _SECOND_INTERRUPT_TIMEOUT_S
+                view.update()
+            except Exception as error:  # of a front end, or our own: the run goes on
+                self._views = [each for each in self._views if each is not view]  # another thread may draw it, too
+                write_line(f"[nbddp: {self.name} is no longer drawn here: {in_a_line(error)}]")
 
-    def _still_runs(self, timeout: float | None) -> str:
-        return f"{self.name} is still {self.state} after {timeout} s; stop() ends it"
+    def _source(self) -> Source:
+        return Source(self.history, self._status, self._before, self._tail, self._ask_to_stop)
+
+    def _status(self) -> Status:
+        state, error, attempt = self.state, self.error, self._attempt  # another thread may end the run
+        settings = self._settings
+        return Status(
+            name=self.name,
+            state=state,
+            seconds=self.seconds,
+            summary=f"{self.nprocs} process{'es' * (self.nprocs != 1)} · {settings.backend or settings.device}"
+            + f" · {settings.nnodes} nodes" * (settings.nnodes > 1),
+            error=first_line(str(error)) if error is not None else "",
+            failed_rank=getattr(error, "rank", None),
+            remark=self.remark or first_line(getattr(error, "advice", "")),
+            restarts=self.restarts,
+            max_restarts=settings.max_restarts,
+            hang=attempt.locator.hang if attempt is not None else self._hang,
+            blocking=self._blocking,
+            ranks=self._last_ranks or self._rank_statuses(self._crew),
+        )
+
+    def _rank_statuses(self, crew: Crew | None) -> tuple[RankStatus, ...]:
+        self._memory |= crew.memory() if crew is not None else {}
+        found = []
+        for number in range(self.nprocs):
+            device = self._settings.device
+            device += f":{self._settings.indices[number % len(self._settings.indices)]}" if device != "cpu" else ""
+            state, host = "starting", ""
+            if crew is not None:
+                state, host = crew.ranks[number].state, crew.ranks[number].host
+            if self.state in ("failed", "stopped") and state != "finished":
+                state = "stopped"
+            waits = ""
+            if crew is not None and crew.ranks[number].prompt is not None:
+                waits = f"at line {line}" if (line := crew.ranks[number].paused_at) else "for input"
+            resident, gpu = self._memory.get(number, (None, None))
+            found.append(RankStatus(number, device, state, resident, gpu, host, waits))
+        return tuple(found)
+
+    def _tail(self, rank: int, chars: int) -> str:
+        """The end of what that rank has printed, since the last restart."""
+        for state, begin, end in reversed(self._parts):
+            if state.number == rank:
+                start = max(begin, min(end, state.output.size) - 16 * chars)  # a rewritten bar takes many bytes
+                return uncolored(state.output.text(start, end))[-chars:]
+        return ""
+
+    def _ask_to_stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        self._stop_grace_s = grace_s
+        crew, attempt = self._crew, self._attempt  # another thread may end the run
+        if crew is not None and attempt is not None:
+            crew.inbox.put(functools.partial(attempt.stop, grace_s))
+
+    def _wait_for(self, what: str) -> None:
+        """Show what it waits for before it can start. Raises KeyboardInterrupt if it's stopped."""
+        self.remark = what
+        self._draw()
+        if self._stop_grace_s is not None:
+            raise KeyboardInterrupt
 
     def _stopped_text(self) -> str:
-        where = self._state.stop_summary
-        return f"{self.name} was stopped. It was here: {where}" if where else f"{self.name} was stopped"
+        return f"{self.name} was stopped. It was here: {self._where}" if self._where else f"{self.name} was stopped"
+
+    def _steps(self) -> list[int]:
+        return [rank.step for rank in self.history.ranks]
+
+    def _take_part(self, crew: Crew, attempt: Attempt) -> None:
+        """The next order to a crew is a part of this run, with its metrics. A stop() may have come before."""
+        self._crew, self._attempt, self.remark = crew, attempt, ""
+        self._end_parts()
+        self._parts += [(rank, begin, sys.maxsize) for rank, begin in zip(crew.ranks, attempt.printed_before)]
+        if self._stop_grace_s is not None:
+            self._ask_to_stop(self._stop_grace_s)
+
+    def _detach(self) -> None:
+        """The ranks have ended."""
+        self._crew = self._attempt = None
+
+    def _conclude(self, state: str, error: BaseException | None = None) -> None:
+        """It's over; once. An interrupt ends only the wait for where its metrics go."""
+        if self._done.is_set():
+            return
+        try:
+            self._settle(state, error)
+            self._sender.finish()
+        finally:
+            self._say_its_over()
+
+    @interrupts_held()
+    def _settle(self, state: str, error: BaseException | None) -> None:
+        self._end_parts()
+        if self._attempt is not None and state == "stopped":
+            self._where = self._attempt.where
+        if self._attempt is not None and state != "finished":
+            self._hang = self._attempt.locator.hang
+        self.history.settle(broken_off=state != "finished")  # first: who sees the state draws the end
+        self.error = error
+        self.state, self._ended = state, time.monotonic()
+        self._note_ranks()
+        failed = getattr(error, "rank", None)
+        self._last_ranks = tuple(
+            dataclasses.replace(each, state="failed") if each.rank == failed else each for each in self._last_ranks
+        )
+        self._detach()
+
+    def _note_ranks(self) -> None:
+        """Keep how its ranks are: what they're asked from now on isn't a part of it."""
+        self._last_ranks = self._last_ranks or self._rank_statuses(self._crew)
+
+    def _end_parts(self) -> None:
+        self._parts = [(rank, begin, min(end, rank.output.size)) for rank, begin, end in self._parts]
+
+    @interrupts_held()
+    def _say_its_over(self) -> None:
+        earlier.keep(self._subject, self.history)
+        self._done.set()
+        for call in self._callbacks:
+            with contextlib.suppress(RuntimeError):  # the event loop that waited is closed
+                call()
+        self._draw()
 
 
-def last_run() -> Run[Any] | None:
-    """Return the newest run of this notebook kernel, or None; it is kept even if no variable holds it."""
-    return _last
+def in_lines_of_ranks(count: int, logs: Callable[[int], str]) -> str:
+    """Join what this returns for each rank."""
+    return "".join(f"[rank {rank}] {line}\n" for rank in range(count) for line in logs(rank).splitlines())
+
+
+_runs: weakref.WeakValueDictionary[int, Run[Any]] = weakref.WeakValueDictionary()  # what carries a run out holds it
+_newest: collections.deque[Run[Any]] = collections.deque(maxlen=1)  # kept even if no variable holds it
 
 
 def runs() -> list[Run[Any]]:
-    """Return the runs of this notebook kernel that go on or that a variable holds, and the newest; oldest first."""
-    return sorted(_all, key=lambda run: run._state.began)
-
-
-def going() -> list[Run[Any]]:
-    """Return the runs that are not over, oldest first."""
-    return [run for run in runs() if run in _live]
+    """Return the runs that go on or that a variable holds, and the newest; oldest first."""
+    return sorted((run for ref in _runs.valuerefs() if (run := ref())), key=lambda run: run._began)
 
 
 def shutdown() -> None:
-    """Stop all runs of this notebook kernel and end its fork server; the next run starts a new one.
-
-    This frees about 300 MB: the modules that every rank needs. The next run imports them again.
-    """
-    for run in going():
-        run.stop()
-    doors.close_sessions()
-    forkserver.shut_down()
+    """Stop all runs, end the fork server, whose memory of torch is free again, and give Ray its nodes back."""
+    _stop_all()
+    if nodes := sys.modules.get("nbddp.ray.nodes"):
+        nodes.give_back()
+    server.shut_down()
 
 
+@atexit.register  # after multiprocessing's handler, to run before it: that one would wait for the ranks
 def _stop_all() -> None:
-    """At the kernel's exit, end all ranks; multiprocessing would wait for them to end by themselves."""
-    for run in list(_live):
-        run._state.request_stop(0.0)
-    for run in list(_live):
-        run._supervisor.join(_EXIT_TIMEOUT_S)
-    for run in runs():
-        run._metrics_out.wait(_EXIT_TIMEOUT_S)
+    going = [run for run in runs() if not run.done()]
+    for run in going:
+        run._ask_to_stop(0.0)
+    deadline = time.monotonic() + _EXIT_S
+    for run in going:
+        run._done.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _disown_all() -> None:
-    """In a process forked from the kernel, such as a DataLoader worker: hold nothing of the ranks open."""
-    for run in _live:
-        run._supervisor.disown()
-    _live.clear()
-    _all.clear()
-
-
-atexit.register(_stop_all)
-os.register_at_fork(after_in_child=_disown_all)
+def last_run() -> Run[Any] | None:
+    """Return the newest run; it's kept even if no variable holds it."""
+    return _newest[0] if _newest else None

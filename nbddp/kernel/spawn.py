@@ -1,99 +1,115 @@
-"""``nbddp.spawn``: ``torch.multiprocessing.spawn`` for functions that are defined in a notebook."""
+"""``spawn``: ``torch.multiprocessing.spawn`` for functions that are defined in a notebook."""
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from nbddp.errors import LaunchError, RankDied, RankError
-from nbddp.kernel.options import complete
-from nbddp.kernel.plan import checked_call, make_plan
-from nbddp.kernel.run import Run, last_run
-from nbddp.kernel.runner import launch
-from nbddp.kernel.site import LocalSite
-from nbddp.launch.devices import accelerator
+from nbddp.errors import RankDied, RankError
+from nbddp.helpers import context
+from nbddp.kernel import earlier
+from nbddp.kernel.run import Run
+from nbddp.kernel.settings import Options, check_call, decide, device_and_count
+from nbddp.kernel.start import launch, pack_call
+
+_POLL_S = 0.01
+_SLOTS = ("error_index", "error_pid", "exit_code")  # of torch's classes
 
 
 class SpawnRaised(ProcessRaisedException, RankError):
-    """The error of a rank that raised an exception: torch's, with torch's text, and nbddp's, which a cell shows."""
-
-    def __init__(self, error: RankError, pid: int) -> None:
-        text = "".join(traceback.format_exception(error.cause)).rstrip("\n")
-        self.msg = f"\n\n-- Process {error.rank} terminated with the following error:\n{text}"
-        Exception.__init__(self, self.msg)
-        self.__dict__.update(error.__dict__)
-        self.__cause__ = error.cause
-        self._init_args = (error, pid)
-        self.error_index = error.rank
-        self.pid = self.error_pid = pid
+    """A rank raised an exception. The text is torch's; a cell shows it as nbddp's."""
 
     def __reduce__(self) -> Any:
-        return type(self), self._init_args, {"msg": self.msg}
+        return _remade(self)
 
 
 class SpawnExited(ProcessExitedException, RankDied):
-    """The error of a rank that ended without an exception: torch's, with torch's text, and nbddp's."""
-
-    def __init__(self, error: RankDied, pid: int) -> None:
-        by_signal = error.signal_name is not None
-        how = f"signal {error.signal_name}" if by_signal else f"exit code {error.exitcode}"
-        self.msg = f"process {error.rank} terminated with {how}"
-        Exception.__init__(self, self.msg)
-        self.__dict__.update(error.__dict__)
-        self._init_args = (error, pid)
-        self.error_index = error.rank
-        self.exit_code = error.exitcode
-        self.pid = self.error_pid = pid
+    """A rank ended without an exception. The text is torch's."""
 
     def __reduce__(self) -> Any:
-        return type(self), self._init_args, {"msg": self.msg}
+        return _remade(self)
+
+
+def _made(kind: Any, text: str, attributes: dict[str, Any]) -> Any:
+    made = kind.__new__(kind, text)  # the parents' __init__ methods exclude each other
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def _remade(error: BaseException) -> tuple[Any, ...]:
+    slots = {name: getattr(error, name) for name in _SLOTS if hasattr(error, name)}
+    return _made, (type(error), error.args[0], {**vars(error), **slots})
 
 
 class SpawnContext:
     """The result of ``spawn(join=False)``, like torch's ``SpawnContext``.
 
     Attributes:
-        run: the same run as an nbddp ``Run``.
+        run: the ``Run``.
     """
 
     def __init__(self, run: Run[Any]) -> None:
         self.run = run
 
     def pids(self) -> list[int]:
-        """Return the process ids, by rank."""
-        while len(pids := self.run.pids) < self.run.nprocs and not self.run._supervisor.join(0.001):
-            pass
-        return pids
+        """Return the process ids, by rank, as soon as they are known."""
+        while True:
+            over = self.run._done.wait(_POLL_S)
+            found = [rank.pid for rank, _, _ in self.run._parts]
+            if over or (found and all(found)):
+                return found
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait for all processes.
 
         Args:
             timeout: seconds; None waits until the end.
-            grace_period: accepted for compatibility; the other ranks of a failed run are ended at once.
+            grace_period: accepted for compatibility; when a rank fails, the others are ended at once.
 
         Returns:
             True when every process has finished successfully, False when ``timeout`` is over first.
 
         Raises:
             ProcessRaisedException, ProcessExitedException: the first failure, with torch's text.
+            NbddpError: the run was stopped.
         """
-        if not self.run._supervisor.join(timeout):
+        if not self.run._done.wait(timeout):
             return False
         if self.run.error is not None:
-            raise _as_torch_error(self.run.error, self.pids())
+            raise _as_torchs(self.run.error, self.pids())
+        _ = self.run.values  # an error, if it was stopped
         return True
 
 
-def _as_torch_error(error: BaseException, pids: Sequence[int]) -> BaseException:
+def _as_torchs(error: BaseException, pids: Sequence[int]) -> BaseException:
+    made: Any  # torch's classes set their attributes in __init__
     if isinstance(error, RankError):
-        return SpawnRaised(error, pids[error.rank])
-    if isinstance(error, RankDied):
-        return SpawnExited(error, pids[error.rank])
-    return error
+        shown = "".join(traceback.format_exception(error.cause)).rstrip("\n")
+        text = f"\n\n-- Process {error.rank} terminated with the following error:\n{shown}"
+        made = _made(SpawnRaised, text, vars(error))
+    elif isinstance(error, RankDied):
+        how = f"signal {error.signal_name}" if error.signal_name else f"exit code {error.exitcode}"
+        text = f"process {error.rank} terminated with {how}"
+        made = _made(SpawnExited, text, vars(error))
+        made.exit_code = error.exitcode
+    else:
+        return error
+    made.msg, made.error_index, made.error_pid = text, error.rank, pids[error.rank]
+    made.pid = made.error_pid  # its name in older versions of torch
+    made.__cause__ = error.__cause__
+    return made  # type: ignore[no-any-return]
+
+
+class _RankArgument:
+    """Is unpickled as the number of the rank."""
+
+    def __reduce__(self) -> Any:
+        return context.rank, ()
 
 
 def spawn(
@@ -106,34 +122,28 @@ def spawn(
 ) -> SpawnContext | None:
     """``torch.multiprocessing.spawn`` that works from a cell: calls ``fn(rank, *args)`` in ``nprocs`` processes.
 
-    The run is shown like a run of :func:`nbddp.run`. No process group is made and no environment variable is set:
-    the function does that, as in torch's tutorials, on any port.
+    It's shown like ``run()``. No process group is made, and no environment variable is set: the function does that, as
+    in torch's tutorials, on any port.
 
     Args:
         join: False: return a context with ``join()`` and ``pids()`` at once.
         daemon: accepted for compatibility; no process outlives the notebook in any case.
         start_method: accepted for compatibility. The processes are as fresh as spawned ones, but come from nbddp's
-            fork server; ``nbddp.run(start_method="spawn")`` really spawns them.
+            fork server.
 
     Raises:
         ProcessRaisedException, ProcessExitedException: as torch does; they are also ``RankError``, ``RankDied``.
-        LaunchError: the arguments cannot work.
+        LaunchError: the arguments are invalid.
     """
-    if nprocs == 0:
-        raise LaunchError("spawn(nprocs=0) would do nothing; torch.cuda.device_count() is 0 without a GPU")
-    found = accelerator()
-    device = None if found is not None and found[1] >= nprocs else "cpu"
-    call = checked_call(fn, args, {}, first=(0,))
-    options = complete(
-        {"nprocs": nprocs, "device": device, "init": False, "wait": join, "show": None if join else False}
-    )
-    plan = make_plan(call.name, options, contract=False, pass_rank=True)
+    _, count = device_and_count(Options())
+    device = None if isinstance(nprocs, int) and nprocs <= count else "cpu"
+    options = Options(nprocs=nprocs, device=device, init_process_group=False, wait=join)
+    with_rank = functools.partial(fn, _RankArgument()) if callable(fn) else fn
+    name = check_call(with_rank, args, {}, None)
+    settings = decide(name, options, contract=False)
+    packed = pack_call(name, with_rank, tuple(args), {})
+    going = SpawnContext(launch(settings, packed, options, earlier.function(fn)))
     if not join:
-        return SpawnContext(launch(plan, LocalSite(plan), call, options))
-    try:
-        launch(plan, LocalSite(plan), call, options)
-    except (RankError, RankDied) as error:
-        run = last_run()
-        assert run is not None
-        raise _as_torch_error(error, run.pids) from error.__cause__
+        return going
+    going.join()
     return None

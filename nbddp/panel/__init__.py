@@ -1,1 +1,1 @@
-"""Draws a run from its numbers, its status and its output; uses no processes."""
+"""Draws a history: live in the page, as a saved picture, as lines of text."""

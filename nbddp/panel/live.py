@@ -1,237 +1,133 @@
-"""The live panel of a run: sends changes to the page, and keeps the picture that the notebook's file contains."""
+"""Shows a run in a cell's output: the live panel, or a picture that is renewed; in the end a picture that stays."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import threading
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nbddp.panel import frontend
-from nbddp.panel.csv_parts import CsvParts
-from nbddp.panel.feed import Feed
-from nbddp.panel.figures import FiguresFeed
-from nbddp.panel.frontend import is_jupyter, kernel_id, say_busy
-from nbddp.panel.picture import Picture
-from nbddp.panel.text import OutputWriter, TextView
-from nbddp.panel.view import Status, Viewable
-
-if TYPE_CHECKING:
-    from nbddp.panel.widget import PanelWidget
+from nbddp.panel import frontend, html
+from nbddp.panel.status import Source, Status, View
+from nbddp.panel.text_view import TextView, end_line
 
 _PICTURE_S = 30.0  # the age at which the picture under a live panel is replaced
-_KEPT = 16  # panels of finished runs that stay live; each keeps its run's history in memory
-_IDLE_S = (0.3, 1.0, 3.0)  # after a message from the page, the page may take the kernel for idle
-_RESEND_S = (0.3, 1.0, 2.0, 4.0, 8.0, 16.0)  # after the start, to a page that cannot send messages to a busy kernel
+_FIRST_S = 3.0  # the age of the first one, which shows nothing yet
+_BYTES_PER_S = 8_000  # of pictures, which some services keep all: 4.8 MB in ten minutes
+_LIVE = 16  # panels of finished runs that stay live
 
-_finished: collections.deque[PanelWidget] = collections.deque()
+_finished: collections.deque[Any] = collections.deque()
+
+
+def view_for(source: Source, show: bool | str | None = None) -> View:
+    """The view of a run that was asked for, or the best one here."""
+    kind, status = frontend.kind(show), source.status()
+    if frontend.marimo() and not (status.blocking or status.over):
+        kind = "text"  # an output there belongs to the running cell
+    if kind == "text":
+        return ExecutedView(source) if frontend.is_executed() else TextView(source)
+    return CellView(source, is_live=kind == "panel")
 
 
 class ExecutedView(TextView):
-    """For a notebook that runs without a page (papermill, nbconvert): lines of text, and the picture at the end."""
+    """For a program that executes the notebook (papermill, nbconvert): lines of text, and the picture at the end."""
 
-    def _write_end(self, status: Status) -> None:
+    def _write_end(self, source: Source, status: Status) -> None:
         from IPython.display import display
 
-        if self._run.history.latest() or self._run.history.figures:
-            picture = Picture(self._run.history, status, self._run)
-            display(picture.bundle(), raw=True)  # type: ignore[no-untyped-call]
+        if source.history.latest():
+            self.cell = frontend.cell_number()
+            display(_bundle(source, status), raw=True)  # type: ignore[no-untyped-call]
         else:
-            super()._write_end(status)
+            super()._write_end(source, status)
 
 
-class _Source:
-    """A run while it goes on; then its history and last status, without its arguments and results."""
+class CellView:
+    """A run in a cell's output, from the first process on.
 
-    def __init__(self, run: Viewable) -> None:
-        self.history = run.history
-        self.earlier = run.earlier
-        self._run: Viewable | None = run
-        self._last: Status | None = None
-
-    def status(self) -> Status:
-        run = self._run
-        status = self._last if run is None else run.status()
-        assert status is not None
-        return status
-
-    def output(self, rank: int, position: int, limit: int) -> tuple[str, int, bool]:
-        run = self._run
-        return ("", position, True) if run is None else run.output(rank, position, limit)
-
-    def stop(self) -> None:
-        run = self._run
-        if run is not None:
-            run.stop()
-
-    def let_go(self, status: Status) -> None:
-        self._last = status
-        self._run = None
-
-
-class PanelView:
-    """The panel in a cell's output, from the first process on.
-
-    In JupyterLab and Notebook 7 the output is a picture, and the widget's script shows the panel in its place. A page
-    that is reloaded, or opened without a kernel, then shows the last picture. Elsewhere the output is the widget's
-    view, which the picture replaces at the end.
+    In JupyterLab and Notebook 7 the output is a picture, and the panel's script takes its place in the page: the saved
+    file holds only the picture. Elsewhere the output is the panel, and in the end the picture; or always a picture.
     """
 
-    live = True
-
-    def __init__(self, run: Viewable, *, with_output: bool = True, stays_live: bool = False) -> None:
-        self._source = _Source(run)
-        self._feed = Feed(self._source)
-        self._figures = FiguresFeed(run.history.figures)
-        self._csv = CsvParts(run.history)
-        self._writer = OutputWriter() if with_output else None
-        self._stays_live = stays_live
-        self._place = f"nbddp-{uuid.uuid4().hex}" if is_jupyter() else ""
-        self._widget: PanelWidget | None = None
+    def __init__(self, source: Source, *, is_live: bool) -> None:
+        self._source: Source | None = source
+        self._is_live = is_live
+        self.cell = frontend.cell_number()
+        self._place = f"nbddp-{uuid.uuid4().hex}" if is_live and frontend.shares_page() else ""
+        self._panel: Any = None
         self._handle: Any = None
-        self._pages: set[str] = set()
-        self._closed = False
+        self._due = 0.0  # the next picture
+        self._drawn: object = None  # what the last one shows
         self._lock = threading.Lock()
-        self._began = self._pictured = time.monotonic()
-        self._resends_due = list(_RESEND_S)
-        self._heard = -1  # messages of the page that the kernel has answered "busy" to
-        self._busy_due: list[float] = []
 
-    def update(self, status: Status) -> None:
-        with self._lock:  # a background run is updated by the cell that opens the view and by the run's own thread
-            if self._closed:
+    def update(self) -> None:
+        with self._lock:  # a run in the background is shown by a cell and followed by a thread
+            if (source := self._source) is None:
                 return
-            if self._widget is None:
-                status = self._open()
-            frame = self._feed.frame(status)
-            if frame is not None:
-                self._send(frame)
-            self._send_figures(over=status.over)
-            self._resend_to_silent_page()
-            if self._writer is not None:  # a cell waits for the run
-                self._stay_busy()
+            if self._is_live and self._panel is None:
+                from nbddp.panel.widget import Panel  # this takes seconds, in which the run goes on
+
+                self._panel = Panel(self._place, frontend.kernel_id())
+                self._panel.on_msg(self._hear)
+            status = source.status()
+            if self._panel is not None:
+                self._panel.update(source, status)
+            if status.over or time.monotonic() >= self._due:
+                self._draw(source, status)
             if status.over:
-                self._finish(status)
-            elif self._place and time.monotonic() - self._pictured >= _PICTURE_S:
-                self._update_picture(status)
+                self._leave()
 
-    def write(self, text: str) -> None:
-        if self._writer is not None:
-            self._writer.write(text)
+    def _hear(self, panel: Any, content: dict[str, Any], buffers: Any) -> None:
+        """The page speaks, on any thread."""
+        if content.get("kind") == "stop" and (source := self._source) is not None:
+            source.stop()
 
-    # ------------------------------------------------------------------ the page
+    def _draw(self, source: Source, status: Status) -> None:
+        """Renew the picture. Where it's all there is, pages get the changes, and some services keep each one."""
+        if self._is_live:
+            self._due = time.monotonic() + (_PICTURE_S if self._handle else _FIRST_S)
+            data = _bundle(source, status, self._place)
+            frontend.say_busy()
+            if not self._place and not status.over:
+                self._due = float("inf")  # it's for readers that show no widget
+                data = self._panel._repr_mimebundle_()[0] | data
+            return self._show(data, over=status.over)
+        ranks = tuple(dataclasses.replace(rank, resident=None, gpu=None) for rank in status.ranks)
+        arrived_at = [rank.arrived_at for rank in source.history.ranks]
+        now = dataclasses.replace(status, seconds=0.0, ranks=ranks), arrived_at
+        if now != self._drawn:
+            self._drawn = now
+            data = _bundle(source, status, points=300 if status.over else 100)
+            self._due = time.monotonic() + max(1.0, sum(map(len, data.values())) / _BYTES_PER_S)
+            self._show(data, over=status.over)
 
-    def _open(self) -> Status:
-        """Show the panel. Returns the status that it shows."""
-        from nbddp.panel.widget import PanelWidget
+    def _show(self, data: dict[str, Any], *, over: bool) -> None:
+        if marimo := frontend.marimo():
+            live = self._panel is not None and not over
+            self._handle = marimo
+            marimo.output.replace(marimo.ui.anywidget(self._panel) if live else marimo.Html(data["text/html"]))
+        elif self._handle is None:
+            from IPython.display import display
 
-        status = self._source.status()  # the first import takes seconds, in which the run has gone on
-        self._feed.frame(status)
-        self._widget = PanelWidget(kernel_id(), self._feed.snapshot, self._place)
-        self._widget.on_msg(self._on_message)
-        self._handle = self._display(self._widget, status)
-        return status
+            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(data, raw=True)
 
-    def _display(self, widget: PanelWidget, status: Status) -> Any:
-        """Show the widget or its place. Returns what the picture can replace it by."""
-        from IPython.display import display
-
-        # The picture beside the widget is for a page or a reader that shows no widget.
-        data = ({} if self._place else widget.bundle()) | self._picture(status)
-        return display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-
-    def _picture(self, status: Status) -> dict[str, str]:
-        if not status.over:  # nothing may ever replace this picture
-            status = dataclasses.replace(status, remark=f"as of {time.strftime('%H:%M:%S')}, before the run's end")
-        return Picture(self._source.history, status, self._source).bundle(self._place)
-
-    def _update_picture(self, status: Status) -> None:
-        self._handle.update(self._picture(status), raw=True)
-        self._pictured = time.monotonic()
-
-    def _send(self, message: tuple[dict[str, Any], bytes]) -> None:
-        content, data = message
-        assert self._widget is not None
-        self._widget.send(content, buffers=[data])
-
-    def _send_figures(self, *, over: bool) -> None:
-        if message := self._figures.message(over=over):
-            self._send(message)
-
-    def _on_message(self, _widget: object, content: Any, _buffers: object) -> None:
-        """Handle a message from the page. While a cell runs this is another thread, so it may only make requests."""
-        assert self._widget is not None
-        self._widget.heard += 1
-        if content.get("kind") == "stop":
-            self._source.stop()
-            self._widget.stopping = True
-        elif content.get("kind") == "hello":
-            self._pages.add(str(content.get("page")))
-            self._send(self._feed.snapshot())
-            self._figures.again()
-            if self._closed:
-                self._send_figures(over=True)
-        elif content.get("kind") == "csv":
-            self._send(self._csv.part(str(content.get("request")), int(content.get("start", 0))))
-
-    def _resend_to_silent_page(self) -> None:
-        """Send snapshots unasked: ipykernel 6 receives no message during a cell, and a slow page misses frames."""
-        assert self._widget is not None
-        if not self._resends_due or self._widget.heard:
-            return
-        if time.monotonic() - self._began >= self._resends_due[0]:
-            del self._resends_due[0]
-            self._send(self._feed.snapshot())
-            self._figures.again()
-
-    def _stay_busy(self) -> None:
-        assert self._widget is not None
-        now = time.monotonic()
-        if self._widget.heard != self._heard:
-            self._heard = self._widget.heard
-            self._busy_due = [now + later for later in _IDLE_S]
-        if self._busy_due and now >= self._busy_due[0]:
-            del self._busy_due[0]
-            say_busy()
-
-    def _finish(self, status: Status) -> None:
-        assert self._widget is not None
-        self._closed = True
-        if self._writer is not None:
-            self._writer.finish()
-        if self._place:
-            self._update_picture(status)
-            _keep(self._widget)
-        elif not self._stays_live:
-            self._update_picture(status)
-            # A reloaded page no longer knows this cell's display, so it gets no picture and must keep the panel.
-            if len(self._pages) < 2:
-                self._widget.leave()
-        self._source.let_go(status)
+    def _leave(self) -> None:
+        """Let the run go; the panel stays in a page that it shares, until there are many."""
+        if self._panel is not None:
+            _finished.append(self._panel)
+        self._source = self._panel = None
+        while len(_finished) > (_LIVE if self._place else 0):
+            with contextlib.suppress(IndexError):  # another thread has taken it
+                _finished.popleft().leave()
 
 
-class MarimoView(PanelView):
-    """The panel in the output of a running cell of a marimo notebook; at the end the picture takes its place.
-
-    marimo handles no message of the page while a cell runs, so its own interrupt button ends the run.
-    """
-
-    def _display(self, widget: PanelWidget, status: Status) -> Any:
-        frontend.show_widget_in_marimo(widget)
-        return _MarimoOutput()
-
-
-class _MarimoOutput:
-    """What IPython's handle of a display is for other front ends."""
-
-    def update(self, data: dict[str, str], *, raw: bool) -> None:
-        frontend.show_in_marimo(data["text/html"])
-
-
-def _keep(widget: PanelWidget) -> None:
-    """Keep a finished run's panel live. If there are too many, the oldest one's picture appears in its place."""
-    _finished.append(widget)
-    while len(_finished) > _KEPT:
-        _finished.popleft().leave()
+def _bundle(source: Source, status: Status, place: str = "", points: int = 300) -> dict[str, str]:
+    if not status.over:
+        status = dataclasses.replace(status, remark=f"as of {time.strftime('%H:%M:%S')}, still running")
+    picture = html.picture(source.history, status, source.before, name=place, points=points, tail=source.tail)
+    return {"text/html": picture, "text/plain": end_line(source.history, status)}

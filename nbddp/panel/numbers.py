@@ -1,86 +1,84 @@
-"""Numbers as text, as in ``js/src/numbers.js``; ``tests/panel/numbers.json`` has cases for both."""
+"""Numbers as text, and the ticks of an axis."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from decimal import ROUND_HALF_UP, Decimal
 
 _SMALLEST, _LARGEST = 1e-3, 1e7  # beyond, a number is written with an exponent
-_DIGITS = 12  # that are looked at to tell two ticks apart
-_MAX_CHARS = 9  # of a tick without an exponent
+_TICK_CHARS = 9
 
 
 def metric(value: float | None) -> str:
-    """A metric's value: about five digits, with an exponent only if it is very small or very large."""
+    """About five digits: ``0.4118``, ``92.41``, ``12,430``, ``3.10e-5``."""
     if value is None:
         return "–"
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
     size = abs(value)
-    if size != 0 and (size < _SMALLEST or size >= _LARGEST):
+    if size and not _SMALLEST <= size < _LARGEST:
         return _exponent(value, 2)
-    if value == math.floor(value) or size >= 1000:
-        return f"{_half_up(value):,}"
-    return _decimal(value, 1 if size >= 100 else 2 if size >= 10 else 4)
+    if value == int(value) or size >= 1000:
+        return f"{int(value) if value == int(value) else value:,.0f}"
+    return f"{value:.{4 if size < 10 else 2 if size < 100 else 1}f}"
 
 
-def ticks(values: Sequence[float]) -> list[str]:
-    """The labels of an axis: as few digits as tell its values apart and give each of them exactly."""
+def clock(seconds: float) -> str:
+    """``00:38`` or ``2:03:04``."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
+
+
+def size(count: float) -> str:
+    units = ["B", "KB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count /= 1024
+        del units[0]
+    unit = units[0]
+    return f"{count:.0f} {unit}" if count >= 100 or unit == "B" else f"{count:.1f} {unit}"
+
+
+def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """About five round numbers between the two; ``whole``: only whole ones."""
+    rough = (high - low) / 5
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * times for times in (1, 2, 2.5, 5, 10) if size * times >= rough * (1 - 1e-9))
+    step = max(1.0, math.ceil(step)) if whole else step
+    return [float(f"{i * step:.12g}") for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """About five round numbers between 10^low and 10^high."""
+    if high - low >= 2:
+        powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1, math.ceil((high - low) / 5))
+        return [float(f"1e{power}") for power in powers]
+    found = [float(f"{n}e{power}") for power in range(math.floor(low), math.ceil(high) + 1) for n in (1, 2, 5)]
+    found = [tick for tick in found if tick and low - 1e-9 <= math.log10(tick) <= high + 1e-9]
+    return found if len(found) > 1 else [tick for tick in ticks(10**low, 10**high) if tick > 0]
+
+
+def labels(values: Sequence[float]) -> list[str]:
+    """Of an axis: as few digits as give each of its ticks exactly, and one unit: ``50k``, ``100k``."""
     size = max(map(abs, values), default=0.0)
-    if size == 0:
-        return ["0"] * len(values)
-    if all(value == math.floor(value) for value in values) and size < _LARGEST:
-        return [_whole(value, values) for value in values]
-    if _SMALLEST <= size < _LARGEST and max(map(len, plain := _fixed(values))) <= _MAX_CHARS:
-        return plain
-    digits = next((d for d in range(_DIGITS) if all(_same(f"{v:.{d}e}", v, size) for v in values)), _DIGITS)
-    return ["0" if value == 0 else _exponent(value, digits) for value in values]
-
-
-def log_ticks(values: Sequence[float]) -> list[str]:
-    """The labels of a logarithmic axis, each by itself: 0.001, 1, 1e9."""
-    return [ticks([value])[0] for value in values]
-
-
-def step(value: float) -> str:
-    """A step, which is a whole number."""
-    return f"{_half_up(value):,}"
-
-
-def _whole(value: float, values: Sequence[float]) -> str:
-    """``200``, ``20k``, ``1.5M``: all ticks of an axis in one unit."""
     for unit, name in ((1e6, "M"), (1e3, "k")):
-        if max(map(abs, values)) >= max(unit, 1e4) and all(each % (unit / 1000) == 0 for each in values):
-            return "0" if value == 0 else f"{_trimmed(value / unit)}{name}"
-    return f"{int(value)}"
+        if max(unit, 1e4) <= size < 1e8 and all(value % (unit / 1000) == 0 for value in values):
+            return [f"{value / unit:g}{name}" if value else "0" for value in values]
+    if size < _LARGEST and (size >= _SMALLEST or not size):
+        fixed = [f"{value + 0.0:.{_digits('f', values, size)}f}" for value in values]
+        if max(map(len, fixed), default=0) <= _TICK_CHARS:
+            return fixed
+    digits = _digits("e", values, size)
+    return [_exponent(value, digits) if value else "0" for value in values]
 
 
-def _fixed(values: Sequence[float]) -> list[str]:
-    size = max(map(abs, values))
-    digits = next((d for d in range(_DIGITS) if all(_same(f"{v:.{d}f}", v, size) for v in values)), _DIGITS)
-    return [_decimal(value, digits) for value in values]
-
-
-def _same(text: str, value: float, size: float) -> bool:
-    return abs(float(text) - value) <= size * 1e-9
-
-
-def _decimal(value: float | Decimal, digits: int) -> str:
-    """As JavaScript's ``toFixed``: of two equally near numbers the larger one, where Python's format takes the even."""
-    return str(Decimal(value or 0.0).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
-
-
-def _trimmed(value: float) -> str:
-    return f"{value:.3f}".rstrip("0").rstrip(".")
+def _digits(kind: str, values: Sequence[float], size: float) -> int:
+    for digits in range(12):
+        if all(abs(float(f"{value:.{digits}{kind}}") - value) <= size * 1e-9 for value in values):
+            return digits
+    return 12
 
 
 def _exponent(value: float, digits: int) -> str:
-    power = int(f"{value:.{digits}e}".partition("e")[2])
-    return f"{_decimal(Decimal(value).scaleb(-power), digits)}e{power}"
-
-
-def _half_up(value: float) -> int:
-    return math.floor(value + 0.5)
+    number, _, power = f"{value:.{digits}e}".partition("e")
+    return f"{number}e{int(power)}"

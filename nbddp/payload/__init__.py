@@ -1,20 +1,12 @@
-"""Packs a notebook's objects into one block of memory that the notebook and all ranks map, and unpacks them."""
+"""Packs a notebook's objects into one block of memory that the notebook and all ranks map, and unpacks them.
 
-from nbddp.payload.block import note_call, open_block, was_called
-from nbddp.payload.packing import Packed, Pickled, Unpacked, pack, prepare, probe, unpack
-from nbddp.payload.refusals import refuse_uninherited, refuse_unshippable
+Definitions are the notebook's classes and functions, which go by value. Packing lists them in their order
+(``Packed.by_value``), and so does unpacking. Notebook and ranks both number all that have gone from the notebook so far
+(``Crew.definitions`` there, ``main_module.received`` in a rank), which is why an order says how many went ``before``.
+What comes back names a definition by its number, so an object has the notebook's own class again (``unpack(known=)``).
+"""
 
-__all__ = [
-    "Packed",
-    "Pickled",
-    "Unpacked",
-    "note_call",
-    "open_block",
-    "pack",
-    "prepare",
-    "probe",
-    "refuse_uninherited",
-    "refuse_unshippable",
-    "unpack",
-    "was_called",
-]
+from nbddp.payload.block import Block
+from nbddp.payload.packing import Packed, Unpacked, definition, pack, unpack
+
+__all__ = ["Block", "Packed", "Unpacked", "definition", "pack", "unpack"]

@@ -1,178 +1,96 @@
-"""Stops this rank in Python's own debugger, pdb, whose prompt appears under the notebook's cell.
-
-A rank that stops sends ``wire.Asks`` on its channel, and waits for the line that was typed there.
-"""
+"""``breakpoint()`` and the post-mortem debugger of a function. Their prompts are ``input()``; the cell answers."""
 
 from __future__ import annotations
 
 import os
 import pdb
-import signal
 import sys
-import threading
+import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
-from nbddp import wire
-from nbddp.worker import context, group_timeouts, users_frames
-from nbddp.worker.rank_pdb import RankPdb
-from nbddp.worker.talk import Channel, Talk
-
-SIGNAL = signal.SIGURG  # ignored by default, and hardly ever used: there is a message for the debugger on the channel
+from nbddp.helpers import context
+from nbddp.tracebacks import drop_our_frames
 
 
-class _State:
-    """What the debugger knows of this process.
+class _Pdb(pdb.Pdb):
+    """pdb for code that nbddp and IPython call, and without a signal handler of its own."""
 
-    Attributes:
-        pid: of the rank, to recognise its children; 0 in a process that is not a rank.
-        in_call: the user's function runs.
-        post_mortem: an exception of the user's code opens the debugger.
-    """
+    def __init__(self, entry: FrameType | None = None) -> None:
+        super().__init__(skip=["nbddp.*", "IPython.*"], nosigint=True)
+        self._entry = entry
 
-    def __init__(self) -> None:
-        self.pid = 0
-        self.talk: Talk
-        self.in_call = self.post_mortem = False
-        self.lock = threading.RLock()  # held by the thread that is stopped; other threads wait
-        self.of_thread = threading.local()
+    def _cmdloop(self) -> None:
+        self.cmdloop()  # pdb's goes on after an interrupt, which should stop the rank
 
+    def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
+        stack, index = super().get_stack(f, t)
+        first = max((number for number, (frame, _) in enumerate(stack, 1) if _is_below(frame)), default=0)
+        return stack[first:], index - first
 
-_state = _State()
+    def trace_dispatch(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode" and sys.version_info < (3, 13):
+            frame.f_trace_opcodes = False
+            return self.dispatch_line(frame)
+        return super().trace_dispatch(frame, event, arg)
 
+    def stop_here(self, frame: FrameType) -> bool:
+        entry = _entry_of(frame)  # not in what IPython calls between two lines of a cell
+        return (entry is self._entry or entry.f_globals.get("__name__") == "__main__") and super().stop_here(frame)
 
-def connect(channel: Connection) -> None:
-    """Use this channel to the notebook kernel."""
-    _state.talk = Talk(channel)
+    def user_call(self, frame: FrameType, argument_list: None) -> None:
+        if frame.f_code.co_name != "<module>":  # else it's the next line of a cell
+            super().user_call(frame, argument_list)
 
-
-def enter() -> None:
-    """Make ``breakpoint()``, ``pdb.set_trace()`` and ``torch.distributed.breakpoint()`` stop this rank."""
-    _state.pid = os.getpid()
-    sys.breakpointhook = _hook
-    pdb.set_trace = _set_trace
-    dist.breakpoint = _distributed_breakpoint
-    signal.signal(SIGNAL, _on_signal)
-
-
-def expect_stops(may_stop: bool) -> None:
-    """Let the collectives of this call wait for an hour if its code may stop; otherwise as long as they should."""
-    group_timeouts.restore()
-    if may_stop:
-        group_timeouts.hold()
+    def user_return(self, frame: FrameType, return_value: Any) -> None:
+        if frame.f_code.co_name != "<module>":
+            super().user_return(frame, return_value)
 
 
-def receive(channel: Channel) -> wire.Message:
-    """Receive a message between two calls; see :meth:`Talk.receive`."""
-    return _state.talk.receive(channel)
+def _is_below(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(("nbddp.", "IPython."))
 
 
-def begin_call(job: wire.Job) -> None:
-    """Begin a call of the user's function."""
-    _state.talk.nobody_answers, _state.post_mortem = False, job.post_mortem
-    _state.in_call = True
+def _entry_of(frame: FrameType) -> FrameType:
+    """Return the outermost frame of those on the stack that nbddp or IPython has called last."""
+    while frame.f_back is not None and not _is_below(frame.f_back):
+        frame = frame.f_back
+    return frame
 
 
-def end_call() -> None:
-    """End a call of the user's function: what follows is not the user's code."""
-    _state.in_call = False
-    sys.settrace(None)
-
-
-# ---------------------------------------------------------------------------- the user's breakpoints
+def install() -> None:
+    """Replace ``breakpoint()`` and ``pdb.set_trace()``."""
+    sys.breakpointhook = pdb.set_trace = _stop_here
 
 
 def breakpoint(*, rank: int | Sequence[int] | None = None, when: Any = True) -> None:
     """Stop in the debugger, as ``breakpoint()`` does, on some ranks or under a condition.
 
     Args:
-        rank: only on this rank, or these. Default: on every rank.
-        when: stop only if this is true; a number, or a tensor of one element, too.
+        rank: only on this rank, or on these. Default: on every rank.
+        when: stop only if this is true; it may be a number or a tensor of one element.
     """
+    ranks = [rank] if isinstance(rank, int) else rank
+    if (ranks is None or context.rank() in ranks) and when:
+        _stop_here()
+
+
+def _stop_here(*_: Any, **__: Any) -> None:
+    """Open the debugger in the innermost frame of the user's, unless ``PYTHONBREAKPOINT=0`` says that none should."""
+    frame = sys._getframe(1)
+    while _is_below(frame) and frame.f_back is not None:
+        frame = frame.f_back
     if os.environ.get("PYTHONBREAKPOINT") == "0":
         return
-    ranks = [rank] if isinstance(rank, int) else rank
-    if (ranks is not None and context.rank() not in ranks) or not when:
-        return
-    if _state.pid:
-        _stop_at(sys._getframe(1))
-    else:
-        pdb.Pdb().set_trace(sys._getframe(1))
-
-
-def _hook(*args: Any, **kwargs: Any) -> Any:
-    if os.environ.get("PYTHONBREAKPOINT", "") not in ("", "pdb.set_trace"):
-        return sys.__breakpointhook__(*args, **kwargs)  # 0, or another debugger
-    return _stop_at(sys._getframe(1))
-
-
-def _set_trace(*_: Any, **__: Any) -> None:
-    _stop_at(sys._getframe(1))
-
-
-def _distributed_breakpoint(rank: int = 0, skip: int = 0, timeout_s: float = group_timeouts.TIMEOUT_S) -> None:
-    frame = sys._getframe(1)
-    place = frame.f_code.co_filename, frame.f_lineno
-    _passed[place] = _passed.get(place, 0) + 1
-    if _passed[place] > skip and context.rank() == rank:
-        _stop_at(frame)
-
-
-_passed: dict[tuple[str, int], int] = {}  # how often, by place
-
-
-def _stop_at(frame: FrameType) -> None:
-    if os.getpid() != _state.pid:
-        raise RuntimeError(
-            f"breakpoint() in a child process of rank {context.rank()}, such as a DataLoader worker, has no prompt: "
-            "pass num_workers=0, and the rank itself loads the data"
-        )
-    with _state.lock:
-        debugger = _of_this_thread()
-        if _state.talk.nobody_answers or not _state.in_call or debugger.is_open:  # in what was typed at the prompt
-            return
-        trace = debugger.stop_at(frame)
-        if trace is not None:
-            sys.settrace(trace)  # the last call here: all later ones are traced
+    frame.f_trace_opcodes = sys.version_info < (3, 13)  # later ones stop in this line by themselves
+    _Pdb(_entry_of(frame)).set_trace(frame)
 
 
 def post_mortem(error: BaseException) -> None:
-    """Open the debugger where the user's code raised, if the run asks for it."""
-    if _state.post_mortem and isinstance(error, Exception) and os.getpid() == _state.pid:
-        with _state.lock:
-            _of_this_thread().look_at(error)
-
-
-def _on_signal(_number: int, frame: FrameType | None) -> None:
-    if os.getpid() != _state.pid or not _state.in_call:
-        return
-    for message in _state.talk.arrived():
-        if isinstance(message, wire.HoldTimeouts):
-            group_timeouts.hold()
-        elif isinstance(message, wire.Look) and frame is not None:
-            _state.talk.nobody_answers = False
-            users = users_frames.innermost(frame)
-            if users is None:
-                sys.settrace(_stop_at_the_next)
-            else:
-                _stop_at(users)
-
-
-def _stop_at_the_next(frame: FrameType, _event: str, _arg: Any) -> Any:
-    """Stop in the first of the user's frames. A function for ``sys.settrace``."""
-    if users_frames.innermost(frame) is not frame:
-        return None
-    sys.settrace(None)
-    _stop_at(frame)
-    return frame.f_trace
-
-
-def _of_this_thread() -> RankPdb:
-    if not hasattr(_state.of_thread, "debugger"):
-        _state.of_thread.debugger = RankPdb(_state.talk)
-    debugger: RankPdb = _state.of_thread.debugger
-    return debugger
+    """Open the debugger where the user's code raised."""
+    print("".join(traceback.format_exception_only(type(error), error)), end="")
+    drop_our_frames(error)
+    debugger = _Pdb()
+    debugger.reset()
+    debugger.interaction(None, error.__traceback__)

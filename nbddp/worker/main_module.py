@@ -1,65 +1,69 @@
-"""Installs this rank's ``__main__`` module, which stands for the notebook's."""
+"""This rank's ``__main__``, which stands for the notebook's."""
 
 from __future__ import annotations
 
-import multiprocessing.reduction
+import contextlib
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import cloudpickle
 
-from nbddp.payload import Unpacked
-from nbddp.payload.known import Known
+from nbddp import payload
+from nbddp.messages import OF_A_RANK
 
-known = Known()  # the objects that came from the notebook
+# Classes and functions of the notebook: by their number in what it has sent, or by the name that was asked for.
+received: dict[int | str, Any] = {}
 
 
-def install() -> types.ModuleType:
-    """Give this process an empty ``__main__``, whose functions and classes its spawned children can unpickle."""
-    main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = __builtins__
+def install(main: types.ModuleType) -> None:
+    """Make this module ``__main__``; its functions and classes go by value to children that are spawned."""
     sys.modules["__main__"] = main
-    # A child that a rank spawns (e.g. a DataLoader worker) cannot import the notebook, so it gets classes and
-    # functions of __main__ by value, too.
-    multiprocessing.reduction.ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign]
-    return main
+    ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign]  # they can't import the notebook
 
 
-def publish(main: types.ModuleType, unpacked: Unpacked, numbers: Sequence[int] | None = None) -> Known:
-    """Define the notebook's names in ``__main__``, for pickle and torch.save, and remember all unpacked objects.
+@contextlib.contextmanager
+def completed_by(ask: Callable[[str], payload.Block | None]) -> Iterator[None]:
+    """Let pickles and strings name classes and functions that the notebook hasn't sent, because no code names them."""
+
+    def missing(name: str) -> Any:
+        if name.startswith("__") or (block := ask(name)) is None:
+            raise AttributeError(f"module '__main__' has no attribute {name!r}", name=name)
+        before = dict(names)
+        with block:
+            unpacked = payload.unpack(block)  # cloudpickle sets the globals that it uses
+        new = {each: obj for each, obj in unpacked.named.items() if each not in before}
+        names.update({**new, **before})
+        received.update(new)
+        return unpacked.value
+
+    names = vars(sys.modules["__main__"])
+    names["__getattr__"] = missing
+    try:
+        yield
+    finally:
+        names.pop("__getattr__", None)
+
+
+def unpack(block: payload.Block, before: int) -> Any:
+    """Unpack what the notebook sends, and define its functions and classes in ``__main__``, for pickle.
 
     Args:
-        numbers: on a rank that stays, the notebook's numbers of the unpacked functions and classes.
+        before: how many of them it has sent, though perhaps not all have arrived.
     """
-    global known
-    if numbers is None:
-        for name, obj in unpacked.named.items():
-            main.__dict__.setdefault(name, obj)
-        known = Known(unpacked.by_value, main.__dict__)
-        return known
-    main.__dict__.update(unpacked.named)
-    for number, obj in zip(numbers, unpacked.by_value):
-        _received.extend([_never_received] * (number + 1 - len(_received)))  # of calls that ended before this
-        _received[number] = obj
-    earlier, known = known, Known(_received, unpacked.named)
-    known.add_earlier(earlier)
-    return known
-
-
-def _never_received() -> None: ...
-
-
-_received: list[Any] = []  # on a rank that stays, by the notebook's number
-
-
-def of_the_notebook() -> types.ModuleType:
-    """Return the module that stands for the notebook's ``__main__``."""
-    return sys.modules["__main__"]
+    names = vars(sys.modules["__main__"])
+    own = {name: names[name] for name in OF_A_RANK if name in names}
+    with block:
+        unpacked = payload.unpack(block)  # cloudpickle sets the globals that functions use
+    names.update({**unpacked.named, **own})
+    received.update(enumerate(unpacked.by_value, before))
+    return unpacked.value
 
 
 def _by_value(_: Any, obj: Any) -> Any:
     if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
-        return cloudpickle.loads, (cloudpickle.dumps(obj),)
+        loads: Callable[[bytes], Any] = cloudpickle.loads
+        return loads, (cloudpickle.dumps(obj),)
     return NotImplemented

@@ -1,4 +1,4 @@
-"""Fixtures of a file's tests: one server and one browser, as a rule one page and one kernel, tidied by each test."""
+"""One server, one browser, and one notebook for all tests here; each test runs further cells of it."""
 
 from __future__ import annotations
 
@@ -8,108 +8,55 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import marked_pids
+from tests.support import wait_until
 
-if TYPE_CHECKING:  # the tests skip where playwright is not installed
-    from lab import Lab
-    from notebook_page import NotebookPage
-    from playwright.sync_api import Browser, Page
-    from shared import SharedPage
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
-_FAILED = pytest.StashKey[bool]()
+    from tests.browser.lab import Lab, Sheet
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> None:
-    """In place of the one that looks at this process: ``settle`` and ``Lab.end_kernels`` see to all processes."""
+    """In place of the one that looks at this process: the runs are a kernel's."""
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    report = yield
-    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
-    return report
+@pytest.fixture(scope="package")
+def started_browser() -> Iterator[Browser]:
+    """Skips where there's none; CI has one."""
+    if os.environ.get("CI") != "true":
+        pytest.importorskip("playwright.sync_api")
+    from playwright.sync_api import sync_playwright
+
+    from tests.browser.lab import FLAGS, chromium
+
+    if chromium() is None and os.environ.get("CI") != "true":
+        pytest.skip("there is no Chromium")
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium(), args=FLAGS.split())
+        yield started
+        started.close()
 
 
-@pytest.fixture(scope="module")
-def shared_browser() -> Iterator[Browser]:
-    from lab import browser
+@pytest.fixture(scope="package")
+def lab(started_browser: Browser) -> Iterator[Lab]:
+    from tests.browser.lab import Lab
 
-    with browser() as started:
+    with Lab() as started:
         yield started
 
 
-@pytest.fixture(scope="module")
-def app() -> str:
-    return "lab"
-
-
-@pytest.fixture(scope="module")
-def shared_lab(app: str) -> Iterator[Lab]:
-    from lab import OTHER_KERNELS, Lab
-
-    with Lab(app, OTHER_KERNELS) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def shared_page(shared_browser: Browser) -> Iterator[SharedPage]:
-    from shared import SharedPage
-
-    made = SharedPage(shared_browser)
-    yield made
-    made.drop()
+@pytest.fixture(scope="package")
+def _opened(lab: Lab, started_browser: Browser) -> Iterator[Sheet]:
+    with started_browser.new_context(viewport={"width": 1100, "height": 900}) as context:
+        yield lab.open(context.new_page())
 
 
 @pytest.fixture
-def own_page(shared_browser: Browser) -> Iterator[Page]:
-    """For a test that needs the loading of the page, or leaves something in it that no other test should meet."""
-    from shared import SIZE
-
-    made = shared_browser.new_page(viewport=SIZE)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def page(request: pytest.FixtureRequest, shared_page: SharedPage) -> Page:
-    """The one of all tests, or the test's own if it uses ``own_page``."""
-    return request.getfixturevalue("own_page") if "own_page" in request.fixturenames else shared_page.get()
-
-
-@pytest.fixture
-def kernel() -> str:
-    """The name of the notebook's kernel."""
-    from lab import KERNEL
-
-    return KERNEL
-
-
-@pytest.fixture
-def notebook(
-    request: pytest.FixtureRequest, shared_lab: Lab, shared_page: SharedPage, page: Page, kernel: str
-) -> Iterator[NotebookPage]:
-    from notebook_page import NotebookPage
-    from shared import settle
-
-    shared_memory, others = set(os.listdir("/dev/shm")), marked_pids()
-    made = NotebookPage(shared_lab, page, kernel)
-    yield made
-    made.forget_page()
-    try:
-        page.close() if "own_page" in request.fixturenames else shared_page.tidy()
-        settle(shared_lab, shared_memory, others)
-    except Exception:
-        _start_again(shared_page, shared_lab)
-        raise
-    if request.node.stash[_FAILED]:
-        _start_again(shared_page, shared_lab)
-    shared_lab.reset_settings()
-    ours = [problem for problem in made.problems if "nbddp" in problem]
-    assert not ours
-
-
-def _start_again(shared_page: SharedPage, shared_lab: Lab) -> None:
-    """The next test shall not suffer from what has gone wrong in this one."""
-    shared_page.drop()
-    shared_lab.end_kernels()
+def sheet(_opened: Sheet) -> Iterator[Sheet]:
+    yield _opened
+    if _opened.is_busy():
+        _opened.lab.interrupt()
+        wait_until(lambda: not _opened.is_busy())
+    wait_until(lambda: not _opened.ranks(), what="the ranks are gone")
+    assert [problem for problem in _opened.problems if "nbddp" in problem] == []

@@ -13,19 +13,14 @@ model = torch.nn.Linear(1, 1)
 criterion = torch.nn.MSELoss()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-
-def train_model(iter):
-    for epoch in range(iter):
-        y1 = model(x)
-        loss = criterion(y1, y)
-        writer.add_scalar("Loss/train", loss, epoch)
-        writer.add_scalars("slope", {"weight": model.weight, "target": -5.0}, epoch)
-        writer.add_histogram("y", y1, epoch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-train_model(10)
+for epoch in range(10):
+    y1 = model(x)
+    loss = criterion(y1, y)
+    writer.add_scalar("Loss/train", loss, epoch)
+    writer.add_scalars("slope", {"weight": model.weight, "target": -5.0}, epoch)
+    writer.add_histogram("y", y1, epoch)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 writer.flush()
 writer.close()

@@ -1,1 +1,0 @@
-"""The process on each host that carries out the notebook kernel's orders: ``python -m nbddp.agent``."""

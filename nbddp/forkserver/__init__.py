@@ -1,1 +1,0 @@
-"""The fork server that ranks come from: one per notebook kernel or host, with torch already imported."""

@@ -1,1 +1,0 @@
-"""Draws a history: live in the page, as a saved picture, as lines of text."""

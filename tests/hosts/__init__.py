@@ -1,1 +1,0 @@
-"""Tests on several hosts, which are network namespaces, each with its own ssh server."""
