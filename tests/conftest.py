@@ -53,9 +53,13 @@ _WARM = "import nbddp\nnbddp.run(lambda: 1, nprocs=2, device='cpu', show=False).
 assert nbddp.__file__.startswith(_HERE), f"another nbddp is imported: {nbddp.__file__}"
 name, _, value = MARK.partition("=")
 os.environ[name] = value
-server.start_early()  # it imports torch while the tests are collected
 # What a shell starts in the background ignores it, and tests interrupt this process.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+_HOME = tempfile.mkdtemp(prefix="home-", dir=_TEMP)
+for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "MPLCONFIGDIR"):
+    os.environ[name] = _HOME
+os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
+server.start_early()  # it imports torch while the tests are collected
 
 
 # How long a case takes depends on the load; new cases come with NBDDP_CASES, not with somebody's merge.
@@ -71,10 +75,6 @@ hypothesis.settings.load_profile("nbddp")
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> None:
     """What a process opens once and keeps: torch's event loop, Jupyter's, the fork server, the tmpfs, a folder."""
-    home = tempfile.mkdtemp(prefix="home-", dir=_TEMP)
-    for variable in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "MPLCONFIGDIR"):
-        os.environ[variable] = home
-    os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
     ensure_event_loop()  # of the blocking client
     nbddp.device()  # asks the driver, in a torch with CUDA
     get_temp_dir()  # multiprocessing's own folder

@@ -9,7 +9,7 @@ from pathlib import Path
 import nbddp
 
 PACKAGE = Path(nbddp.__file__).parent
-# A room may import those to its right; modules directly in nbddp/ are the ground.
+# A room may import those below it; modules directly in nbddp/ are the ground.
 ROOMS = [
     "__main__",
     "magic",

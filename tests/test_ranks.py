@@ -116,7 +116,7 @@ def launched_processes_form_a_group(cell: Cells, method: str, port: str) -> None
             dist.init_process_group("gloo")
             x = torch.tensor([rank + 1.0])
             dist.all_reduce(x)
-            print("total", x.item())
+            print(f"total {x.item()}")  # in one piece
         def launch(method, port):
             mp.start_processes(child, (port or os.environ["MASTER_PORT"],), 2, start_method=method)
     """)

@@ -62,7 +62,7 @@ def run(
         deterministic: sets torch's deterministic algorithms and cuDNN flags.
         env: environment variables for the ranks, in addition to the notebook's current ones.
         timeout: wall time of the whole run, in seconds. Default: no limit.
-        pg_timeout: timeout of each collective, in seconds. Default: torch's.
+        pg_timeout: timeout of each collective, in seconds. Default: torch's, or an hour while the debugger can be used.
         max_restarts: how many times all ranks start again after a failure.
         stop_on_nan: True: end the run as soon as a rank logs NaN (an infinity doesn't end it). A restart would only
             repeat it, so there is none.
