@@ -271,5 +271,5 @@ def test_when_the_kernel_is_killed_its_ranks_are_gone(ray: Ray) -> None:
         assert len(ray.processes()) >= 8
         before = time.monotonic()
         notebook.kill()
-        wait_until(lambda: not ray.processes())
+        wait_until(lambda: not ray.processes(), what=lambda: str(ray.processes()))
         print(f"gone after {time.monotonic() - before:.2f} s")
