@@ -192,7 +192,7 @@ def on_ray() -> Any:
         if error.name != "ray":
             raise
         raise LaunchError(
-            "nnodes= needs Ray, which isn't installed: pip install 'ray>=2.57', also on the other machines. "
+            "nnodes= needs Ray, which isn't installed: pip install ray, also on the other machines. "
             "nbddp.export() and torchrun work on several machines without it"
         ) from None
     return nodes

@@ -38,7 +38,7 @@ _POLL_S = 0.2
 _ANSWER_S = 10.0  # for a node that's there
 _MEMORY_S = 0.3
 _INLINE_BYTES = 64 << 10  # a larger payload goes into Ray's store, once
-# For the nodes, as a runtime_env: then Ray starts a process for each. One that it had ready has outlived its raylet.
+# For the nodes, as a runtime_env: then Ray starts a process for each. One that it had ready stayed when a node died.
 # torch asks DNS for the name of each address, only to log it; there may be no name, or a server that never answers.
 _ENVIRON = {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "timeout:1 attempts:1"}
 
