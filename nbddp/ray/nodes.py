@@ -38,7 +38,7 @@ _POLL_S = 0.2
 _ANSWER_S = 10.0  # for a node that's there
 _MEMORY_S = 0.3
 _INLINE_BYTES = 64 << 10  # a larger payload goes into Ray's store, once
-# For the nodes, as a runtime_env: then Ray starts a process for each. One that it had ready stayed when a node died.
+# For the nodes; not as a runtime_env, for which Ray would start a new process, although it has one that's ready.
 # torch asks DNS for the name of each address, only to log it; there may be no name, or a server that never answers.
 _ENVIRON = {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "timeout:1 attempts:1"}
 
@@ -49,9 +49,10 @@ Waiting = Callable[[str], None]
 class _Actor:
     """A ``Node`` in a process of Ray's; imports ours only after Ray's environment is undone."""
 
-    def begin(self, address: str) -> set[str]:
+    def begin(self, address: str, environ: dict[str, str]) -> set[str]:
         for rays in ("OMP_NUM_THREADS", "PYTHONBREAKPOINT"):  # for one core, and its own debugger
             os.environ.pop(rays, None)
+        os.environ.update(environ)
         from nbddp.process import server
 
         server.use_own_folder()
@@ -86,7 +87,7 @@ class _Node:
     def __init__(self, group: Any, index: int, gpus: int) -> None:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         self.actor = _Actor.options(  # type: ignore[attr-defined]
-            scheduling_strategy=where, runtime_env={"env_vars": _ENVIRON}, num_gpus=gpus, num_cpus=0 if gpus else 1
+            scheduling_strategy=where, num_gpus=gpus, num_cpus=0 if gpus else 1
         ).remote()
         self.index, self.name, self.address, self.lost = index, "", "", ""
         self.ahead_s, self.beat = float("-inf"), Future[None]()
@@ -128,7 +129,7 @@ class _Group:
         for node, name in zip(self._nodes, names):
             node.address = known[placed[node.index]]["NodeManagerAddress"]
             node.name = name if names.count(name) == 1 else f"{name}-{node.index}"  # two on one machine, as in tests
-        ours, beginning = versions(), [node.actor.begin.remote(node.address).future() for node in self._nodes]
+        ours, beginning = versions(), [node.actor.begin.remote(node.address, _ENVIRON).future() for node in self._nodes]
         while wait(beginning, _POLL_S).not_done:
             waiting(f"starting on {', '.join(names)}")
         for node, begun in zip(self._nodes, beginning):
