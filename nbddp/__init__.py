@@ -99,7 +99,7 @@ if not TYPE_CHECKING:  # else every name would be one
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOME, "__version__"])
+    return sorted([*__all__, "__version__", "breakpoint", "print"])
 
 
 if getattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel", None) is not None:

@@ -12,6 +12,7 @@ import pytest
 import nbddp
 from nbddp.history.history import History
 from nbddp.history.records import AUTOLOG
+from tests.curves import Recorded
 from tests.support import Cells, run
 
 PROGRAMS = Path(__file__).parent / "programs" / "logging"
@@ -145,7 +146,7 @@ def test_a_curve_that_log_writes_replaces_one_that_was_heard(cell: Cells, in_fol
 
 
 def test_a_restart_and_a_saved_file_keep_what_log_has_replaced(tmp_path: Path) -> None:
-    history = History()
+    history = Recorded()
     history.add(0, [[1.0, 0, False, AUTOLOG, 1, {"loss": 5.0, "lr": 0.1}], [2.0, 0, True, None, 1, {"loss": 1.0}]])
     history.restart()
     history.add(0, [[3.0, 1, False, AUTOLOG, 1, {"loss": 6.0, "lr": 0.2}], [4.0, 1, False, None, 1, {"loss": 2.0}]])

@@ -13,6 +13,7 @@ import pytest
 import nbddp
 from nbddp.history.history import History
 from nbddp.kernel import earlier
+from tests.curves import Recorded
 from tests.support import Cells, Notebook, run, start, wait_until
 
 TRAIN = """
@@ -64,7 +65,7 @@ def test_a_script_is_compared_with_itself(in_folder: Path) -> None:
 
 def test_one_history_of_the_newest_eight_functions_is_kept() -> None:
     def over(*values: float) -> History:
-        history = History()
+        history = Recorded()
         history.add(0, [[1.0, step, False, None, 1, {"loss": value}] for step, value in enumerate(values)])
         history.settle()
         return history

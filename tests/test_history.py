@@ -19,15 +19,16 @@ from nbddp.history.history import History, Restart
 from nbddp.history.points import Series
 from nbddp.history.records import RecordReader, Start
 from nbddp.text import fold
+from tests.curves import Recorded
 
 
-def feed(history: History, rank: int, *records: Any) -> None:
+def feed(history: Recorded, rank: int, *records: Any) -> None:
     """As the bytes that a rank writes."""
     history.add(rank, RecordReader().feed(b"".join(map(msgpack.packb, records))))
 
 
 def log(
-    history: History, rank: int, name: str, steps: Iterable[int], offset: float = 0.0, reduce: str | None = None
+    history: Recorded, rank: int, name: str, steps: Iterable[int], offset: float = 0.0, reduce: str | None = None
 ) -> None:
     """Each value tells its step and its offset."""
     feed(history, rank, *([100.0 + s, s, False, reduce, 1, {name: s + offset}] for s in steps))
@@ -44,14 +45,14 @@ def test_carriage_returns_are_folded_as_in_a_terminal(text: str, expected: str) 
 # ---------------------------------------------------------------------------- a mapping from names to series
 
 
-def two_metrics() -> History:
-    history = History()
+def two_metrics() -> Recorded:
+    history = Recorded()
     feed(history, 0, [1.0, 0, True, None, 1, {"loss": 0.5, "acc": 1.0}])
     return history
 
 
 def test_a_history_is_a_mapping_from_names_to_series() -> None:
-    history = History()
+    history = Recorded()
     assert (len(history), list(history), dict(history), history.get("loss")) == (0, [], {}, None)
     history = two_metrics()
     assert isinstance(history, Mapping)
@@ -84,7 +85,7 @@ def test_returned_columns_are_copies() -> None:
 
 
 def test_an_empty_history_has_no_names_and_writes_an_empty_csv(tmp_path: Path) -> None:
-    history = History(2)
+    history = Recorded(2)
     assert (list(history), history.latest(), history.notices) == ([], {}, [])
     assert "nothing logged" in repr(history)
     with pytest.raises(KeyError, match="none"):
@@ -94,7 +95,7 @@ def test_an_empty_history_has_no_names_and_writes_an_empty_csv(tmp_path: Path) -
 
 
 def test_the_first_thousand_names_of_a_run_are_kept_and_the_others_counted_once() -> None:
-    history = History(2)
+    history = Recorded(2)
     for rank in (0, 1):
         feed(history, rank, *([1.0, i, False, None, 1, {f"step{i}": float(i)}] for i in range(3000)))
         feed(
@@ -110,7 +111,7 @@ def test_the_first_thousand_names_of_a_run_are_kept_and_the_others_counted_once(
 
 
 def test_a_ranks_progress_has_its_arrival_its_rate_and_time_left() -> None:
-    history, began = History(2), time.time()
+    history, began = Recorded(2), time.time()
     feed(history, 0, *({"time": 100.0 + done, "bar": [0, "epoch", done, 10]} for done in range(6)))
     assert began <= history.ranks[0].arrived_at <= time.time()
     assert history.ranks[1].arrived_at == 0
@@ -124,7 +125,7 @@ def test_a_ranks_progress_has_its_arrival_its_rate_and_time_left() -> None:
 
 
 def test_a_step_that_one_rank_never_reached_is_combined_at_the_end() -> None:
-    history = History(2)
+    history = Recorded(2)
     log(history, 0, "loss", [0, 1], reduce="mean")
     assert history["loss"].values.tolist() == []
     log(history, 1, "loss", [0], 2.0, reduce="mean")
@@ -134,7 +135,7 @@ def test_a_step_that_one_rank_never_reached_is_combined_at_the_end() -> None:
 
 
 def test_weights_that_add_up_to_zero_give_nan() -> None:
-    history = History(2)
+    history = Recorded(2)
     for rank in range(2):
         feed(history, rank, [1.0, 0, True, "mean", 0, {"loss": 1.0}], [1.0, 0, True, None, 0, {"own": 7.0}])
     assert math.isnan(history["loss"].values[0])
@@ -142,7 +143,7 @@ def test_weights_that_add_up_to_zero_give_nan() -> None:
 
 
 def test_where_ranks_do_not_log_alike_a_notice_says_so() -> None:
-    history = History(3)
+    history = Recorded(3)
     for rank, steps in enumerate(([0, 1, 2], [0, 2], [0, 1, 2])):
         log(history, rank, "total", steps, reduce="sum")
         log(history, rank, "loss", steps, reduce="mean")
@@ -182,7 +183,7 @@ MOST = [step for step in range(100) if step % 7]
 def test_the_band_waits_for_the_slowest_rank_until_the_end(
     epochs: int, by_rank: list[Any], before: Any, after: Any, widths: list[float]
 ) -> None:
-    history = History(len(by_rank))
+    history = Recorded(len(by_rank))
     for epoch in range(epochs):
         for rank, steps in enumerate(by_rank):
             log(history, rank, "loss", steps, offset=10 * epoch + rank)
@@ -199,7 +200,7 @@ def test_the_band_waits_for_the_slowest_rank_until_the_end(
 
 @pytest.mark.parametrize("reduce", [None, "mean"])
 def test_steps_that_are_repeated_after_a_restart_replace_the_old_ones(reduce: str | None, tmp_path: Path) -> None:
-    history = History(2)
+    history = Recorded(2)
     for rank in range(2):
         log(history, rank, "loss", range(8 + rank), reduce=reduce)
     history.restart("RankDied: rank 1 of 2 was killed by SIGKILL")
@@ -233,7 +234,7 @@ def test_steps_that_are_repeated_after_a_restart_replace_the_old_ones(reduce: st
 def test_a_restart_replaces_each_metrics_steps_from_its_first_new_one_in_the_newest_epoch(
     before: Any, again: Any, values: Any, tmp_path: Path
 ) -> None:
-    history = History(2)
+    history = Recorded(2)
     for rank in range(2):
         log(history, rank, "loss", before)
         log(history, rank, "val", [0, 50, 90])
@@ -249,7 +250,7 @@ def test_a_restart_replaces_each_metrics_steps_from_its_first_new_one_in_the_new
 
 
 def test_restarts_without_metrics_between_them_share_the_next_step_and_each_resets_progress() -> None:
-    history = History(1)
+    history = Recorded(1)
     log(history, 0, "loss", range(5))
     feed(history, 0, {"time": 160.0, "bar": [1, "epoch", 7, 10]})
     history.restart("first")
@@ -267,7 +268,7 @@ def test_restarts_without_metrics_between_them_share_the_next_step_and_each_rese
 
 def test_csv_and_pandas_have_a_row_per_step(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
-    history = History(1)
+    history = Recorded(1)
     log(history, 0, "loss", range(4))
     log(history, 0, "acc, top 1", [3], 0.25)
     feed(history, 0, [1.0, 1, False, None, 1, {"step": 0.5, "_step": math.nan, "_timestamp": 2.5}])  # others' own names

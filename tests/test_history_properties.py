@@ -21,6 +21,7 @@ import nbddp
 from nbddp.helpers import log as rank_side
 from nbddp.history.history import History
 from nbddp.history.records import MAX_STEP, RecordReader
+from tests.curves import Recorded
 from tests.support import CHARACTERS
 
 VALUES = st.floats(width=64)  # NaN, infinities and zeros of both signs, too
@@ -49,7 +50,7 @@ def sent(calls: list[Call]) -> bytes:
         return file.read()
 
 
-def arrive(history: History, by_rank: list[list[Call]], data: st.DataObject) -> None:
+def arrive(history: Recorded, by_rank: list[list[Call]], data: st.DataObject) -> None:
     """Each rank's bytes, cut anywhere, in any order of the ranks; now and then somebody looks."""
     left = {rank: sent(calls) for rank, calls in enumerate(by_rank)}
     readers = [RecordReader() for _ in by_rank]
@@ -71,7 +72,7 @@ def arrive(history: History, by_rank: list[list[Call]], data: st.DataObject) -> 
 def test_bytes_cut_anywhere_give_the_same_columns_under_any_name(
     name: str, values: list[float], cuts: list[int]
 ) -> None:
-    data, history, reader = sent([Call({name: value}) for value in values]), History(1), RecordReader()
+    data, history, reader = sent([Call({name: value}) for value in values]), Recorded(1), RecordReader()
     for cut in [*cuts, len(data)]:
         history.add(0, reader.feed(data[:cut]))
         data = data[cut:]
@@ -216,8 +217,8 @@ def combined(op: str | None, rows: Rows, key: tuple[int, float]) -> list[tuple[i
     return [(rows.step(key), math.nan if any(map(math.isnan, values)) else {"min": min, "max": max}[op](values))]
 
 
-def ran(program: list[list[list[Call]]], broken_off: bool, data: st.DataObject) -> History:
-    history = History(len(program[0]))
+def ran(program: list[list[list[Call]]], broken_off: bool, data: st.DataObject) -> Recorded:
+    history = Recorded(len(program[0]))
     for number, by_rank in enumerate(program):
         if number:
             history.restart("it died")
@@ -256,7 +257,7 @@ def test_the_history_is_bit_for_bit_the_same_in_any_order_of_arrival(
 @FEW
 @given(st.binary(max_size=60), st.integers(0, 300))
 def test_a_damaged_history_is_loaded_or_refused(noise: bytes, at: int) -> None:
-    history = History(2)
+    history = Recorded(2)
     for rank in range(2):
         history.add(rank, [[1.0, step, True, "mean", 1, {"loss": 0.5}] for step in range(5)])
     with tempfile.TemporaryDirectory() as folder:

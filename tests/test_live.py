@@ -17,12 +17,12 @@ import pytest
 
 import nbddp
 from nbddp.errors import LaunchError
-from nbddp.history.history import History
 from nbddp.history.records import RecordReader
 from nbddp.panel import frontend, live
 from nbddp.panel.live import CellView
 from nbddp.panel.status import RankStatus, Source, Status
 from nbddp.panel.text_view import TextView
+from tests.curves import Recorded
 from tests.support import Cells, Notebook, wait_until_alone
 
 MIME = {"text/html", "text/plain"}
@@ -189,7 +189,7 @@ class Told:
     """A run as the test tells it, and the displays of its cell."""
 
     def __init__(self, ranks: int = 2) -> None:
-        self.history, self.printed, self.now = History(ranks), "", 0.0
+        self.history, self.printed, self.now = Recorded(ranks), "", 0.0
         self.at: list[float] = []
         self.shown: list[dict[str, str]] = []
         self.be("running")
@@ -261,7 +261,7 @@ def test_a_panel_that_stays_keeps_its_last_frame_and_lets_run_and_history_go(tol
     told.be("finished")
     view.update()
     panel, gone = live._finished[-1], weakref.ref(told.history)
-    told.history = History(2)
+    told.history = Recorded(2)
     gc.collect()
     assert gone() is None
     assert panel.frame["state"] == "finished"

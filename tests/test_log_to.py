@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 import nbddp
-from nbddp.history.history import History
 from nbddp.loggers import log_to
-from tests.curves import logged
+from tests.curves import Recorded, logged
 from tests.support import Cells, Notebook, run, wait_until
 
 TRAIN = """
@@ -162,7 +161,7 @@ def test_a_sessions_calls_and_cells_send_what_they_log(cell: Cells) -> None:
 # ---------------------------------------------------------------------------- which points
 
 
-def take(history: History) -> dict[str, list[tuple[int, float]]]:
+def take(history: Recorded) -> dict[str, list[tuple[int, float]]]:
     return {name: list(zip(each.steps.tolist(), each.values.tolist())) for name, each in history.take().items()}
 
 
@@ -180,7 +179,7 @@ def test_points_that_a_restart_repeats_are_sent_again() -> None:
 
 
 def test_only_values_that_stay_are_sent() -> None:
-    history = History(2)
+    history = Recorded(2)
     logged(history=history, rank=1, loss=[0.5, 1.5, 2.5])  # arrives before rank 0's
     assert take(history) == {"loss": []}
     logged(history=history, rank=0, loss=range(3))
@@ -188,7 +187,7 @@ def test_only_values_that_stay_are_sent() -> None:
     assert take(history) == {"loss": [(0, 0), (1, 1)]}
     history.settle()
     assert take(history) == {"loss": [(2, 2.25)]}
-    history = History(2)
+    history = Recorded(2)
     logged(history=history, rank=0, reduce="mean", loss=range(4))
     assert take(history) == {"loss": []}
     logged(history=history, rank=1, reduce="mean", loss=range(1, 4))
@@ -198,7 +197,7 @@ def test_only_values_that_stay_are_sent() -> None:
 
 
 def test_a_step_that_comes_again_in_the_next_epoch_is_a_call_of_its_own() -> None:
-    history, got = History(), []
+    history, got = Recorded(), []
     sender = log_to.Sender(history, log_to.destinations(lambda step, metrics: got.append((step, metrics["loss"]))))
     for epoch in range(2):
         history.add(0, [[10 * epoch + step, step, False, None, 1, {"loss": epoch + step}] for step in range(2)])

@@ -13,10 +13,10 @@ from nbddp.panel import numbers, svg
 from nbddp.panel.charts import charts, described, tile_label
 from nbddp.panel.run_progress import notices, progress
 from nbddp.text import cut
-from tests.curves import logged
+from tests.curves import Recorded, logged
 
 
-def bar(history: History, rank: int, level: int, desc: str, total: int, done: int, at: float = 1.0) -> None:
+def bar(history: Recorded, rank: int, level: int, desc: str, total: int, done: int, at: float = 1.0) -> None:
     history.add(rank, [{"time": at, "bar": [level, desc, done, total]}])
 
 
@@ -156,7 +156,7 @@ def test_a_single_nan_among_numbers_is_not_the_end_of_the_line() -> None:
 
 
 def test_progress_counts_steps_over_all_epochs() -> None:
-    history = History()
+    history = Recorded()
     for done in (0, 30):
         bar(history, 0, 0, "epoch", 5, 2)
         bar(history, 0, 1, "step", 100, done, at=1.0 + done / 10)
@@ -179,22 +179,22 @@ def test_step_is_what_log_counts() -> None:
 
 
 def test_progress_and_time_left_are_the_slowest_ranks_of_those_with_a_loop() -> None:
-    history = History(3)
+    history = Recorded(3)
     for rank, speed in ((0, 10), (1, 4), (2, 10)):
         for at in (1, 2):
             bar(history, rank, 0, "step", 100, speed * at, at=float(at))
     now = progress(history)
     assert (now.loops, now.fraction, now.left) == ([("Step", 8, 100)], 0.08, 23.0)
-    history = History(2)
+    history = Recorded(2)
     bar(history, 0, 0, "epoch", 5, 2)
     logged(history=history, rank=1, loss=[1.0, 1.0])
     assert progress(history).loops == [("Epoch", 3, 5)]
-    silent = logged(history=History(3), rank=2, loss=[1.0] * 8)
+    silent = logged(history=Recorded(3), rank=2, loss=[1.0] * 8)
     assert progress(logged(history=silent, rank=0, loss=[1.0] * 10)).step == 7
 
 
 def test_after_a_restart_a_loop_over_the_rest_counts_from_there_and_the_whole_loop_from_zero() -> None:
-    history = History()
+    history = Recorded()
     bar(history, 0, 0, "epoch", 6, 3)
     for _ in range(2):  # a second restart, too
         history.restart("killed")

@@ -17,13 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from nbddp.history.history import History
 from nbddp.panel import svg
 from nbddp.panel.charts import RED, charts
 from nbddp.panel.html import parts, picture, plot
 from nbddp.panel.run_progress import lagging
 from nbddp.panel.status import RankStatus, Status
-from tests.curves import logged
+from tests.curves import Recorded, logged
 
 CASES = settings().max_examples
 FEW = settings(max_examples=max(1, CASES // 5))  # 5 ms each; NBDDP_CASES scales them all
@@ -81,7 +80,7 @@ def text_of(source: str) -> str:
 def test_every_edge_of_the_band_was_logged_and_the_extremes_are_kept(data: st.DataObject) -> None:
     ranks, count, points = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 90), st.integers(2, 50)))
     values = data.draw(arrays(float, (ranks, count), elements=st.floats(-1e6, 1e6) | st.sampled_from([math.nan])))
-    history, reduce = History(ranks), data.draw(st.sampled_from([None, "mean", "min", "max"]))
+    history, reduce = Recorded(ranks), data.draw(st.sampled_from([None, "mean", "min", "max"]))
     for rank in range(ranks):
         logged(history=history, rank=rank, reduce=reduce, loss=values[rank])
     history.settle()
@@ -97,7 +96,7 @@ def test_every_edge_of_the_band_was_logged_and_the_extremes_are_kept(data: st.Da
 
 
 def test_the_band_is_the_lowest_and_highest_over_the_ranks() -> None:
-    history = History(2)
+    history = Recorded(2)
     logged(history=history, rank=0, reduce="mean", loss=[1.0, 2.0, 3.0])
     logged(history=history, rank=1, reduce="mean", loss=[3.0, 1.0])
     (line,) = charts(history)[0][0].lines
@@ -153,24 +152,24 @@ def test_the_picture_has_tiles_and_ranks_with_their_memory_and_what_waits_for_th
     assert text.endswith("0 cpu finished 1 100.0 ms 600 MB 1 cpu finished 1 100.0 ms 600 MB")
     assert "Time left" not in text
     assert 'alt="Loss: train 0.5000"' in page
-    text = text_of(picture(History(2), change(status("running", 2), 1, waits="at line 3")))
+    text = text_of(picture(Recorded(2), change(status("running", 2), 1, waits="at line 3")))
     assert text.startswith("Paused at line 3 train")
     assert text.endswith("0 cpu running – – 600 MB 1 cpu paused at line 3 – – 600 MB")
-    assert "Waits for input" in text_of(picture(History(), change(status("running"), 0, waits="for input")))
-    gauge = text_of(picture(History(), change(status("running"), 0, gpu=(8 << 30, 16 << 30))))
+    assert "Waits for input" in text_of(picture(Recorded(), change(status("running"), 0, waits="for input")))
+    gauge = text_of(picture(Recorded(), change(status("running"), 0, gpu=(8 << 30, 16 << 30))))
     assert gauge.endswith("cpu running – – 8.0 / 16 GB")
 
 
 def test_a_state_has_one_color_in_head_bar_and_table() -> None:
     colors = {"starting": "#8a8a8a", "running": BLUE, "finished": GREEN, "failed": RED, "stopped": "#b07a10"}
     for state, color in colors.items():
-        pieces = parts(History(), status(state))
+        pieces = parts(Recorded(), status(state))
         for name in ("head", "bar", "table"):
             assert set(re.findall("background:(#[0-9a-f]{6})", pieces[name])) == {color}
 
 
 def test_a_rank_that_is_slow_stuck_or_behind_is_marked() -> None:
-    history, now = History(4), time.time()
+    history, now = Recorded(4), time.time()
     for rank in range(4):
         logged(history=history, rank=rank, loss=[1.0] * 10, every_s=0.3 if rank == 1 else 0.1)
     logged(history=history, rank=2, loss=[1.0], first=60)
@@ -192,13 +191,13 @@ def test_of_16_ranks_one_sees_that_there_are_more_and_those_in_trouble() -> None
     assert "silent for 60 s" in shown
     assert shown.count("<tr>") == 1 + 8
     assert "and 8 more ranks" in rest
-    many = text_of(picture(History(500), change(status("stopped", 500), 300, state="failed", host="gpu3")))
+    many = text_of(picture(Recorded(500), change(status("stopped", 500), 300, state="failed", host="gpu3")))
     assert "300 gpu3 · cpu failed" in many
     assert many.endswith("and 476 more")
 
 
 def test_the_picture_reports_metrics_that_ranks_log_differently() -> None:
-    history = History(2)
+    history = Recorded(2)
     logged(history=history, rank=0, reduce="sum", total=[1.0] * 3)
     logged(history=history, rank=1, reduce="sum", total=[1.0])
     logged(history=history, rank=1, reduce="sum", total=[1.0], first=2)
@@ -210,13 +209,13 @@ def test_the_picture_reports_metrics_that_ranks_log_differently() -> None:
 def test_a_failure_shows_the_error_the_stacks_and_the_failed_ranks_last_output() -> None:
     printed = "old\n" * 20 + "".join(f"line {i}\n" for i in range(10)) + "end\n"
     failed = status("failed", 2, host="gpu1", failed_rank=1, error="rank 1 of 2 raised", hang=HANG)
-    page = picture(History(2), failed, tail=lambda rank, chars: printed if rank == 1 else "")
+    page = picture(Recorded(2), failed, tail=lambda rank, chars: printed if rank == 1 else "")
     text = text_of(page)
     assert "● rank 1 of 2 raised ▲ rank 0 waits in all_reduce Stacks rank 0 is here: train, line 14" in text
     assert text.endswith(f"Last output of rank 1 on gpu1 old {' '.join(f'line {i}' for i in range(10))} end")
     assert page.count(" open>") == 2
-    assert " open>" not in picture(History(), status("running", hang=HANG))
-    long = picture(History(), status("stopped", hang=HANG + "\n<&x" * 1_000_000))
+    assert " open>" not in picture(Recorded(), status("running", hang=HANG))
+    long = picture(Recorded(), status("stopped", hang=HANG + "\n<&x" * 1_000_000))
     assert "more characters" in long
     assert len(long) < 40_000
 
@@ -257,7 +256,7 @@ def test_the_picture_stays_small_whatever_was_logged() -> None:
     many = [f"m{i}/value{i % 7}" for i in range(80)]
     for names, steps in ((["train/loss", "val/loss", "acc", "lr", "grad_norm"], 280), (many, 232)):  # all are drawn
         history = logged(2, reduce="mean", **{name: rng.normal(size=steps) for name in names})
-        history.ranks *= 150
+        history.ranks.extend(history.ranks * 149)
         for _ in range(30):
             history.restart("killed " * 1_000)
             logged(history=history, first=steps - 1, **{names[0]: [1.0]})

@@ -13,7 +13,7 @@ import nbddp
 from nbddp.history.history import History
 from nbddp.panel.status import Source, Status
 from nbddp.panel.text_view import TextView
-from tests.curves import logged
+from tests.curves import Recorded, logged
 from tests.support import Cells, Notebook
 
 Capsys = pytest.CaptureFixture[str]
@@ -43,7 +43,7 @@ class Followed:
 
 
 def test_a_line_in_two_seconds_tells_loops_time_left_and_metrics_and_one_the_end(capsys: Capsys) -> None:
-    history = History()
+    history = Recorded()
     run = Followed(history)
     for tenth in range(60):
         logged(history=history, first=tenth, loss=[tenth])
@@ -54,7 +54,7 @@ def test_a_line_in_two_seconds_tells_loops_time_left_and_metrics_and_one_the_end
     run.becomes("finished", 39.0)
     lines = ["train: step 20 · loss 20", "train: step 40 · loss 40", "train: step 59 · loss 59"]
     assert capsys.readouterr().out.splitlines() == [*lines, "train: finished after 0:38 · 2 processes · gloo · loss 59"]
-    history = History()
+    history = Recorded()
     history.add(0, [{"bar": [0, "Epoch", 2, 5], "time": 1.0}, {"bar": [0, "Epoch", 3, 5], "time": 2.0}])
     logged(history=history, first=70, loss=[70])
     run = Followed(history)
@@ -65,7 +65,7 @@ def test_a_line_in_two_seconds_tells_loops_time_left_and_metrics_and_one_the_end
 
 def test_a_run_that_has_nothing_to_show_but_its_output_is_silent_unless_it_takes_long(capsys: Capsys) -> None:
     for seconds in (0.5, 30.0):
-        run = Followed(History())
+        run = Followed(Recorded())
         run.becomes("starting", 20.0)
         run.becomes("running", 20.0)
         run.becomes("finished", 20.0 + seconds)
@@ -73,7 +73,7 @@ def test_a_run_that_has_nothing_to_show_but_its_output_is_silent_unless_it_takes
 
 
 def test_text_lines_report_once_a_restart_the_number_of_restarts_and_a_hang_with_all_stacks(capsys: Capsys) -> None:
-    history = History()
+    history = Recorded()
     run = Followed(history)
     run.becomes("running", 1.0)
     history.restart(REASON)
@@ -82,7 +82,7 @@ def test_text_lines_report_once_a_restart_the_number_of_restarts_and_a_hang_with
     assert capsys.readouterr().out == (
         f"train: restarted 1 of 3 after {REASON}\ntrain: finished after 0:38 · 2 processes · gloo · 1 restart\n"
     )
-    run = Followed(History())
+    run = Followed(Recorded())
     for seconds in (30, 31):
         run.becomes("running", seconds, hang=f"Nothing for {seconds} s\n  File ...")
     run.becomes("running", 32.0, hang="")
@@ -91,7 +91,7 @@ def test_text_lines_report_once_a_restart_the_number_of_restarts_and_a_hang_with
 
 
 def test_the_end_tells_once_what_the_ranks_have_not_logged_alike_and_a_remark(capsys: Capsys) -> None:
-    history = History(2)
+    history = Recorded(2)
     for rank, step in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 2)):
         logged(history=history, rank=rank, first=step, reduce="sum", total=[step])
     history.settle()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
 from nbddp.errors import NbddpError
+from nbddp.history.recording import Recording
 from nbddp.kernel import earlier
 from nbddp.kernel.attempt import Attempt
 from nbddp.kernel.crew import Crew
@@ -57,8 +58,9 @@ class Run(Generic[R]):
         blocking: bool = True,
     ) -> None:
         self.name, self.nprocs = settings.name, settings.world_size
-        self.history = History(self.nprocs)
-        self._sender = Sender(self.history, log_to)
+        self._recording = Recording(self.nprocs)
+        self.history = History(self._recording)
+        self._sender = Sender(self._recording, log_to)
         self.state = "starting"
         self.error: BaseException | None = None
         self.restarts = 0
@@ -295,7 +297,7 @@ class Run(Generic[R]):
             self._where = self._attempt.where
         if self._attempt is not None and state != "finished":
             self._hang = self._attempt.locator.hang
-        self.history.settle(broken_off=state != "finished")  # first: who sees the state draws the end
+        self._recording.settle(broken_off=state != "finished")  # first: who sees the state draws the end
         self.error = error
         self.state, self._ended = state, time.monotonic()
         self._note_ranks()

@@ -271,7 +271,7 @@ class Session(Cells):
     def _logged(self, rank: int, records: list[Any]) -> None:
         if self._present is None:
             return self._early.append((rank, records))
-        self._its_run(shown=True).history.add(rank, records)
+        self._its_run(shown=True)._recording.add(rank, records)
 
     def _its_run(self, *, shown: bool = False) -> Run[Any]:
         """Return the present order's run; it's made when there is something to keep, or to show."""

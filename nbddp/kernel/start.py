@@ -192,7 +192,7 @@ def _carry_out(
             may_heal = isinstance(error, _RESTARTED) and not isinstance(error.__cause__, NbddpError)
             if may_heal and run.restarts < options.max_restarts and run._stop_grace_s is None:
                 first = first or error
-                run.history.restart(in_a_line(error))  # first: who sees the count reads the reason
+                run._recording.restart(in_a_line(error))  # first: who sees the count reads the reason
                 run.restarts += 1
                 run._values = []
                 run.state = "starting"
@@ -249,7 +249,7 @@ def follow_part(
         run._draw()
 
     attempt = Attempt(crew, order, ranks, page, OF_A_RUN, block=block, deadline=deadline, look=look, steps=run._steps)
-    crew.metrics_to = run.history.add
+    crew.metrics_to = run._recording.add
     run._take_part(crew, attempt)
     attempt.follow()
     if options.stop_on_nan and (nan := run.history.first_nan):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from nbddp.errors import LaunchError
-from nbddp.history.history import History
+from nbddp.history.recording import Recording
 from nbddp.text import in_a_line, short
 
 _EVERY_S = 1.0
@@ -49,8 +49,8 @@ def _destination(to: Any) -> Destination:
 class Sender:
     """Sends what is new, once a second. A destination that raises gets no more, and the run goes on."""
 
-    def __init__(self, history: History, to: Sequence[Destination]) -> None:
-        self._history, self._to = history, [*to]
+    def __init__(self, recording: Recording, to: Sequence[Destination]) -> None:
+        self._recording, self._to = recording, [*to]
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="nbddp-log-to", daemon=True)
         if to:
@@ -83,7 +83,7 @@ class Sender:
     def _rows(self) -> list[_Row]:
         rows: list[_Row] = []
         at_step: dict[int, dict[str, float]] = {}
-        for name, points in self._history.take().items():
+        for name, points in self._recording.take().items():
             for step, at, value in zip(*(column.tolist() for column in points[:3])):
                 row = at_step.get(step)
                 if row is None or name in row:  # the step comes again in the next epoch, or after a restart

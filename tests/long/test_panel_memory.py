@@ -24,19 +24,19 @@ def follow(minutes):
         for rank in range(2):
             steps = [round(now * 20) + n for n in range(20)]
             records = [[now + n / 20, n, False, "mean", 1, {"loss": n % 7, "acc": n % 5}] for n in steps]
-            run.history.add(rank, [*records, {"bar": [0, "epoch", 1, 5], "time": now}])
+            run._recording.add(rank, [*records, {"bar": [0, "epoch", 1, 5], "time": now}])
         run._draw()
 
 def used():
     time.sleep(0.5)  # for what the kernel still sends
     gc.collect()
-    return tracemalloc.get_traced_memory()[0] - run.history.nbytes
+    return tracemalloc.get_traced_memory()[0] - run._recording.nbytes
 
 tracemalloc.start()
 follow(1)
-history, before = run.history.nbytes, used()
+history, before = run._recording.nbytes, used()
 follow(2)
-print(run.history.nbytes - history, used() - before)
+print(run._recording.nbytes - history, used() - before)
 tracemalloc.stop()
 run._conclude("finished")
 run._draw()
