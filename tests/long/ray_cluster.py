@@ -29,6 +29,7 @@ def _node() -> dict[str, Any]:
 
 if __name__ == "__main__":
     services.start_raylet = _start
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the GPUs are made up
     cluster = Cluster(initialize_head=True, head_node_args={**_node(), "no_monitor": True})
     for _ in range(1, int(sys.argv[1])):
         cluster.add_node(**_node())

@@ -41,7 +41,7 @@ class Ray:
             "RAY_worker_niceness": "0",
             "TMPDIR": self._folder,
         }
-        environ = {key: each for key, each in os.environ.items() if key not in (name, "CUDA_VISIBLE_DEVICES")}
+        environ = {key: each for key, each in os.environ.items() if key != name}
         command = ["setsid", "--fork", sys.executable, str(Path(__file__).with_name("ray_cluster.py")), "3"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, env={**environ, **self.environ}, **pipes)  # type: ignore[call-overload]
