@@ -61,7 +61,7 @@ class Crew:
         self._readers = [RecordReader() for _ in self.ranks]
         self._threads: list[threading.Thread] = []
         self._over = False
-        self._memory: tuple[float, dict[int, Memory]] = -math.inf, {}  # when it was read
+        self._memory: tuple[float, list[int], dict[int, Memory]] = -math.inf, [], {}  # when it was read, and of whom
 
     @interrupts_held()
     def open(self) -> None:
@@ -186,13 +186,14 @@ class Crew:
 
     def memory(self, at_most_s: float = 1.0) -> dict[int, Memory]:
         """Return what the ranks use; it may be as old as this. Any thread may ask."""
-        if time.monotonic() >= self._memory[0] + at_most_s:
-            found: dict[int, Memory] = {}
-            asked = _numbers(rank for rank in self.ranks if rank.ready and rank.alive)
+        asked = _numbers(rank for rank in self.ranks if rank.ready and rank.alive)
+        read_at, of, found = self._memory
+        if asked != of or time.monotonic() >= read_at + at_most_s:
+            found = {}
             for machine in self._machines if asked else ():
                 found |= machine.memory(asked)
-            self._memory = time.monotonic(), found
-        return self._memory[1]
+            self._memory = time.monotonic(), asked, found
+        return found
 
     def dismiss(self, gives_up: Callable[[], bool] = lambda: False) -> None:
         """Let the ranks end by themselves, with their threads and exit handlers, for a while, or until this is true."""
