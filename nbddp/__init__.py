@@ -22,7 +22,7 @@ __all__ = [  # without print and breakpoint: a star import must not shadow Pytho
 ]  # fmt: skip
 
 if sys.platform != "linux":
-    raise ImportError("nbddp runs on Linux. On Windows, use it in WSL2 (Windows Subsystem for Linux)")
+    raise ImportError("nbddp runs only on Linux. On Windows, use it in WSL2 (Windows Subsystem for Linux)")
 
 if TYPE_CHECKING:
     from nbddp.errors import (

@@ -6,9 +6,9 @@
     ├── RankError       the user's code raised on a rank
     ├── RankDied        a rank ended without a result and without a Python exception
     ├── CellError       a cell failed on a rank
-    ├── SessionLost     a rank has ended, and with it the session
+    ├── SessionLost     a rank has ended, so the session is over
     ├── NodeLost        a node of several is gone, or can't be reached
-    ├── RunTimeout      the run's wall time is over
+    ├── RunTimeout      the run's timeout expired
     └── NanLogged       a rank logged NaN, and the run has stop_on_nan=True
 
 A kernel interrupt is ``KeyboardInterrupt`` and none of these, so that "Run All" stops.
@@ -38,7 +38,7 @@ class NbddpError(Exception):
     """Base class of every exception that nbddp raises.
 
     Attributes:
-        restarts: how often all ranks had been restarted before this failure.
+        restarts: how many times all ranks had been restarted before this failure.
         first: the run's first failure if the run has been restarted; None otherwise.
     """
 
@@ -56,7 +56,7 @@ class NbddpError(Exception):
         if self.first is None:
             return []
         times = f"{self.restarts} restart{'s' * (self.restarts != 1)}"
-        return [f"That was after {times}; the first failure was {in_a_line(self.first)}"]
+        return [f"This was after {times}; the first failure was {in_a_line(self.first)}"]
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook: the user's own frames, then the message, without the frames of nbddp."""
@@ -64,7 +64,7 @@ class NbddpError(Exception):
 
 
 class CellError(NbddpError):
-    """A cell failed on a rank: its class is named as the error there, and it shows the traceback IPython made there.
+    """A cell failed on a rank. The class is named after the rank's error; the traceback is what IPython made there.
 
     Attributes:
         rank: the rank that failed first in time.
@@ -78,7 +78,7 @@ class CellError(NbddpError):
 
 
 class SessionLost(NbddpError):
-    """A rank has ended, and with it the session."""
+    """A rank has ended, so the session is over."""
 
 
 class LaunchError(NbddpError):
@@ -187,7 +187,7 @@ class RankDied(NbddpError):
     ) -> None:
         self.signal_name = signal_name(exitcode)
         parts = [f"{_rank_of(rank, world_size, host)} {why or _likely_cause(exitcode, self.signal_name)}"]
-        parts += [f"When it ended, {where}"] if where else []
+        parts += [f"Where the ranks were when it ended: {where}"] if where else []
         parts += [f"It was here (most recent call last):\n{stack}"] if stack else []
         parts += [f"Its last lines of output:\n{last_lines}"] if last_lines else []
         super().__init__("\n".join(parts))
@@ -202,7 +202,7 @@ class RankDied(NbddpError):
 
 
 class NodeLost(NbddpError):
-    """A node on which ranks of the run were is gone, or can't be reached.
+    """A node of the run is gone, or can't be reached.
 
     Attributes:
         node: its name.
@@ -232,9 +232,9 @@ class NanLogged(NbddpError):
     def __init__(self, metric: str, step: int, ranks: list[int]) -> None:
         where = ", ".join(map(str, ranks))
         super().__init__(
-            f"{plain(metric)} is NaN from step {step} on rank{'s' * (len(ranks) > 1)} {where}; the run has "
+            f"{plain(metric)} became NaN at step {step} on rank{'s' * (len(ranks) > 1)} {where}; the run has "
             "stop_on_nan=True, so all ranks were stopped. Try a lower learning rate, clip the gradients, or look at "
-            "the batch of this step"
+            "that step's batch"
         )
         self.metric, self.step, self.ranks = metric, step, ranks
 
@@ -309,7 +309,7 @@ def _likely_cause(exitcode: int, signal_name: str | None) -> str:
     if signal_name in CRASHES:
         return f"crashed in native code ({signal_name})"
     if signal_name is not None:
-        return f"was terminated by {signal_name}, which something outside nbddp sent"
+        return f"was terminated by {signal_name}, sent by something outside nbddp"
     if exitcode == 0:
         return "ended with exit code 0 before the function returned (os._exit?), so it has no result"
     return f"ended with exit code {exitcode} before the function returned (sys.exit or os._exit?)"

@@ -29,7 +29,7 @@ def new_file(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binary
     partial = os.path.join(folder, f".nbddp-{secrets.token_hex(8)}")
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # root may replace even /dev/null
-            raise ValueError("there is something other than a file")
+            raise ValueError("it exists and isn't a regular file")
         try:
             fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY, mode)
         except OSError:  # such as NFS

@@ -225,8 +225,8 @@ def unable(phase: str) -> Event:
     [
         ("starting", exited(1, 1), nbddp.LaunchError, "before it was ready, rank 1 of 2 ended with exit code 1"),
         ("starting", exited(1, -9), nbddp.LaunchError, "before it was ready, rank 1 of 2 was killed by SIGKILL"),
-        ("starting", unable("setup"), nbddp.LaunchError, "rank 1 could not set itself up: OSError: no such thing"),
-        ("ready", exited(1, 1), nbddp.RankDied, "rank 1 of 2 ended with exit code 1 while it unpacked train"),
+        ("starting", unable("setup"), nbddp.LaunchError, "rank 1 failed during setup: OSError: no such thing"),
+        ("ready", exited(1, 1), nbddp.RankDied, "rank 1 of 2 ended with exit code 1 while unpacking train"),
         ("ready", exited(1, -9), nbddp.RankDied, "rank 1 of 2 was killed by SIGKILL"),
         ("ready", unable("unpack"), nbddp.PayloadError, "rank 1 could not unpack train and its data: OSError: no such"),
     ],
@@ -242,7 +242,7 @@ def test_a_failure_before_the_function_says_how_far_the_rank_had_come(
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [(OSError, "no memory"), (EOFError, "the fork server has ended unexpectedly; its")]
+    ("kind", "why"), [(OSError, "no memory"), (EOFError, "the fork server exited unexpectedly; its")]
 )
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_machine_that_cannot_start_ranks_fails_the_run_and_ends_those_of_the_others(
@@ -265,7 +265,7 @@ def test_a_machine_that_cannot_start_ranks_fails_the_run_and_ends_those_of_the_o
 
 @pytest.mark.parametrize(
     ("met", "remark"),
-    [([False, False], "no rank took part in a collective: 2 ranks"), ([True, False], ""), ([False], "")],
+    [([False, False], "no collective was called, so the 2 ranks"), ([True, False], ""), ([False], "")],
 )
 def test_ranks_that_worked_side_by_side_are_remarked_on(met: Sequence[bool], remark: str) -> None:
     run = follow(len(met), [message(rank, Report(1.0, met=it)) for rank, it in enumerate(met)])
@@ -289,7 +289,7 @@ def test_the_last_failure_is_raised_when_the_only_restart_is_used_up() -> None:
     run = follow(2, [failed(1, 1.0, "first")], [failed(0, 1.0, "last")], max_restarts=1)
     assert (run.state, run.restarts, str(run.error.cause)) == ("failed", 1, "RuntimeError: last")
     first = "the first failure was RankError: rank 1 of 2 failed: RuntimeError: RuntimeError: first"
-    assert f"That was after 1 restart; {first}" in str(run.error)
+    assert f"This was after 1 restart; {first}" in str(run.error)
 
 
 @pytest.mark.parametrize(

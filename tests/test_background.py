@@ -88,12 +88,14 @@ def test_stacks_show_where_each_rank_is(cell: Cells, in_folder: Path) -> None:
     going = start(names.train, nprocs=3)
     wait_until(lambda: len(list(in_folder.iterdir())) == 3)
     wait_until(
-        lambda: going.stacks().startswith("rank 0 waits in barrier (train, line 8); rank 1 is in wait_here, line 3; ")
+        lambda: going.stacks().startswith(
+            "rank 0 is waiting in barrier (train, line 8); rank 1 is in wait_here, line 3; "
+        )
     )
     text = going.stacks()
     summary, *parts = text.split("\n\n")
     assert summary == (
-        "rank 0 waits in barrier (train, line 8); rank 1 is in wait_here, line 3; rank 2 is in in_c, line 4"
+        "rank 0 is waiting in barrier (train, line 8); rank 1 is in wait_here, line 3; rank 2 is in in_c, line 4"
     )
     assert len(parts) == 3
     assert parts[0].startswith("rank 0")

@@ -173,13 +173,13 @@ def test_a_cells_error_opens_ipythons_debugger_with_pdb(cell: Notebook) -> None:
 def test_where_nobody_can_answer_the_run_goes_on_and_says_so_once(cell: Notebook) -> None:
     cell.ok("%%ddp --background\nfor i in range(3):\n    breakpoint()\nprint('through')")
     shown = cell.ok("print(nbddp.last_run().wait().logs())").shown
-    assert shown.count("debugger skipped: nobody can answer here") == 1
+    assert shown.count("debugger skipped: no interactive input here") == 1
     assert shown.count("through") == 2
     assert cell.ok("nbddp.last_run()").shown.startswith("<Run In[")
     # In a front end without stdin.
     message = cell._client.execute("%%ddp\nfor i in range(3):\n    breakpoint()\n'value'", allow_stdin=False)
     reply = cell.end_of(message)
-    assert reply.shown.count("debugger skipped: nobody can answer here") == 1
+    assert reply.shown.count("debugger skipped: no interactive input here") == 1
     assert reply.shown.count("'value'") == 1
     # In a script.
     run = nbddp.run(lambda: [breakpoint(), nbddp.rank()][1], nprocs=2, device="cpu", pdb=True)

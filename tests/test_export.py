@@ -288,8 +288,8 @@ def test_what_cannot_run_is_refused_in_one_line_before_the_training(
     for words, environ, told in (
         (["none"], {}, "[Errno 2] No such file or directory: 'none'"),
         (["job.nbddp", "--result", "gone/r"], {}, "--result: the folder {}/gone does not exist; create it first"),
-        (["job.nbddp", "--metrics", "job.nbddp"], {}, "--metrics: job.nbddp exists and is not a file of metrics"),
-        (["job.nbddp"], {"SLURM_STEP_NUM_TASKS": "2"}, "each task of srun would train alone: use srun torchrun"),
+        (["job.nbddp", "--metrics", "job.nbddp"], {}, "--metrics: job.nbddp exists and isn't a metrics file"),
+        (["job.nbddp"], {"SLURM_STEP_NUM_TASKS": "2"}, "each srun task would train on its own: use srun torchrun"),
         (["lacks.nbddp"], {}, MISSING),
     ):
         code, printed = Job(in_folder, *words, **environ).end()

@@ -31,10 +31,9 @@ def test_uneven_batches_are_named_as_the_likely_cause(cell: Cells) -> None:
     """)
     going = start(names.train, [3, 5, 5], nprocs=3)
     expected = re.compile(
-        r"rank 0 has finished after step 2; ranks 1 and 2 are in (backward|DDP's forward) after step [23] "
-        r"\(train, line [67]\)\. Most likely rank 0 had fewer batches than the others: an uneven number of "
-        r"batches per rank \(nbddp\.loader evens it out; DistributedSampler, drop_last=True or torch's Join do it by "
-        r"hand\)\n"
+        r"rank 0 finished after step 2; ranks 1 and 2 are in (backward|DDP's forward) after step [23] "
+        r"\(train, line [67]\)\. Most likely, rank 0 had fewer batches than the others\. nbddp\.loader gives "
+        r"every rank the same number; without it, use DistributedSampler, drop_last=True, or torch's Join\n"
     )
     text = wait_until(lambda: (found := going.stacks()) and expected.match(found) and found, what=going.stacks)
     assert "loss = model" in text or "loss.backward()" in text  # the reader's own line
@@ -74,14 +73,15 @@ SAME_ORDER = ". Every rank has to call the same collectives in the same order; u
         (
             DIFFERENT_COLLECTIVES,
             2,
-            "rank 0 waits in all_reduce after step 2 (train, line 8); rank 1 waits in barrier after step 2 "
+            "rank 0 is waiting in all_reduce after step 2 (train, line 8); rank 1 is waiting in barrier after step 2 "
             f"(train, line 7){SAME_ORDER}",
         ),
         (ONLY_ONE_WRAPS, 2, "rank 0 is in DDP's constructor (train, line 4); rank 1 is in train, line 5"),
         (
             ONE_IS_LATE,
             4,
-            "ranks 0, 2 and 3 wait in barrier after step 0 (train, line 8); rank 1 is in load, line 3 after step 0",
+            "ranks 0, 2 and 3 are waiting in barrier after step 0 (train, line 8); "
+            "rank 1 is in load, line 3 after step 0",
         ),
     ],
     ids=["different collectives", "only one wraps", "one is late"],
@@ -110,7 +110,7 @@ def test_a_stall_is_reported_unasked_and_withdrawn_when_it_is_over(
     monkeypatch.setattr(hang, "STALL_AFTER_S", 1.0)
     told = wait_until(lambda: going._status().hang)
     expected = (
-        r"Nothing has been logged or printed for \d+ s: rank 0 waits in barrier \(train, line 6\); "
+        r"Nothing has been logged or printed for \d+ s: rank 0 is waiting in barrier \(train, line 6\); "
         r"rank 1 is in train, line 5\n\n"
     )
     assert re.match(expected, told)
@@ -144,7 +144,7 @@ def test_a_collective_that_times_out_names_the_missing_rank(cell: Cells) -> None
 
 def test_a_timeout_says_where_the_ranks_were(cell: Cells) -> None:
     names = cell("import nbddp, time\ndef train():\n    if nbddp.rank(): time.sleep(99)\n    nbddp.barrier()")
-    expected = r"It was here: rank 0 waits in barrier \(train, line 4\); rank 1 is in train, line 3\n"
+    expected = r"Where the ranks were: rank 0 is waiting in barrier \(train, line 4\); rank 1 is in train, line 3\n"
     with pytest.raises(nbddp.RunTimeout, match=expected):
         run(names.train, timeout=2)
 
@@ -156,7 +156,7 @@ def test_a_suspended_rank_is_reported_as_giving_no_answer_also_after_the_stop_of
     monkeypatch.setattr(hang, "STALL_AFTER_S", 1.0)
     going = start(names.train)
     os.kill(going.pids[1], signal.SIGSTOP)
-    told = "rank 0 is in train, line 4; rank 1 gives no answer"
+    told = "rank 0 is in train, line 4; rank 1 is not responding"
     wait_until(lambda: going.stacks().split("\n")[0] == told, what=going.stacks)
     wait_until(lambda: told in going._status().hang)
     began = time.monotonic()
@@ -189,7 +189,7 @@ def test_ranks_that_have_restored_all_signal_handlers_answer_and_stop(cell: Cell
     wait_until(lambda: len(list(in_folder.glob("restored*"))) == 2)
     wait_until(lambda: going.stacks().split("\n")[0] == "both ranks are in train, line 10", what=going.stacks)
     Path("go_on").touch()  # now faulthandler answers again, also for a rank that is in a collective
-    expected = "rank 0 is in train, line 12; rank 1 waits in barrier (train, line 11)"
+    expected = "rank 0 is in train, line 12; rank 1 is waiting in barrier (train, line 11)"
     wait_until(lambda: going.stacks().split("\n")[0] == expected, what=going.stacks)
     assert not going.done()
     going.stop()
@@ -199,7 +199,7 @@ def test_ranks_that_have_restored_all_signal_handlers_answer_and_stop(cell: Cell
 def test_a_rank_without_a_handler_for_stacks_gives_no_answer_and_lives_on(cell: Cells, in_folder: Path) -> None:
     going = start(cell(RESTORES).train, False)
     wait_until(lambda: len(list(in_folder.glob("restored*"))) == 2)
-    expected = "rank 0 is in train, line 10; rank 1 gives no answer"
+    expected = "rank 0 is in train, line 10; rank 1 is not responding"
     for _ in range(2):
         wait_until(lambda: going.stacks().split("\n")[0] == expected, what=going.stacks)
     going.stop()
@@ -220,8 +220,8 @@ def test_an_interrupt_says_where_each_rank_was(notebook: Notebook) -> None:
     notebook.interrupt()
     reply = notebook.end_of(running)
     assert reply.ename == "KeyboardInterrupt"
-    assert "rank 0 waits in barrier (train, line 6); rank 1 is in train, line 5" in reply.evalue
-    assert reply.evalue.startswith("train was stopped. It was here: ")
+    assert "rank 0 is waiting in barrier (train, line 6); rank 1 is in train, line 5" in reply.evalue
+    assert reply.evalue.startswith("train was stopped. Where the ranks were: ")
 
 
 def _called(rank: int, function: str, line: int, *inner: Frame, step: int = -1) -> Location:
@@ -235,20 +235,20 @@ BARRIER = ALL_REDUCE._replace(function="barrier")
 @pytest.mark.parametrize(
     ("locations", "text"),
     [
-        ([Location(0, "setup"), Location(1, "setup")], "both ranks are setting themselves up"),
+        ([Location(0, "setup"), Location(1, "setup")], "both ranks are still starting up"),
         (
             [_called(rank, "train", 6, ALL_REDUCE) for rank in range(3)] + [Location(3, "ended")],
-            "ranks 0 to 2 wait in all_reduce (train, line 6); rank 3 has ended",
+            "ranks 0 to 2 are waiting in all_reduce (train, line 6); rank 3 ended",
         ),
         (
             [_called(0, "<module>", 1, BARRIER), Location(1, "outside")],
-            "rank 0 waits in barrier (line 1); rank 1 takes no part in this call. A collective of all ranks waits for "
-            "rank 1, too: call it on all ranks, or give it a group: group = dist.new_group([0]), on all ranks, in an "
-            "earlier call",
+            "rank 0 is waiting in barrier (line 1); rank 1 is not part of this call. A collective over all ranks also "
+            "waits for rank 1: call it on all ranks, or pass it a group that all ranks created in an earlier call: "
+            "dist.new_group([0])",
         ),
         (
             [Location(0, "unpack"), Location(1, "failed", error="ValueError: x"), Location(2, "left")],
-            "rank 0 unpacks the function and its data; rank 1 has failed (ValueError: x); rank 2 has left by sys.exit",
+            "rank 0 is unpacking the function and its data; rank 1 failed (ValueError: x); rank 2 called sys.exit",
         ),
     ],
 )

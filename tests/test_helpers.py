@@ -114,7 +114,7 @@ def test_a_mean_of_large_values_is_finite_and_nan_on_any_rank_is_nan_on_all(cell
         assert torch.equal(same, torch.tensor([0.1, 1 / 3]))  # not divided before it's added
 
 
-NO_PICKLE = "what rank 1 passes does not pickle: TypeError: cannot pickle '_thread.lock' object"
+NO_PICKLE = "what rank 1 passed can't be pickled: TypeError: cannot pickle '_thread.lock' object"
 # What rank 0 and rank 1 call, and what's in the error that both get.
 MISMATCHES = {
     "ops": ("all_reduce(1)", "all_reduce(1, 'max')", "all_reduce(x, 'sum') on rank 0, all_reduce(x, 'max') on rank 1"),

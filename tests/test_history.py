@@ -105,7 +105,7 @@ def test_the_first_thousand_names_of_a_run_are_kept_and_the_others_counted_once(
     assert (len(history), "step999" in history, "step1000" in history) == (1000, True, False)
     assert history["step3"].values.tolist() == [3.0, 1.5]
     assert history.notices == [
-        "only the first 1,000 metrics are kept; 2,001 more names were logged. Is a step or a sample part of a name?"
+        "only the first 1,000 metrics are kept; 2,001 more names were logged. Do names include a step or sample number?"
     ]
     assert history.ranks[0].step == 8000  # a rank's progress counts all the same
 
@@ -159,8 +159,8 @@ def test_where_ranks_do_not_log_alike_a_notice_says_so() -> None:
     assert history.notices == [
         f"total: {skipped}; the sums leave out these steps",
         f"loss: {skipped}; there the mean is over the ranks that logged it",
-        f"theirs: {first} and rank 1 with reduce='min'; that of rank 0 counts for the whole run",
-        f"mine: {first} and later with reduce='mean'; the first counts for the whole run",
+        f"theirs: {first} and rank 1 with reduce='min'; that of rank 0 is used for the whole run",
+        f"mine: {first} and later with reduce='mean'; the first is used for the whole run",
         "mine: 1 of 2 steps were logged by only 1 of 3 ranks (the first is step 1); "
         "there the maximum is over the ranks that logged it",
         "val: only 1 of 3 ranks logged it; the sum is over that rank",

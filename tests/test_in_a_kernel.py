@@ -57,7 +57,7 @@ def test_another_thread_stops_the_run_of_a_cell(notebook: Notebook) -> None:
     """)
     reply = notebook.cell("nbddp.run(train, nprocs=2, device='cpu', name='waits', show=False)")
     assert reply.ename == "KeyboardInterrupt"
-    assert reply.evalue == "waits was stopped. It was here: both ranks are in train, line 3"
+    assert reply.evalue == "waits was stopped. Where the ranks were: both ranks are in train, line 3"
 
 
 def test_a_prompt_ends_with_its_rank_although_another_rank_prints_a_lot(notebook: Notebook) -> None:
@@ -96,5 +96,5 @@ def test_what_cannot_be_displayed_is_an_error_where_it_is_displayed(notebook: No
             return 5
         nbddp.run(shows_of_its_own, nprocs=1, device="cpu").value
     """).shown
-    assert "what rank 0 shows cannot be unpickled here: ModuleNotFoundError: No module named 'only_here'" in shown
+    assert "output of rank 0 can't be shown here: ModuleNotFoundError: No module named 'only_here'" in shown
     assert shown.endswith("5\n")

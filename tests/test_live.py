@@ -289,7 +289,7 @@ def test_a_view_that_raises_is_given_up_and_the_run_goes_on(
     monkeypatch.setattr(TextView, "update", update)
     names = cell("def f(): return 7")
     assert nbddp.run(names.f, nprocs=2, device="cpu").value == 7
-    assert capsys.readouterr().out == "[nbddp: f is no longer drawn here: ValueError: no paper]\n"
+    assert capsys.readouterr().out == "[nbddp: f is no longer shown here, but goes on: ValueError: no paper]\n"
 
 
 # ---------------------------------------------------------------------------- Colab, Kaggle, Databricks
@@ -372,8 +372,8 @@ def test_the_view_fits_the_place(
 
 def test_a_view_that_does_not_exist_is_refused(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     names = cell("def f(): pass")
-    with pytest.raises(LaunchError, match="show='movie' is not known: use panel, picture, text"):
+    with pytest.raises(LaunchError, match="show='movie' is unknown: use one of panel, picture, text"):
         nbddp.run(names.f, nprocs=2, show="movie")
     monkeypatch.setenv("NBDDP_PANEL", "on")
-    with pytest.raises(LaunchError, match="NBDDP_PANEL='on' is not known: use panel, picture, text"):
+    with pytest.raises(LaunchError, match="NBDDP_PANEL='on' is unknown: use one of panel, picture, text"):
         nbddp.run(names.f, nprocs=2)

@@ -121,7 +121,7 @@ LOGS_NAN = """
 
 def test_the_first_nan_ends_the_run_and_names_metric_step_and_rank(cell: Cells) -> None:
     train = cell(LOGS_NAN).train
-    with pytest.raises(nbddp.NanLogged, match=r"loss is NaN from step 6 on rank 1; .*lower learning rate") as caught:
+    with pytest.raises(nbddp.NanLogged, match=r"loss became NaN at step 6 on rank 1; .*lower learning rate") as caught:
         run(train, True, nprocs=2, stop_on_nan=True, max_restarts=1)
     assert (caught.value.metric, caught.value.step, caught.value.ranks) == ("loss", 6, [1])
     failed = nbddp.last_run()

@@ -66,7 +66,7 @@ def test_a_function_receives_every_step_once_in_order_and_tensorboard_steps_valu
 def test_what_cannot_receive_metrics_is_refused_before_a_process_starts(names: Any) -> None:
     before = nbddp.last_run()
     for to, message in (
-        (5, "log_to=5 takes no metrics. Pass a SummaryWriter, "),
+        (5, "log_to=5 can't take metrics. Pass a SummaryWriter, "),
         (math, "takes no metrics"),
         ("csv:a.csv", "log_to='csv:a.csv' takes no metrics"),
         ([print, None], "log_to=None takes no metrics"),
@@ -92,7 +92,7 @@ def test_one_that_raises_is_named_once_and_the_others_get_everything(names: Any)
             made = run(names.train, log_to=[fail, lambda step, metrics: got.append(step)])
         assert set(got) == set(range(30))
         assert len(made.history["rank"].steps) == 30
-        text = "fail gets no more metrics: OSError: disk on fire. The run goes on, and its history has all of them"
+        text = "fail gets no more metrics: OSError: disk on fire. The run continues, and run.history has all of them"
         assert [str(each.message) for each in said] == [text]
 
 

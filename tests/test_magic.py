@@ -44,7 +44,7 @@ def test_names_asked_for_with_o_come_from_rank_0_and_one_that_cannot_be_sent_is_
     magic.ok("%%ddp -o both,one\none = [rank]\nboth = [one, one]")
     assert magic.ok("both[0] is one").shown == "True\n"
     reply = magic.cell("%%ddp -o bad,loss\nloss = 0.125\nbad = (i for i in range(3))")
-    assert reply.evalue == "this cannot be sent to the notebook: bad: cannot pickle 'generator' object"
+    assert reply.evalue == "a variable cannot be sent to the notebook: bad: cannot pickle 'generator' object"
     assert magic.ok("loss").shown == "0.125\n"
 
 
@@ -81,7 +81,7 @@ def test_an_error_of_syntax_or_another_points_at_the_cells_lines(magic: Notebook
 
 def test_an_unpicklable_variable_is_named(magic: Notebook) -> None:
     magic.ok("log_file = open('/dev/null')\ndef note(): log_file.write('x')")
-    assert "this cannot be sent to the ranks: log_file" in magic.cell("%%ddp\nlog_file").evalue
+    assert "a variable cannot be sent to the ranks: log_file" in magic.cell("%%ddp\nlog_file").evalue
     assert "note → log_file" in magic.cell("%%ddp\nnote()").evalue
     assert magic.ok("%%ddp\nif rank >= 0:\n    log_file = 7\nlog_file").shown == "7\n"
 
@@ -136,7 +136,7 @@ def test_an_interrupt_ends_the_cell_and_the_next_one_runs(magic: Notebook) -> No
     magic.interrupt()
     reply = magic.end_of(running)
     assert reply.ename == "KeyboardInterrupt"
-    assert "was stopped. It was here: both ranks are in line 4" in reply.evalue
+    assert "was stopped. Where the ranks were: both ranks are at line 4" in reply.evalue
     assert magic.ok("%%ddp\n5").shown == "5\n"
 
 

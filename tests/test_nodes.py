@@ -44,7 +44,7 @@ def test_nprocs_is_the_total_and_without_it_there_is_one_rank_per_gpu_of_the_nod
     assert decide("train", Options(nprocs=4, nnodes=2)).indices == (0, 1)
     assert decide("train", Options(nnodes=2, device="cpu")).world_size == 4
     for options, why in (
-        ({"nprocs": 5, "nnodes": 2}, "nprocs=5 counts all ranks, and can't be divided by nnodes=2"),
+        ({"nprocs": 5, "nnodes": 2}, "nprocs=5 counts all ranks, so it must be divisible by nnodes=2"),
         ({"gpus": [0], "nnodes": 2}, "Ray assigns the GPUs"),
         ({"device": "cuda", "nnodes": 3}, "no 3 nodes with GPUs"),
         ({"nnodes": 0}, "nnodes=0 is too small"),

@@ -61,8 +61,8 @@ def test_logarithmic_ticks_are_round_numbers_each_as_short_as_possible() -> None
 def test_a_log_scale_of_constants_mixed_signs_and_many_decades_has_ticks_and_a_chart_without_values_says_so() -> None:
     for values, label in (([5.0, 5.0], "5"), ([-1.0, 0.0, 10.0, 1000.0], "10"), ([1e-6, 1e6], "1e-6")):
         assert drawn(logged(loss=values), log=True).count(f">{label}</text>") == 1
-    assert "no value is positive" in drawn(logged(loss=[-1.0, 0.0]), log=True)
-    assert ">every value is NaN or infinite</text>" in drawn(logged(loss=[math.nan] * 5))
+    assert "no positive values" in drawn(logged(loss=[-1.0, 0.0]), log=True)
+    assert ">all values are NaN or infinite</text>" in drawn(logged(loss=[math.nan] * 5))
 
 
 # ---------------------------------------------------------------------------- names
@@ -135,7 +135,7 @@ def test_nan_is_marked_in_the_chart_of_its_metric_only_and_a_notice_names_the_ra
         logged(history=history, rank=rank, reduce="mean", **{"train/loss": values})
     marks = {chart.title: [text for _, text, _ in chart.marks] for chart in charts(history)[0]}
     assert marks == {"Loss": ["NaN from step 60"], "Accuracy": []}
-    assert notices(history) == ["train/loss is NaN from step 60 on rank 1"]
+    assert notices(history) == ["train/loss has been NaN since step 60 on rank 1"]
     assert notices(logged(4, loss=[1.0, math.inf, math.nan])) == ["loss is ∞ from step 1 on ranks 0 to 3"]
 
 
@@ -144,7 +144,7 @@ def test_a_single_nan_among_numbers_is_not_the_end_of_the_line() -> None:
     assert not notices(history)
     logged(history=history, loss=[math.nan], first=3)
     logged(history=history, loss=[math.nan], first=4)
-    assert notices(history) == ["loss is NaN from step 3 on rank 0"]
+    assert notices(history) == ["loss has been NaN since step 3 on rank 0"]
     logged(history=history, loss=[1.0], first=5)
     assert not charts(history)[0][0].marks
     logged(history=history, loss=[math.nan], first=6)

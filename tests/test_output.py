@@ -65,7 +65,7 @@ def test_two_hundred_mb_of_output_keep_at_least_the_last_4_mib(cell: Cells) -> N
     done = run(names.train, nprocs=1, timeout=100)
     text = done.logs(0)
     first, _, rest = text.partition("\n")
-    assert (dropped := re.fullmatch(r"\[([\d,]+) older bytes are no longer kept\]", first))
+    assert (dropped := re.fullmatch(r"\[the first ([\d,]+) bytes were dropped\]", first))
     assert 4 << 20 <= len(rest) <= 8 << 20
     assert int(dropped[1].replace(",", "")) + len(rest) == 200_000_000
     assert rest.endswith(f"{9999:099d}\n")

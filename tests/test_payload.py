@@ -301,7 +301,7 @@ def test_a_mapped_file_may_be_larger_than_the_memory_and_must_be_the_one_that_wa
     os.replace("other.bin", "small.bin")
     with nbddp.payload.pack(names.small).block as block:  # the array is no file's any more
         assert block.nbytes > 1 << 20
-    with pytest.raises(RuntimeError, match=r"small\.bin was replaced or cut off after it was sent"):
+    with pytest.raises(RuntimeError, match=r"small\.bin was replaced or truncated after it was sent"):
         mapped.view(("small.bin", 0, 1), 8, {})
     del names
     cell.main.__dict__.clear()
@@ -370,7 +370,7 @@ def test_what_belongs_to_the_notebook_is_refused_with_the_path_to_it_and_what_to
     # lmdb isn't installed here, and accelerate takes long to import.
     for module, kind in (("lmdb", names.Environment), ("accelerate.accelerator", names.Accelerator)):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{kind.__name__: kind}))
-    one_process = "made in the notebook knows one process; make it inside the function: accelerator = Accelerator()"
+    one_process = "made in the notebook is tied to its process; create it inside the function: accelerator = Acc"
     texts = (
         "a Synchronized is shared only with processes that multiprocessing starts; return",
         "a SynchronizedArray is shared only with processes that multiprocessing starts; return",
@@ -380,12 +380,12 @@ def test_what_belongs_to_the_notebook_is_refused_with_the_path_to_it_and_what_to
         "an Environment is open in this process; send the file's path, and open it inside the function: lmdb.open(",
         "a safe_open is open in this process; send the file's path, and open it inside the function: safe_open(",
         "a DistributedDataParallel model belongs to this process's group; send model.module, and wrap it",
-        "a CustomOpDef is known to one process; define it in a module, and import it from there inside the function",
-        "an IntProgress lives in the notebook's front end; log() values and update it outside",
+        "a CustomOpDef exists only in this process; define it in a module, and import it from there inside",
+        "an IntProgress lives in the notebook's front end; log() values and update it in the notebook",
         "an InteractiveShell is the notebook itself; ranks have none",
         f"an Accelerator {one_process}",
         f"a Mine {one_process}",
-        *["an open file ('log.txt') stays where it was opened; send its path"] * 3,
+        *["an open file ('log.txt') belongs to this process; send its path, and open it inside the function"] * 3,
     )
     for said, text in zip(refused(cell, names, "train → helper → thing"), texts, strict=True):
         assert said.startswith(text)

@@ -27,7 +27,7 @@ from tests.curves import Recorded, logged
 CASES = settings().max_examples
 FEW = settings(max_examples=max(1, CASES // 5))  # 5 ms each; NBDDP_CASES scales them all
 GREEN, BLUE = "#22994f", "#3b7df0"
-HANG = "rank 0 waits in all_reduce\nrank 0 is here:\n  train, line 14"
+HANG = "rank 0 is waiting in all_reduce\nrank 0 is here:\n  train, line 14"
 
 
 def status(state: str = "finished", ranks: int = 1, host: str = "", **more: Any) -> Status:
@@ -211,7 +211,7 @@ def test_a_failure_shows_the_error_the_stacks_and_the_failed_ranks_last_output()
     failed = status("failed", 2, host="gpu1", failed_rank=1, error="rank 1 of 2 raised", hang=HANG)
     page = picture(Recorded(2), failed, tail=lambda rank, chars: printed if rank == 1 else "")
     text = text_of(page)
-    assert "● rank 1 of 2 raised ▲ rank 0 waits in all_reduce Stacks rank 0 is here: train, line 14" in text
+    assert "● rank 1 of 2 raised ▲ rank 0 is waiting in all_reduce Stacks rank 0 is here: train, line 14" in text
     assert text.endswith(f"Last output of rank 1 on gpu1 old {' '.join(f'line {i}' for i in range(10))} end")
     assert page.count(" open>") == 2
     assert " open>" not in picture(Recorded(), status("running", hang=HANG))

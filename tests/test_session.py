@@ -71,7 +71,7 @@ def test_option_o_brings_names_back_and_says_which_cannot_be_sent_or_are_mistype
     ranks.ok("%%ddp -o a,b --ranks 1\na = rank\nb = [a, a]")
     assert ranks.ok("%%local\na, b").shown == "(1, [1, 1])\n"
     reply = ranks.cell("%%ddp -o acuracy\naccuracy = 1")
-    assert reply.shown == "UsageError: -o acuracy: the cell binds no such name; did you mean accuracy?\n"
+    assert reply.shown == "UsageError: -o acuracy: the cell doesn't define it; did you mean accuracy?\n"
     reply = ranks.cell("%%ddp -o lock,loss --as failing\nimport threading\nlock, loss = threading.Lock(), 1.5\nloss")
     assert (reply.ename, "lock" in reply.evalue) == ("PayloadError", True)
     assert ranks.ok("%%local\nprint(failing.value, loss)").shown == "1.5 1.5\n"
@@ -323,7 +323,7 @@ def test_a_cell_that_takes_a_while_or_fails_is_a_run(ranks: Notebook) -> None:
 
 
 def test_ddp_and_other_lines_in_one_cell_are_refused(ranks: Notebook) -> None:
-    assert "%ddp close goes into a cell of its own" in ranks.cell("x = 1\n%ddp close").traceback
+    assert "%ddp close must be in a cell of its own" in ranks.cell("x = 1\n%ddp close").traceback
     assert "leave out --nprocs 2" in ranks.cell("%%ddp -n 2\n1").shown
 
 

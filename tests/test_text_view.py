@@ -97,10 +97,10 @@ def test_the_end_tells_once_what_the_ranks_have_not_logged_alike_and_a_remark(ca
     history.settle()
     run = Followed(history)
     for _ in range(2):
-        run.becomes("finished", 1.0, remark="no rank took part in a collective")
+        run.becomes("finished", 1.0, remark="no collective was called")
     told = "total: 1 of 3 steps were logged by only 1 of 2 ranks (the first is step 1); the sums leave out these steps"
     end = "train: finished after 1.0 s · 2 processes · gloo · total 4"
-    assert capsys.readouterr().out.splitlines() == [f"train: {told}", end, "train: no rank took part in a collective"]
+    assert capsys.readouterr().out.splitlines() == [f"train: {told}", end, "train: no collective was called"]
 
 
 def test_long_names_are_cut_in_the_middle_and_many_metrics_at_eight(capsys: Capsys) -> None:

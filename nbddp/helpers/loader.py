@@ -97,7 +97,7 @@ class _Share(_Place, Sampler[Any]):
         rank, other = distributed_c10d._get_default_store().compare_set(key, "", here).decode().split()
         if other != digest:
             raise RuntimeError(
-                f"loader(): the sampler of rank {context.rank()} drew other samples than that of rank {rank}. Give it "
+                f"loader(): the sampler of rank {context.rank()} drew different samples than rank {rank}'s. Give it "
                 f"the same arguments and seeds on all ranks. If it {_SPLITS}"
             )
 
@@ -136,7 +136,9 @@ class _StreamShare(_Place, IterableDataset[Any]):
         if self.start and (splits or (worker is not None and worker.num_workers > 1)):
             raise TypeError(_NOT_RESUMED)
         if splits and reads and self.rank == 0:
-            warnings.warn(f"loader(): the stream reads {reads[0]}, so each rank gets all of its own", stacklevel=1)
+            warnings.warn(
+                f"loader(): the stream reads {reads[0]}, so it's taken to split itself among the ranks", stacklevel=1
+            )
         first = list(itertools.islice(samples, self.ranks))
         left = itertools.islice(itertools.chain(first, samples), self.start, None)
         while round_ := list(itertools.islice(left, 1 if splits else self.ranks)):
@@ -150,7 +152,7 @@ class _StreamShare(_Place, IterableDataset[Any]):
 
 
 _NOT_RESUMED = "a stream that splits itself among ranks or workers can't be resumed here: save its own state_dict()"
-_SPLITS = "splits the samples among the ranks itself, pass the sampler of one GPU, or use torch's DataLoader"
+_SPLITS = "splits the samples among the ranks itself, pass the sampler you'd use on one GPU, or use torch's DataLoader"
 _READERS = {each.__code__ for each in (context.rank, context.world_size, dist.get_rank, dist.get_world_size)}
 _READERS.add(type(os.environ).__getitem__.__code__)
 _ASKED = "rank", "world_size", "get_rank", "get_world_size", "RANK", "WORLD_SIZE"
@@ -212,17 +214,19 @@ class _Loader(DataLoader[Any]):
         return {"epoch": place.epoch, "taken": taken, "length": place.length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there in the next pass, also with another number of ranks.
+        """Continue from there in the next pass, even on more or fewer ranks.
 
         Raises:
             TypeError: the stream splits itself, so only its own ``load_state_dict`` knows where it was.
-            ValueError: the state is of data of another length.
+            ValueError: the state is from data of a different length.
         """
         place = self._place
         if getattr(place, "splits", False):
             raise TypeError(_NOT_RESUMED)
         if state.get("length") != place.length:
-            raise ValueError(f"the state is of {state.get('length')} samples, and there are {place.length} now")
+            raise ValueError(
+                f"the state was saved with {state.get('length')} samples, but the data now has {place.length}"
+            )
         place.set_epoch(state["epoch"])
         place.start = state["taken"]
 
@@ -234,23 +238,23 @@ class _Loader(DataLoader[Any]):
 def gather_for_metrics(x: torch.Tensor) -> torch.Tensor:
     """Return all ranks' entries for the samples of a loader, in the dataset's order, without repeated samples.
 
-    A collective, for the loader that has returned a batch last. A metric of it doesn't depend on the number of ranks.
+    A collective, for the loader that returned the newest batch. So a metric doesn't depend on the number of ranks.
 
     Args:
         x: an entry for each sample of this rank's newest batch, or of all its batches in this pass, shape (n, ...).
 
     Raises:
-        ValueError: on all ranks, if the entries aren't as many as the samples, or the loader has a ``batch_sampler``,
-            or is of a stream without ``exact=True``.
+        ValueError: on all ranks, if there isn't an entry for each sample, or the loader has a ``batch_sampler``,
+            or reads a stream without ``exact=True``.
     """
     began, share, left, batch, seen = _newest._at if _newest is not None else (0, 0, 0, 0, 0)
     if _newest is None or not left or _newest._place is _newest.batch_sampler:
-        raise ValueError("gather_for_metrics() needs a loader without batch_sampler, and of a stream with exact=True")
+        raise ValueError("gather_for_metrics() needs a loader without batch_sampler; for a stream, use exact=True")
     entries = len(x) if len(x) in (batch, seen) else 0
     shares, places = all_gather(x.detach()), all_gather((began + torch.arange(seen - entries, seen)) % share)
     if [len(each) for each in shares] != [len(each) for each in places]:
         raise ValueError(
-            f"gather_for_metrics(): the ranks have {', '.join(str(len(each)) for each in shares)} entries; pass one "
+            f"gather_for_metrics(): the ranks passed {', '.join(str(len(each)) for each in shares)} entries; pass one "
             "for each sample of the newest batch, or of this pass so far"
         )
     index, order = torch.cat([place * len(shares) + rank for rank, place in enumerate(places)]).sort()
@@ -279,36 +283,36 @@ def loader(
     A batch may have any structure, so nbddp doesn't move it: write ``x.to(nbddp.device())``. On CUDA its memory is
     pinned, so that ``x.to(nbddp.device(), non_blocking=True)`` overlaps with the training.
 
-    With ``shuffle=True`` or a sampler an epoch ends when all its batches have been taken, in one pass or in several
+    With ``shuffle=True`` or a sampler, an epoch ends when all its batches have been taken, in one pass or in several
     that were left early: each pass continues where the last one stopped. So a single rank may look at a batch,
     ``next(iter(loader))``, and its next pass still has its whole share of the epoch that the other ranks are in. (A
     rank that goes through the whole loader alone is in the next epoch, as with ``DistributedSampler``: call
     ``loader.set_epoch(epoch)`` on every rank.)
 
-    ``loader.state_dict()`` says where in the data the ranks are. A loader that gets it by ``load_state_dict()`` goes on
-    with the next sample, also with another number of ranks. It's right if every rank has taken as many batches as the
+    ``loader.state_dict()`` has the position in the data. A loader that loads it with ``load_state_dict()`` continues
+    with the next sample, even on more or fewer ranks. It's right if every rank has taken as many batches as the
     rank that saves it.
 
     Args:
         dataset: map-style; or a stream, an ``IterableDataset``; or a DataLoader, which is made again with its options
-            for this rank's share. Of a stream of the package ``datasets`` each rank reads its part. One that reads its
-            rank or the world size while it's iterated counts as splitting itself. Any other is read by every rank,
-            which keeps every n-th sample: its order must be the same on every rank. Several workers are the stream's
-            own affair, as in torch.
+            for this rank's share. Of a ``datasets`` stream, each rank reads its part. One that reads its
+            rank or the world size while it's iterated is taken to split itself. Any other is read by every rank,
+            which keeps every n-th sample: its order must be the same on every rank. With several workers, the stream
+            has to split itself among them, as in torch.
         batch_size: samples per step, on this rank or, with ``split_batches=True``, over all ranks.
         shuffle: use a new order each epoch, from the run's ``seed``: that of ``DistributedSampler`` with
             ``set_epoch(0)``, ``set_epoch(1)``, ...
-        exact: True: every sample exactly once, for an evaluation; some ranks may have a sample, and a batch, less.
+        exact: True: every sample exactly once, for evaluation; some ranks may have one sample, and one batch, fewer.
             False: as with ``DistributedSampler`` a few samples are repeated to make the shares equal, so that no rank
             waits for another one in a collective.
-        sampler: any sampler with a length, such as ``WeightedRandomSampler``: every rank makes the same draw, of as
-            many samples as on one GPU, and takes its share of it.
+        sampler: any sampler with a length, such as ``WeightedRandomSampler``: every rank draws the same samples, as
+            many as on one GPU, and keeps its share.
         batch_sampler: any sampler of batches; each rank takes its share of the batches.
         **kw: options of ``torch.utils.data.DataLoader``.
 
     Raises:
         TypeError: the sampler is already distributed.
-        ValueError: options that exclude each other, or a global batch size that isn't divisible by the world size.
+        ValueError: options that can't be combined, or a global batch size that isn't divisible by the world size.
         RuntimeError: while iterating: the samplers of two ranks drew different samples.
     """
     known = {**inspect.signature(loader).parameters, **inspect.signature(DataLoader).parameters}
@@ -318,7 +322,7 @@ def loader(
     ranks = context.world_size()
     if isinstance(dataset, DataLoader):
         if (batch_size, shuffle, sampler, batch_sampler) != (1, False, None, None):
-            raise ValueError("a DataLoader has its own batch_size and sampler: choose them there")
+            raise ValueError("a DataLoader has its own batch_size and sampler: set them there")
         kw = {**{name: getattr(dataset, name) for name in _OF_A_LOADER}, **kw}
         dataset, batch_size, own, batches = dataset.dataset, dataset.batch_size, dataset.sampler, dataset.batch_sampler
         if batch_size is None and batches is not None:
@@ -332,10 +336,10 @@ def loader(
     kw.setdefault("pin_memory", context.device().type == "cuda")
     given = sampler if sampler is not None else batch_sampler
     if exact and kw.get("drop_last"):
-        raise ValueError("exact=True takes every sample, and drop_last=True leaves some out: choose one of them")
+        raise ValueError("exact=True takes every sample, but drop_last=True leaves some out: choose one")
     for each in (given, getattr(given, "sampler", None)):
         if hasattr(each, "num_replicas"):  # DistributedSampler's
-            raise TypeError(f"loader() distributes the samples itself: as {type(each).__name__} {_SPLITS}")
+            raise TypeError(f"loader() distributes the samples itself. Since {type(each).__name__} {_SPLITS}")
     if isinstance(dataset, IterableDataset):
         datasets = sys.modules.get("datasets")
         if splits := datasets is not None and isinstance(dataset, datasets.IterableDataset):

@@ -40,7 +40,7 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
     """Write ``state`` to ``path``, on rank 0 only; an old file stays until the new one is complete.
 
     Args:
-        **state: tensors, numbers, text, numpy's arrays and numbers, and containers of these. A model, an optimizer or
+        **state: tensors, numbers, text, NumPy arrays and numbers, and containers of these. A model, an optimizer or
             any other object with a ``state_dict`` is saved as its ``state_dict`` (a DDP model as its ``.module``'s).
 
     Raises:
@@ -81,7 +81,7 @@ def load_snapshot(
     The steps that :func:`nbddp.log` counts continue from the snapshot's.
 
     Raises:
-        NbddpError: the file is damaged or no snapshot, or another rank has found another file at this path.
+        NbddpError: the file is damaged or isn't a snapshot, or another rank found a different file at this path.
     """
     path = os.fspath(path)
     if not os.path.exists(path):
@@ -93,10 +93,10 @@ def load_snapshot(
             digest = zlib.crc32(repr([(each.filename, each.CRC) for each in archive.infolist()]).encode())
         content = _read(path, map_location or context.device(), weights_only=weights_only)
         if not isinstance(content, dict) or content.keys() != {"state", "steps"}:
-            raise ValueError("save_snapshot() has not written it; use torch.load()")
+            raise ValueError("it wasn't written by save_snapshot(); use torch.load()")
     except Exception as error:  # a file from elsewhere may raise anything
         refused = isinstance(error, pickle.UnpicklingError) and weights_only
-        hint = ". If you trust it as you trust a program, use weights_only=False" if refused else ""
+        hint = ". If you trust the file (loading it can run any code), use weights_only=False" if refused else ""
         raise NbddpError(f"{path} cannot be read as a snapshot: {_reason(error)}{hint}") from error
     log.resume_after(content["steps"])
     return _agreed(path, f"a snapshot ({digest:08x})", content["state"])

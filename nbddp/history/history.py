@@ -48,12 +48,12 @@ class Broken(NamedTuple):
 class History(Mapping[str, Series]):
     """The metrics of one run: ``steps, values = history["loss"]``.
 
-    With ``reduce=`` a metric is combined over the ranks, else it's rank 0's (the lowest rank's that logged it). Steps
-    that are repeated after a restart replace the old ones. All methods may be called while the run goes on.
+    With ``reduce=``, a metric is combined over the ranks; otherwise it's that of the lowest rank that logged it. Steps
+    that are repeated after a restart replace the old ones. All methods may be called while the run is active.
 
     Which values belong together: without ``step=``, the n-th value of each rank under this name; with ``step=``, those
     of the same step (if a rank's steps go back, as in each epoch, those of the same epoch). A point has the lowest
-    rank's step, and appears once every rank has gone beyond it. ``"mean"``, ``"min"`` and ``"max"`` are over the ranks
+    rank's step, and appears once every rank has passed it. ``"mean"``, ``"min"`` and ``"max"`` are over the ranks
     that logged it; a ``"sum"`` leaves out points that some ranks skipped. Where a run failed or was stopped, the last
     points of a metric with ``reduce=``, which not every rank had reached, are left out. NaN on one rank gives NaN.
     """
@@ -78,12 +78,12 @@ class History(Mapping[str, Series]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:
-        """What :meth:`save` or the ranks of a job wrote (``python -m nbddp job.nbddp --metrics PATH``).
+        """Load what :meth:`save` or the ranks of a job wrote (``python -m nbddp job.nbddp --metrics PATH``).
 
         While the job runs: what it has logged so far. A job that was started again continues its files.
 
         Raises:
-            NbddpError: there is no such file, it is damaged, or nbddp has not written it.
+            NbddpError: there is no such file, it's damaged, or it wasn't written by nbddp.
         """
         try:
             generations = read(path)
@@ -140,7 +140,7 @@ class History(Mapping[str, Series]):
 
     @property
     def notices(self) -> list[str]:
-        """What the ranks have not logged alike, a line each.
+        """What the ranks have logged differently, one line each.
 
         ``"loss: 2 of 50 steps were logged by only 3 of 4 ranks (the first is step 7); there the mean is over the ranks
         that logged it"``
@@ -152,7 +152,7 @@ class History(Mapping[str, Series]):
         if left_out:
             more = "1 more name was" if left_out == 1 else f"{left_out:,} more names were"
             limit = f"only the first {MAX_METRICS:,} metrics are kept; {more} logged"
-            found.insert(0, f"{limit}. Is a step or a sample part of a name?")
+            found.insert(0, f"{limit}. Do names include a step or sample number?")
         return found
 
     def __getitem__(self, name: str) -> Series:
@@ -187,9 +187,9 @@ class History(Mapping[str, Series]):
             return self._recording.metric(name).by_rank()
 
     def spread(self, name: str) -> Spread:
-        """The lowest and highest value over the ranks, of the steps that every rank with this metric has logged.
+        """The lowest and highest value over the ranks, for the steps that every rank with this metric has logged.
 
-        When the run is over, of those that two ranks have logged.
+        When the run is over, for those that at least two ranks have logged.
         """
         with self._recording.lock:
             return self._recording.metric(name).spread()

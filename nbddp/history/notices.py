@@ -15,7 +15,7 @@ def notices(metric: Metric) -> Iterator[str]:
             who = "later" if rank == first else f"rank {rank}"
             yield (
                 f"rank {first} logged it with reduce={op!r} and {who} with reduce={other!r}; "
-                f"{'the first' if rank == first else f'that of rank {first}'} counts for the whole run"
+                f"{'the first' if rank == first else f'that of rank {first}'} is used for the whole run"
             )
             break
     if op is None:
@@ -35,4 +35,4 @@ def notices(metric: Metric) -> Iterator[str]:
     if left_out:
         yield f"{part}; the sums leave out {'these steps' if left_out == number else f'{left_out:,} of them'}"
     else:
-        yield f"{part}; there {result} is over the ranks that logged it"
+        yield f"{part}; for these, {result} is over the ranks that logged it"

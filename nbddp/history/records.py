@@ -76,11 +76,11 @@ def open_file(path: str | None, rank: int, world_size: int) -> int:
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise LaunchError(f"--metrics: another process is writing {path}; give each job a file of its own") from None
+        raise LaunchError(f"--metrics: another process is writing to {path}; give each job a file of its own") from None
     except OSError:
         pass  # the file system has no locks
     if os.pread(fd, len(_MARK), 0) not in (b"", _MARK):
-        raise LaunchError(f"--metrics: {path} exists and is not a file of metrics; choose another name")
+        raise LaunchError(f"--metrics: {path} exists and isn't a metrics file; choose another name")
     os.write(fd, Start(rank, world_size, time.time(), time.strftime("started again %Y-%m-%d %H:%M")).head())
     return fd
 
@@ -91,7 +91,7 @@ def read(path: str | os.PathLike[str]) -> list[dict[int, tuple[Start, bytes]]]:
     starts = [each for name in [path, *glob.glob(f"{glob.escape(path)}.rank[1-9]*")] for each in _starts(name)]
     generations = [{0: each} for each in sorted(starts, key=lambda each: each[0].began) if each[0].rank == 0]
     if not generations:
-        raise ValueError("it has nothing of rank 0")
+        raise ValueError("it has no records from rank 0")
     times = [each[0][0].began for each in generations]
     for start, data in starts:  # of a generation that began at the same time, by the clocks of several machines
         after = bisect.bisect(times, start.began)
@@ -116,7 +116,7 @@ def checked(data: bytes) -> Iterator[Any]:
         else:
             fits = type(record["time"]) is float
         if not fits:
-            raise ValueError(f"nbddp writes no record such as {short(record)}")
+            raise ValueError(f"it has a record that nbddp didn't write: {short(record)}")
         yield record
 
 
@@ -124,7 +124,7 @@ def _starts(path: str) -> Iterator[tuple[Start, bytes]]:
     with open(path, "rb") as file:
         before, *parts = file.read().split(_MARK)
     if before or not parts:
-        raise ValueError("nbddp has not written it")
+        raise ValueError("it wasn't written by nbddp")
     for part in parts:
         unpacker = msgpack.Unpacker()
         unpacker.feed(part[:_HEAD_BYTES])

@@ -29,14 +29,14 @@ def export(
 
     The file holds the function, and the classes and data that it uses. Modules are imported where it runs, with the
     same versions of Python, torch, and cloudpickle. ``History.load(FILE)`` reads the metrics, ``load_result(FILE)``
-    what rank 0 returned. To run the file can run any code, like unpickling.
+    what rank 0 returned. Running the file can run any code, as unpickling can.
 
     Args:
         path: of the file, which is written whole or not at all; only its owner can read it (mode 0600).
 
     Raises:
         LaunchError: the function can't be called with these arguments.
-        PayloadError: a variable, which the error names, doesn't pickle.
+        PayloadError: a variable, which the error names, can't be pickled.
         NbddpError: the file can't be written.
     """
     name = check_call(fn, args, kwargs or {}, None)
@@ -46,10 +46,10 @@ def export(
 
 
 def load_result(path: str | os.PathLike[str]) -> Any:
-    """Return what rank 0 of a job returned, which ran with ``--result PATH``; tensors are on the CPU.
+    """Return what rank 0 returned in a job that ran with ``--result PATH``; tensors are on the CPU.
 
-    The notebook's functions and classes are those that it has now under the same names. To load the file can run any
-    code, like unpickling: load only what you trust.
+    The notebook's functions and classes are those that it has now under the same names. Loading the file can run any
+    code, as unpickling can: load only what you trust.
 
     Raises:
         OSError: as ``open``. NbddpError: it isn't a result, is truncated, or was written with other versions.

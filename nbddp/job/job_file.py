@@ -54,6 +54,6 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[Block, dict[str, Any]
             raise NbddpError(f"{os.fspath(path)} was not written by {_WRITER[kind]}, or is truncated")
         if versions != _VERSIONS:
             raise NbddpError(
-                f"{os.fspath(path)} was written with {versions}; install these here, which has {_VERSIONS}"
+                f"{os.fspath(path)} was written with {versions}; this machine has {_VERSIONS}, and needs the same"
             )
         return Block(os.dup(file.fileno()), described["nbytes"]), described

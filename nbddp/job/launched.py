@@ -48,7 +48,7 @@ def main() -> NoReturn:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m nbddp", description="Run a job, under torchrun or as a single process.")
-    parser.add_argument("job", help="what nbddp.export() wrote; it can run any code, so trust who wrote it")
+    parser.add_argument("job", help="a file from nbddp.export(); it can run any code, so run only what you trust")
     parser.add_argument("--metrics", metavar="FILE", help="write what log() logs, for nbddp.History.load(FILE)")
     parser.add_argument("--result", metavar="FILE", help="write what rank 0 returns, for nbddp.load_result(FILE)")
     return parser.parse_args()
@@ -86,12 +86,14 @@ def _settings(name: str) -> tuple[Settings, Place]:
     environ = os.environ
     if not {"RANK", "WORLD_SIZE"} & environ.keys():
         if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-            raise LaunchError("each task of srun would train alone: use srun torchrun ... -m nbddp, one task per node")
+            raise LaunchError(
+                "each srun task would train on its own: use srun torchrun ... -m nbddp, one task per node"
+            )
         environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     device, count = device_and_count(Options())
     needed = ["RANK", "WORLD_SIZE", *(["LOCAL_RANK"] if count > 1 and environ.get("WORLD_SIZE") != "1" else [])]
     if missing := [name for name in needed if name not in environ]:
-        raise LaunchError(f"the launcher has set RANK or WORLD_SIZE, but not {' and '.join(missing)}")
+        raise LaunchError(f"the launcher set RANK or WORLD_SIZE, but not {' and '.join(missing)}")
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     local_rank, local_size = (int(environ.setdefault(f"LOCAL_{n}", v)) for n, v in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if device == "cpu":

@@ -6,7 +6,7 @@ import re
 
 _ON_THE_CPU = {
     r"not compiled with CUDA|No CUDA GPUs are available|Found no NVIDIA driver|has no attribute '_cuda_": (
-        "This run is on the CPU. Write .to(nbddp.device()) in place of .cuda() or .to('cuda'): "
+        "This run is on the CPU. Write .to(nbddp.device()) instead of .cuda() or .to('cuda'): "
         "the same line then works with and without a GPU"
     ),
     r"NCCL built in|ProcessGroupNCCL is only supported with GPUs": (
@@ -16,14 +16,14 @@ _ON_THE_CPU = {
 _ANYWHERE = {
     r"Expected to have finished reduction in the prior iteration": (
         "Some parameters did not contribute to the loss. If that is intended, use "
-        "wrap(model, find_unused_parameters=True)"
+        "nbddp.wrap(model, find_unused_parameters=True)"
     ),
     r"NCCL error|ncclSystemError|ncclRemoteError|ncclInternalError|ncclUnhandledCudaError": (
-        "With env={'NCCL_DEBUG': 'INFO'} NCCL writes its reason into the output of the ranks"
+        "Pass env={'NCCL_DEBUG': 'INFO'} to see NCCL's reason in the ranks' output"
     ),
     r"CUDA error: (device-side assert|an illegal memory access|unspecified launch failure|misaligned address)": (
         "An earlier call may have caused it: with env={'CUDA_LAUNCH_BLOCKING': '1'} the traceback ends at the right "
-        "one. This process cannot use its GPU any more; a session is right again after %ddp close and %ddp open"
+        "one. This process can't use its GPU anymore: in a session, run %ddp close, then %ddp open"
     ),
 }
 

@@ -156,7 +156,7 @@ class Attempt:
         while self._waiting() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 return answers.get(timeout=POLL_S)
-        return "no answer: the cell waits for a line, or for ranks that give none" if self._waiting() else ""
+        return "no answer: the cell is waiting for input, or the ranks aren't responding" if self._waiting() else ""
 
     def _waiting(self) -> list[RankState]:
         return [rank for rank in self._ranks if not rank.over]

@@ -141,7 +141,7 @@ class Cells(abc.ABC):
                 return failure.error_of(first, "session", crew)
         alike = [rank.number for rank in ranks if rank is first or _failed_alike(rank, first)]
         notes.append(f"{ranks_text(alike)} of {len(crew.ranks)}")
-        notes += [f"It was here: {attempt.where}"] if attempt.where else []
+        notes += [f"Where the ranks were: {attempt.where}"] if attempt.where else []
         steps = {rank.report.answer.steps for rank in ranks if rank.report and isinstance(rank.report.answer, Ran)}
         if len(steps) > 1:
             notes.append(f"The ranks have taken {min(steps)} to {max(steps)} optimizer steps, so their models differ")
@@ -152,7 +152,7 @@ class Cells(abc.ABC):
         notes += filter(None, [advice(text, crew.device)])
         shell = ipython()
         if (missing := _UNDEFINED.match(text)) and shell is not None and missing[1] in shell.user_ns:
-            notes.append(f"The notebook has {missing[1]}: %ddp push {missing[1]}, or run its cell again")
+            notes.append(f"Only the notebook has {missing[1]}: %ddp push {missing[1]}, or run its cell again")
         kind = KeyboardInterrupt if name == "KeyboardInterrupt" else CellError
         raised: CellError = type(name, (CellError, kind) if kind is KeyboardInterrupt else (CellError,), {})(text)
         raised.rank = first.number
@@ -225,7 +225,7 @@ def cell_number() -> int:
 
 def pack_names(values: Mapping[str, Any], options: Options) -> Packed:
     """Pack values with their names. Raises PayloadError with the name of what can't be sent."""
-    return pack(values, values, "this cannot be sent to the ranks", elsewhere=options.nnodes is not None)
+    return pack(values, values, "a variable cannot be sent to the ranks", elsewhere=options.nnodes is not None)
 
 
 def _failed_alike(rank: RankState, first: RankState) -> bool:

@@ -30,9 +30,9 @@ _END_S = 2.0
 _MOST_WAITING = 16  # events in the inbox, before the machines are asked for more
 _NOT_PRELOADED = (
     "the fork server could not import nbddp, so each rank has to, which takes seconds: install nbddp, or put its "
-    "folder on PYTHONPATH, and not only on this notebook's sys.path"
+    "folder on PYTHONPATH, not only on this notebook's sys.path"
 )
-_SERVER_ENDED = "the fork server has ended unexpectedly; its output on stderr says why"
+_SERVER_ENDED = "the fork server exited unexpectedly; its output on stderr shows why"
 
 Request = Callable[[], None]
 

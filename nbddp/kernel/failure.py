@@ -60,7 +60,7 @@ def error_of(rank: RankState, name: str, crew: Crew, where: str = "") -> NbddpEr
             printed, frames = dumps.split_crash(printed)
         lines = printed.rstrip("\n").split("\n")[-_LAST_LINES:]
         unpacking = rank.ready and not rank.interruptible and rank.exitcode >= 0
-        why = f"ended with exit code {rank.exitcode} while it unpacked {name} and its data" if unpacking else ""
+        why = f"ended with exit code {rank.exitcode} while unpacking {name} and its data" if unpacking else ""
         why = _OUT_OF_MEMORY if rank.out_of_memory else why
         died = RankDied(
             rank.number,
@@ -79,7 +79,7 @@ def error_of(rank: RankState, name: str, crew: Crew, where: str = "") -> NbddpEr
     if failure.phase == "setup":
         known_error = advice(failure.text, crew.device)
         text = f"{failure.text}. {known_error}" if known_error else failure.text
-        return LaunchError(f"rank {rank.number} could not set itself up: {text}")
+        return LaunchError(f"rank {rank.number} failed during setup: {text}")
     if failure.phase == "unpack":
         return PayloadError(
             f"rank {rank.number} could not unpack {name} and its data: {failure.text}. The modules that they use must "

@@ -149,7 +149,7 @@ def report(locations: Sequence[Location], stalled: bool = False) -> str:
 
 
 def summary(locations: Sequence[Location], stalled: bool = False) -> str:
-    """``rank 1 has finished after step 120; ranks 0, 2 and 3 wait in all_reduce after step 120 (train, line 14)``.
+    """``rank 1 finished after step 120; ranks 0, 2 and 3 are waiting in all_reduce after step 120 (train, line 14)``.
 
     Args:
         stalled: no rank makes progress: a likely reason for the wait is added.
@@ -161,29 +161,29 @@ def summary(locations: Sequence[Location], stalled: bool = False) -> str:
 
 def _activity(location: Location, count: int) -> str:
     """Return what ``count`` ranks at this location do, as a predicate."""
-    has, is_, waits = ("has", "is", "waits") if count == 1 else ("have", "are", "wait")
+    is_ = "is" if count == 1 else "are"
     if location.state == "running":
         if location.collective:
-            return f"{waits} in {location.collective}"
+            return f"{is_} waiting in {location.collective}"
         return f"{is_} in {location.exchange}" if location.exchange else is_
     if location.state == "failed" and location.waiting_in:
         return f"gave up in {location.waiting_in}"
     return {
-        "finished": f"{has} finished",
-        "failed": f"{has} failed ({location.error})",
-        "left": f"{has} left by sys.exit",
-        "ended": f"{has} ended",
-        "setup": f"{is_} setting {'itself' if count == 1 else 'themselves'} up",
-        "unpack": f"{'unpacks' if count == 1 else 'unpack'} the function and its data",
-        "silent": f"{'gives' if count == 1 else 'give'} no answer",
-        "outside": f"{'takes' if count == 1 else 'take'} no part in this call",
+        "finished": "finished",
+        "failed": f"failed ({location.error})",
+        "left": "called sys.exit",
+        "ended": "ended",
+        "setup": f"{is_} still starting up",
+        "unpack": f"{is_} unpacking the function and its data",
+        "silent": f"{is_} not responding",
+        "outside": f"{is_} not part of this call",
     }[location.state]
 
 
 def _details(location: Location) -> str:
     step = f" after step {location.step:,}" if location.step >= 0 else ""
     if location.state == "running" and not location.waiting_in:
-        return f" in {location.place or 'the function'}{step}"
+        return f" {'at' if location.place.startswith('line ') else 'in'} {location.place or 'your function'}{step}"
     return step + (f" ({location.place})" if location.place else "")
 
 
@@ -196,14 +196,14 @@ def _likely_reason(locations: Sequence[Location]) -> str:
         return ""  # a rank is late or has ended, which the summary shows
     if outside:
         return (
-            f". A collective of all ranks waits for {_ranks(outside, 0)}, too: call it on all ranks, or give it a "
-            f"group: group = dist.new_group({[each.rank for each in waiting]}), on all ranks, in an earlier call"
+            f". A collective over all ranks also waits for {_ranks(outside, 0)}: call it on all ranks, or pass it a "
+            f"group that all ranks created in an earlier call: dist.new_group({[each.rank for each in waiting]})"
         )
     steps = {each.step for each in locations if each.step >= 0}
     if finished and (len(steps) > 1 or any(each.exchange for each in waiting)):
         return (
-            f". Most likely {_ranks(finished, 0)} had fewer batches than the others: an uneven number of batches per "
-            "rank (nbddp.loader evens it out; DistributedSampler, drop_last=True or torch's Join do it by hand)"
+            f". Most likely, {_ranks(finished, 0)} had fewer batches than the others. nbddp.loader gives every rank "
+            "the same number; without it, use DistributedSampler, drop_last=True, or torch's Join"
         )
     if finished or len({(each.waiting_in, each.place) for each in waiting}) > 1:
         return ". Every rank has to call the same collectives in the same order; uneven numbers of batches break that"

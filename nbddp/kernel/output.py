@@ -33,4 +33,4 @@ class Output:
         raw = bytes(kept[max(0, begin - dropped) : max(0, end - dropped)])
         text = fold(raw.decode("utf-8", "replace"))
         missing = min(end, dropped) - begin
-        return f"[{missing:,} older bytes are no longer kept]\n{text}" if missing > 0 else text
+        return f"[the first {missing:,} bytes were dropped]\n{text}" if missing > 0 else text

@@ -75,7 +75,7 @@ class Page:
             for number, text in plain.items():
                 if text != plain.get(self._speaker, ""):
                     lines += [f"[rank {number}] {line}" for line in text.splitlines()]
-        left_out = [f"[{len(lines) - _MAX_LINES} more lines: %ddp logs]"] if len(lines) > _MAX_LINES else []
+        left_out = [f"[{len(lines) - _MAX_LINES} more lines; see %ddp logs]"] if len(lines) > _MAX_LINES else []
         if lines:
             self.write("\n".join([*lines[:_MAX_LINES], *left_out, ""]))
 

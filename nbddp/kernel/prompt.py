@@ -18,7 +18,7 @@ from nbddp.text import ranks_text
 
 _OTHERS_S = 0.05  # for the other ranks to ask the same
 _AGAIN_S = 0.5  # for those that have got an answer to ask again: they may wait in a collective
-_SKIPPED = "debugger skipped: nobody can answer here\n"
+_SKIPPED = "debugger skipped: no interactive input here\n"
 _DEBUGGERS = ("(Pdb) ", "ipdb> ")
 _RANK = re.compile(r"rank\s+(\d+|all)\s*$")
 

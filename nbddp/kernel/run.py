@@ -40,12 +40,12 @@ class Run(Generic[R]):
     """A function, script, or cell on all ranks.
 
     Attributes:
-        name: of the function or cell.
+        name: the name of the function, script, or cell.
         nprocs: how many ranks it has.
         history: its metrics.
         state: ``"starting"``, ``"running"``, ``"finished"``, ``"failed"``, or ``"stopped"``.
-        error: of a failed run; None otherwise.
-        restarts: how often all ranks were started again.
+        error: the error of a failed run; None otherwise.
+        restarts: how many times all ranks were started again.
         remark: a possible mistake in a finished run; "" for none.
     """
 
@@ -97,13 +97,13 @@ class Run(Generic[R]):
         if self.error is not None:
             raise self.error.with_traceback(None)
         if self.state != "finished":
-            advice = "it has no value" if self._done.is_set() else "wait() for it"
+            advice = "it has no value" if self._done.is_set() else "call wait() first"
             raise NbddpError(f"{self.name} is {self.state}: {advice}")
         return self._values
 
     @property
     def seconds(self) -> float:
-        """How long it has taken, so far or in all."""
+        """How many seconds the run has taken so far, or took in total."""
         return (self._ended or time.monotonic()) - self._began
 
     @property
@@ -113,7 +113,7 @@ class Run(Generic[R]):
         return [rank.pid for rank in crew.ranks] if crew is not None else []
 
     def logs(self, rank: int | None = None) -> str:
-        """Return what that rank has printed; of all ranks, each line with its rank."""
+        """Return what a rank has printed; for all ranks (None), each line begins with its rank."""
         if rank is None:
             return in_lines_of_ranks(self.nprocs, self.logs)
         parts = [(state, begin, end) for state, begin, end in self._parts if state.number == rank]
@@ -122,36 +122,36 @@ class Run(Generic[R]):
         return "".join(state.output.text(begin, end) for state, begin, end in parts)
 
     def stacks(self) -> str:
-        """Return where each rank is now, also inside C calls: a line that sums up, then the stacks."""
+        """Return where each rank is now, even inside C calls: a summary line, then the stacks."""
         attempt = self._attempt
         if attempt is not None and (found := attempt.stacks()):
             return found
         stopped = f"; when it was stopped: {self._where}" if self._where else ""
-        return f"{self.name} is {self.state}: no rank is running{stopped}"
+        return f"{self.name} ({self.state}): no rank is running{stopped}"
 
     def stop(self, grace: float = STOP_GRACE_S) -> None:
-        """Stop it: KeyboardInterrupt is raised in all ranks after the same optimizer step; killed after the grace."""
+        """Interrupt all ranks after the same optimizer step (KeyboardInterrupt); kill those left after ``grace`` s."""
         self._ask_to_stop(grace)
         self._done.wait()
 
     def show(self) -> None:
-        """Show it here, also when it's over: the live panel, a picture, or a line of text."""
+        """Show the run in this cell, even when it's over: the live panel, a picture, or a line of text."""
         self._show(True)
 
     def wait(self, timeout: float | None = None) -> Run[R]:
-        """Wait for its end. Raises its error, or TimeoutError."""
+        """Wait until the run is over. Raises its error, or TimeoutError after ``timeout`` s."""
         if (error := self.exception(timeout)) is not None:
             raise error
         return self
 
     def result(self, timeout: float | None = None) -> R:
-        """Return rank 0's value, as ``concurrent.futures.Future``."""
+        """Return rank 0's value, as ``concurrent.futures.Future`` does."""
         return self.wait(timeout).value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return its error, as ``concurrent.futures.Future``."""
+        """Return the run's error, as ``concurrent.futures.Future`` does."""
         if not self._done.wait(timeout):
-            raise TimeoutError(f"{self.name} still runs after {timeout} s")
+            raise TimeoutError(f"{self.name} is still running after {timeout} s")
         with interrupts_held():
             self._draw()  # the thread that follows it may not have, and updates come in while a cell runs
         return self.error
@@ -161,7 +161,7 @@ class Run(Generic[R]):
         return self._done.is_set()
 
     def cancel(self) -> bool:
-        """Return False: it has started. ``stop()`` ends it."""
+        """Return False: a run has started, so it can't be canceled. Use ``stop()``."""
         return False
 
     def __await__(self) -> Generator[Any, None, Run[R]]:
@@ -174,7 +174,8 @@ class Run(Generic[R]):
 
     def __repr__(self) -> str:
         why = f": {type(self.error).__name__}" if self.error is not None else ""
-        return f"<Run {self.name}: {self.state}{why}, {self.nprocs} ranks, {duration(self.seconds)}>"
+        ranks = f"{self.nprocs} rank{'s' * (self.nprocs != 1)}"
+        return f"<Run {self.name}: {self.state}{why}, {ranks}, {duration(self.seconds)}>"
 
     def _repr_html_(self) -> str | None:
         """Its picture, but in a cell that shows it anyway."""
@@ -199,7 +200,7 @@ class Run(Generic[R]):
                 view.update()
             except Exception as error:  # of a front end, or our own: the run goes on
                 self._views = [each for each in self._views if each is not view]  # another thread may draw it, too
-                write_line(f"[nbddp: {self.name} is no longer drawn here: {in_a_line(error)}]")
+                write_line(f"[nbddp: {self.name} is no longer shown here, but goes on: {in_a_line(error)}]")
 
     def _source(self) -> Source:
         return Source(self.history, self._status, self._before, self._tail, self._ask_to_stop)
@@ -263,7 +264,11 @@ class Run(Generic[R]):
             raise KeyboardInterrupt
 
     def _stopped_text(self) -> str:
-        return f"{self.name} was stopped. It was here: {self._where}" if self._where else f"{self.name} was stopped"
+        return (
+            f"{self.name} was stopped. Where the ranks were: {self._where}"
+            if self._where
+            else f"{self.name} was stopped"
+        )
 
     def _steps(self) -> list[int]:
         return [rank.step for rank in self.history.ranks]
@@ -334,12 +339,12 @@ _newest: collections.deque[Run[Any]] = collections.deque(maxlen=1)  # kept even 
 
 
 def runs() -> list[Run[Any]]:
-    """Return the runs that go on or that a variable holds, and the newest; oldest first."""
+    """Return the active runs, those that a variable holds, and the newest one; oldest first."""
     return sorted((run for ref in _runs.valuerefs() if (run := ref())), key=lambda run: run._began)
 
 
 def shutdown() -> None:
-    """Stop all runs, end the fork server, whose memory of torch is free again, and give Ray its nodes back."""
+    """Stop all runs, end the fork server, which frees the memory that torch takes there, and release Ray's nodes."""
     _stop_all()
     if nodes := sys.modules.get("nbddp.ray.nodes"):
         nodes.give_back()

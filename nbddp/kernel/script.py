@@ -60,6 +60,6 @@ def run_script(
 def _words(argv: Any) -> tuple[str, ...]:
     if isinstance(argv, (str, bytes)) or not isinstance(argv, Sequence):
         raise LaunchError(
-            f"argv is a list of arguments, e.g. argv=['--lr', '0.1'], not {argv!r}; shlex.split() makes one"
+            f"argv must be a list of arguments, e.g. argv=['--lr', '0.1'], not {argv!r}; shlex.split() splits a string"
         )
     return tuple(os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in argv)

@@ -47,14 +47,14 @@ class _Present:
 
 
 class Session(Cells):
-    """Ranks that stay, and keep their names from one order to the next: ``with nbddp.Session(nprocs=4) as session``.
+    """Ranks that stay alive and keep their variables between calls: ``with nbddp.Session(nprocs=4) as session``.
 
     It takes the options of :func:`nbddp.run`, except for ``timeout``, ``max_restarts``, ``stop_on_nan``, ``wait``, and
     ``pdb``.
 
     Attributes:
         nprocs: how many ranks it has.
-        lost: why it's over; "" as long as it isn't.
+        lost: why the session is over; "" while it's open.
 
     Raises:
         LaunchError: the options can't work, or a rank ended before it was ready.
@@ -87,12 +87,12 @@ class Session(Cells):
     # ------------------------------------------------------------------ for the user
 
     def cell(self, source: str, ranks: Sequence[int] | None = None, *, pdb: bool = False, keep: bool = False) -> None:
-        """Run a cell in the IPython of all ranks, or of these. Raises an error named as the first rank's.
+        """Run a cell in the IPython of all ranks, or of ``ranks``. Raises an error with the name of the first rank's.
 
         Args:
             pdb: an error opens the debugger.
-            keep: the cell is ``last_run()``, with its last line's values. Otherwise, that's a cell that has logged
-                something, took a while, or failed; and it has no values.
+            keep: the cell becomes ``last_run()``, with its last line's values. Otherwise, only a cell that logged
+                something, took a while, or failed becomes it, without values.
         """
         self._cell(source, ranks, (), {}, pdb=pdb, keep=keep)
 
@@ -114,7 +114,7 @@ class Session(Cells):
         self.close()
 
     def run(self, fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Run[R]:
-        """Call a function on all ranks. Returns the run; raises as ``nbddp.run``."""
+        """Call a function on all ranks. Returns the run; raises what ``nbddp.run`` raises."""
         asked = self._asked(None)
         name = check_call(fn, args, kwargs or {}, None)
         elsewhere = self._options.nnodes is not None
@@ -125,7 +125,7 @@ class Session(Cells):
         return run.wait()
 
     def push(self, **values: Any) -> None:
-        """Bind these names on all ranks. Values that share something have to go together."""
+        """Set these variables on all ranks. Push values that share parameters in one call."""
         self._refuse_torn(values)
         with (packed := pack_names(values, self._options)).block:
             self._asked(None)
@@ -133,10 +133,10 @@ class Session(Cells):
         self._note_pushed(values)
 
     def pull(self, *names: str, rank: int | None = None) -> Any:
-        """Return the value of a name on the lowest rank that lives, or on this one; a tuple for several names.
+        """Return a variable's value from the lowest rank that's alive, or from ``rank``; a tuple for several names.
 
         Raises:
-            PayloadError: one of them can't be sent.
+            PayloadError: one of the values can't be sent.
         """
         return self._pull(names, self._living(rank))
 
@@ -149,7 +149,7 @@ class Session(Cells):
         return self._question(Inspect(code, cursor, level), self._asked([0]))[0]  # type: ignore[no-any-return]
 
     def logs(self, rank: int | None = None) -> str:
-        """Return what that rank has printed since its start; of all ranks, each line with its rank."""
+        """Return what a rank has printed since its start; for all ranks (None), each line begins with its rank."""
         return in_lines_of_ranks(self.nprocs, self.logs) if rank is None else self._crew.ranks[rank].output.text()
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class Session(Cells):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Session: {self.lost or 'open'}, {self.nprocs} ranks>"
+        return f"<Session: {self.lost or 'open'}, {self.nprocs} rank{'s' * (self.nprocs != 1)}>"
 
     # ------------------------------------------------------------------ orders
 
@@ -181,7 +181,7 @@ class Session(Cells):
         if self.lost:
             raise SessionLost(self.lost)
         if self._busy:
-            raise NbddpError("the ranks are busy")
+            raise NbddpError("the ranks are busy: wait until the current cell or call is done")
         if ranks is not None and (wrong := [number for number in ranks if not 0 <= number < self.nprocs]):
             raise ValueError(f"there is no rank {wrong[0]} (0 to {self.nprocs - 1})")
         return [rank for rank in self._crew.ranks if ranks is None or rank.number in ranks]
@@ -320,7 +320,7 @@ class Session(Cells):
         if dead := [rank for rank in every if not rank.alive]:
             ended = failure.error_of(dead[0], "session", self._crew)
             self.lost, self._released = str(ended).splitlines()[0], False
-            return [f"The session is over: {self.lost}. %ddp pull NAME brings what the others have"]
+            return [f"The session is over: {self.lost}. %ddp pull NAME still gets variables from the other ranks"]
         try:
             counts = list(self._ask(CountCollectives(), every).values())
             groups = {group for count in counts for group in count}
@@ -329,11 +329,11 @@ class Session(Cells):
             self._group += replaced
             stuck = self._ask(Mend(self._group if replaced else None), every)
         except NbddpError as error:
-            return [f"The ranks could not be put right, so %ddp close and open again: {in_a_line(error)}"]
+            return [f"The ranks couldn't be repaired; run %ddp close, then %ddp open: {in_a_line(error)}"]
         self._released = False
         names = sorted({name for each in stuck.values() for name in each})
         if names and replaced:
-            return [f"Make again: {', '.join(names)}; the failure has ended process groups"]
+            return [f"Re-create {', '.join(names)}: the failure ended their process groups"]
         return []
 
     def _refuse_torn(self, values: Mapping[str, Any]) -> None:

@@ -119,7 +119,7 @@ def decide(name: str, options: Options, *, contract: bool = True, cells: bool = 
         cells: the ranks run cells, and show things as the notebook does.
     """
     if context.is_rank():
-        raise LaunchError("this code is already running on a rank: call the function itself")
+        raise LaunchError("this code is already running on a rank: call the function directly")
     _check(options, contract)
     # Somebody is there to use the debugger, while which the other ranks have to wait.
     attended = contract and options.wait and (cells or ipython() is not None)
@@ -201,16 +201,16 @@ def on_ray() -> Any:
 def _on_nodes(options: Options, nnodes: int) -> tuple[str, int]:
     """Return the type of device, and the number of ranks, on nodes of Ray's."""
     if options.gpus is not None:
-        raise LaunchError("gpus= is for this machine: with nnodes=, Ray assigns the GPUs. Leave it out")
+        raise LaunchError("gpus= is for this machine: with nnodes=, Ray assigns the GPUs. Leave gpus out")
     gpus, asked = on_ray().gpus_per_node(nnodes), _asked_device(options)
     device = asked.type if asked is not None else "cuda" if gpus else "cpu"
     nprocs = options.nprocs or nnodes * (CPU_NPROCS if device == "cpu" else gpus)
     if not nprocs:
         raise LaunchError(
-            f"device={device!r}, but Ray has no {nnodes} nodes with GPUs now: give nprocs, to wait for them"
+            f"device={device!r}, but Ray doesn't have {nnodes} nodes with GPUs right now: pass nprocs= to wait for them"
         )
     if nprocs % nnodes:
-        raise LaunchError(f"nprocs={nprocs} counts all ranks, and can't be divided by nnodes={nnodes}")
+        raise LaunchError(f"nprocs={nprocs} counts all ranks, so it must be divisible by nnodes={nnodes}")
     return device, nprocs
 
 
@@ -232,25 +232,27 @@ def _check(options: Options, contract: bool) -> None:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-            raise LaunchError(f"{name} is {'a whole number' if whole else 'a number of seconds'}, not {value!r}")
+            raise LaunchError(f"{name} must be {'an integer' if whole else 'a number of seconds'}, not {value!r}")
         if value < _WHOLE.get(name, 0) or (not whole and not value > 0):
-            advice = "; torch.cuda.device_count() is 0 without a GPU: leave it out" if name == "nprocs" else ""
+            advice = "; torch.cuda.device_count() is 0 without a GPU: leave nprocs out" if name == "nprocs" else ""
             raise LaunchError(f"{name}={value} is too small{advice}")
     if options.env is not None and not isinstance(options.env, Mapping):
-        raise LaunchError(f"env is a dict of strings, not {type(options.env).__name__}")
+        raise LaunchError(f"env must be a dict of strings, not {type(options.env).__name__}")
     for key, value in (options.env or {}).items():  # an error names no value, which may be a secret
         if not isinstance(key, str) or not isinstance(value, str):
-            raise LaunchError(f"env is a dict of strings; {key!r} is set to {type(value).__name__}. Use str(...)")
+            raise LaunchError(
+                f"env must be a dict of strings, but {key!r} has type {type(value).__name__}: use str(...)"
+            )
         if not key or "=" in key or "\0" in key + value:
-            raise LaunchError(f"env has {key!r}: a name must not be empty or contain '=', nor a zero byte")
+            raise LaunchError(f"env has {key!r}: a name can't be empty or contain '=', and null bytes aren't allowed")
         if contract and key in _CONTRACT:
             raise LaunchError(f"env sets {key}, which nbddp sets to each rank's own value. Leave it out")
     for where, kind in (("show=", options.show), (f"{frontend.VARIABLE}=", os.environ.get(frontend.VARIABLE))):
         if isinstance(kind, str) and kind and kind not in frontend.KINDS:
-            raise LaunchError(f"{where}{kind!r} is not known: use {', '.join(frontend.KINDS)}")
+            raise LaunchError(f"{where}{kind!r} is unknown: use one of {', '.join(frontend.KINDS)}")
     gpus = options.gpus
     if gpus is not None and not (gpus and isinstance(gpus, (list, tuple, range)) and all(type(i) is int for i in gpus)):
-        raise LaunchError(f"gpus is a list of device numbers, e.g. gpus=[0, 1], not {gpus!r}")
+        raise LaunchError(f"gpus must be a list of device numbers, e.g. gpus=[0, 1], not {gpus!r}")
 
 
 def device_and_count(options: Options) -> tuple[str, int]:
@@ -267,11 +269,13 @@ def device_and_count(options: Options) -> tuple[str, int]:
         return "cpu", 0
     if asked.type == "cpu":
         if gpus is not None:
-            raise LaunchError(f"gpus={list(gpus)} and device='cpu' exclude each other; leave one out")
+            raise LaunchError(f"gpus={list(gpus)} and device='cpu' can't be combined; leave one out")
         return "cpu", 0
     count = torch.get_device_module(asked).device_count()
     if not count:
-        raise LaunchError(f"device={asked.type!r}, but torch sees none here. Use device='cpu', or leave it out")
+        raise LaunchError(
+            f"device={asked.type!r}, but torch sees no such device here. Use device='cpu', or leave device out"
+        )
     return asked.type, count
 
 
@@ -285,9 +289,11 @@ def _nprocs(options: Options, device: str, count: int) -> int:
         if missing := [i for i in gpus if not 0 <= i < count]:
             raise LaunchError(f"gpus={list(gpus)}: there is no GPU {missing[0]} here, only {list(range(count))}")
         if nprocs not in (None, len(gpus)):
-            raise LaunchError(f"nprocs={nprocs}, but gpus={list(gpus)} are {len(gpus)}: one process for each")
+            raise LaunchError(
+                f"nprocs={nprocs}, but gpus={list(gpus)} lists {len(gpus)}, with one process each: leave nprocs out"
+            )
         if len(set(gpus)) < len(gpus) and options.backend != "gloo":
-            raise LaunchError(f"gpus={list(gpus)}: NCCL needs a GPU for each rank. To try it out, use backend='gloo'")
+            raise LaunchError(f"gpus={list(gpus)}: NCCL needs a GPU for each rank. To share a GPU, use backend='gloo'")
         return len(gpus)
     if device == "cpu":
         most = max(_MOST, _MOST_PER_CORE * _cores())
@@ -317,13 +323,13 @@ def _backend(backend: str | None, device: str) -> str:
     if backend is None:
         return dist.Backend.default_device_backend_map.get(device, "gloo")
     if not isinstance(backend, str):
-        raise LaunchError(f"backend is a name such as 'gloo' or 'nccl', not {backend!r}")
+        raise LaunchError(f"backend must be a name such as 'gloo' or 'nccl', not {backend!r}")
     usable = [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
     for name in (part.rpartition(":")[2] for part in backend.lower().split(",")):
         if name not in usable:
-            raise LaunchError(f"backend={backend!r}: this torch has {', '.join(usable)}")
+            raise LaunchError(f"backend={backend!r} isn't available: this torch has {', '.join(usable)}")
         if name == "nccl" and device == "cpu":
-            raise LaunchError("backend='nccl' works on GPUs only; on the CPU use 'gloo'")
+            raise LaunchError("backend='nccl' works only on GPUs; on the CPU, use 'gloo'")
     return backend.lower()
 
 
@@ -345,7 +351,7 @@ def working_directory() -> str:
     """Return the notebook's working directory, where the ranks start. Raises LaunchError if it has been deleted."""
     with contextlib.suppress(FileNotFoundError):
         return os.getcwd()
-    raise LaunchError("the notebook's working directory has been deleted. Change to one that exists, with %cd")
+    raise LaunchError("the notebook's working directory has been deleted. Use %cd to change to another one")
 
 
 def check_call(fn: Any, args: Any, kwargs: Any, name: str | None) -> str:
@@ -353,11 +359,11 @@ def check_call(fn: Any, args: Any, kwargs: Any, name: str | None) -> str:
     named = getattr(fn, "func", fn)  # functools.partial
     name = str(name or getattr(named, "__name__", type(named).__name__))
     if not callable(fn):
-        raise LaunchError(f"run() takes the function itself: run(train), not run(train()); this is {fn!r}"[:200])
+        raise LaunchError(f"run() takes the function itself: run(train), not run(train()); got {fn!r}"[:200])
     if isinstance(args, (str, bytes)) or not isinstance(args, (tuple, list)):
-        raise LaunchError(f"args is a tuple of {name}'s arguments, e.g. args=(x,), not {type(args).__name__}")
+        raise LaunchError(f"args must be a tuple of {name}'s arguments, e.g. args=(x,), not {type(args).__name__}")
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-        raise LaunchError(f"kwargs is a dict of {name}'s keyword arguments")
+        raise LaunchError(f"kwargs must be a dict of {name}'s keyword arguments")
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise LaunchError(f"{name} is a coroutine or generator function: calling it runs none of its lines")
     with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature

@@ -72,7 +72,7 @@ class SpawnContext:
             grace_period: accepted for compatibility; when a rank fails, the others are ended at once.
 
         Returns:
-            True when every process has finished successfully, False when ``timeout`` is over first.
+            True when every process has finished successfully, False if ``timeout`` expires first.
 
         Raises:
             ProcessRaisedException, ProcessExitedException: the first failure, with torch's text.

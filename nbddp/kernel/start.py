@@ -28,8 +28,8 @@ from nbddp.text import in_a_line
 from nbddp.tracebacks import users_cause
 
 _SIDE_BY_SIDE = (
-    "no rank took part in a collective: {} ranks worked side by side, without sharing gradients. "
-    "To train one model, wrap it: nbddp.wrap(model)"
+    "no collective was called, so the {} ranks shared no gradients. "
+    "To train one model on all of them, wrap it: nbddp.wrap(model)"
 )
 _SEE_PARTIAL = ". Everything else that the ranks returned is in this error's .partial, by rank"
 _RESTARTED = (RankError, RankDied, CellError, LaunchError, errors.NodeLost)
@@ -44,39 +44,39 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     **options: Unpack[Given],
 ) -> Run[R]:
-    """Call ``fn(*args, **kwargs)`` on every rank, and wait for them: one fresh process per GPU, or on the CPU.
+    """Call ``fn(*args, **kwargs)`` on every rank, and wait: a fresh process per GPU, or several on the CPU.
 
     The function, its classes, and its data are sent by value; modules are imported on the ranks. A process group is
     ready when the function begins; a function that calls ``init_process_group`` gets the group that it asks for.
 
     Args:
-        nprocs: number of ranks, on all machines together. Default: all visible GPUs, else 2 on the CPU of each.
-        nnodes: on this many nodes of a Ray cluster, which assigns the GPUs: that of the notebook's ``ray.init``, of
-            ``RAY_ADDRESS``, or the one that runs here. Default: on this machine.
+        nprocs: number of ranks, over all machines. Default: one per visible GPU, else 2 on each machine's CPU.
+        nnodes: number of nodes of a Ray cluster, which assigns the GPUs: that of the notebook's ``ray.init``, that of
+            ``RAY_ADDRESS``, or the one running on this machine. Default: only this machine, without Ray.
         device: ``"cuda"``, ``"cpu"``, or another accelerator of torch. Default: GPUs if there are any.
         gpus: which GPUs, by number; one rank each. With ``backend="gloo"``, ranks may share one: ``gpus=[0, 0]``. Their
             device is :func:`nbddp.device`, and not ``cuda:<LOCAL_RANK>``.
         backend: the process group's backend. Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
         init_process_group: False: no process group, only torchrun's environment variables.
         seed: seeds Python, numpy, and torch on each rank with ``seed + rank``.
-        deterministic: sets torch's deterministic algorithms and cuDNN flags.
+        deterministic: True: turns on torch's deterministic algorithms and sets cuDNN's flags.
         env: environment variables for the ranks, in addition to the notebook's current ones.
-        timeout: wall time of the whole run, in seconds. Default: no limit.
+        timeout: limit for the whole run's wall time, in seconds. Default: no limit.
         pg_timeout: timeout of each collective, in seconds. Default: torch's, or an hour while the debugger can be used.
         max_restarts: how many times all ranks start again after a failure.
         stop_on_nan: True: end the run as soon as a rank logs NaN (an infinity doesn't end it). A restart would only
             repeat it, so there is none.
-        wait: False: return at once, while the run goes on in the background.
+        wait: False: return at once, and run in the background.
         show: False: show nothing while it runs. ``"panel"``, ``"picture"``, or ``"text"``: this view, instead of the
             one that fits the front end. The environment variable ``NBDDP_PANEL`` does the same for all runs.
         name: the run's name. Default: the function's.
         log_to: where the metrics go in addition to ``history``: an object with ``add_scalar``, ``log_metrics``, or
-            W&B's ``log``, or a function ``f(step, metrics)``; or a list of these. The notebook writes them, so they get
-            one run, however many ranks there are.
+            W&B's ``log``, or a function ``f(step, metrics)``; or a list of these. The notebook writes to it, so there's
+            one run for all ranks.
         autolog: True: what rank 0 logs with TensorBoard's ``SummaryWriter``, W&B, and other libraries is in
             ``history``, too, as if :func:`nbddp.log` had logged it.
         pdb: True: after an exception, the debugger opens in the failing rank's frames, before the cell raises the
-            error. Default: as ``%pdb`` says.
+            error. Default: what ``%pdb`` is set to.
 
     Returns:
         The run: ``run.value`` is what rank 0 returned.
@@ -85,11 +85,11 @@ def run(
         LaunchError: the arguments can't work, or a rank ended before it was ready.
         PayloadError: an object can't be sent to the ranks or back; it names the variable.
         RankError: the function raised on a rank; its exception is the ``cause``.
-        RankDied: a rank ended by a signal or by ``os._exit``.
+        RankDied: a signal or ``os._exit`` ended a rank.
         NodeLost: a node of several is gone, or can't be reached.
-        RunTimeout: ``timeout`` is over.
+        RunTimeout: ``timeout`` expired.
         NanLogged: a rank logged NaN, and ``stop_on_nan`` is true.
-        KeyboardInterrupt: it was interrupted or stopped; the ranks have ended.
+        KeyboardInterrupt: the run was interrupted or stopped; its ranks have ended.
     """
     chosen = Options(**options)
     name = check_call(fn, args, kwargs or {}, chosen.name)
@@ -258,7 +258,7 @@ def follow_part(
     if attempt.ending == "late":
         raise RunTimeout(
             f"{run.name} was still {run.state} after its timeout of {options.timeout} s and was stopped. "
-            f"It was here: {attempt.where}"
+            f"Where the ranks were: {attempt.where}"
         )
     if attempt.was_stopped:
         raise KeyboardInterrupt

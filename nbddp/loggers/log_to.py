@@ -43,7 +43,7 @@ def _destination(to: Any) -> Destination:
             return Destination(name, lambda step, at, row: to.log_metrics(row, step=step), getattr(to, "save", flush))
         if callable(to):
             return Destination(name, lambda step, at, row: to(step, row), flush)
-    raise LaunchError(f"log_to={short(to)} takes no metrics. Pass {_KINDS}")
+    raise LaunchError(f"log_to={short(to)} can't take metrics. Pass {_KINDS}")
 
 
 class Sender:
@@ -63,7 +63,7 @@ class Sender:
             self._thread.join(_END_S)
             if self._thread.is_alive():
                 names = ", ".join(each.name for each in self._to)
-                _warn(f"{names} didn't take all metrics within {_END_S:g} s; it goes on in the background")
+                _warn(f"{names} didn't take all metrics within {_END_S:g} s; this continues in the background")
 
     def _work(self) -> None:
         over = False
@@ -78,7 +78,7 @@ class Sender:
                 except Exception as error:  # whatever the user's object raises
                     self._to.remove(each)
                     text = f"{each.name} gets no more metrics: {in_a_line(error)}"
-                    _warn(f"{text}. The run goes on, and its history has all of them")
+                    _warn(f"{text}. The run continues, and run.history has all of them")
 
     def _rows(self) -> list[_Row]:
         rows: list[_Row] = []

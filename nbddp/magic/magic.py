@@ -57,7 +57,7 @@ class DdpMagics(Magics):
 
     @line_magic
     def ddp(self, line: str) -> Any:
-        """Open a session, run scripts, look after runs, and set defaults.
+        """Open a session, run scripts, manage runs, and set defaults.
 
         ::
 
@@ -67,8 +67,8 @@ class DdpMagics(Magics):
           %ddp close               end the ranks
           %ddp run [options] train.py --lr 0.1     a script on every rank, as torchrun does
           %ddp status              the session, and the runs
-          %ddp stop                end all runs
-          %ddp logs [RANK]         what the ranks have printed, of the session that's open or of the newest run
+          %ddp stop                stop all runs
+          %ddp logs [RANK]         what the ranks have printed, in the open session or in the newest run
           %ddp stacks              where each rank of the newest run is now
           %ddp show                the newest run
           %ddp devices             the devices that runs can use
@@ -79,15 +79,15 @@ class DdpMagics(Magics):
             return self._set_defaults([command, *words])
         if command not in _COMMANDS:
             hint = did_you_mean(command, _COMMANDS)
-            raise UsageError(f"%ddp {command} is unknown{hint}. There are: {', '.join(_COMMANDS)}")
+            raise UsageError(f"unknown command %ddp {command}{hint} (commands: {', '.join(_COMMANDS)})")
         return getattr(self, f"_{command}")(words)
 
     @cell_magic("ddp")  # type: ignore[arg-type]
     def on_ranks(self, line: str, cell: str) -> Run[Any] | None:
-        """Run the cell on every rank: one fresh process per GPU, or those of the session that's open.
+        """Run the cell on every rank: one fresh process per GPU, or the ranks of the open session.
 
-        Fresh ranks get copies of the notebook's variables that the cell reads; what it binds stays there, but for the
-        names of -o, which come back from rank 0. nbddp, torch, dist, rank, world_size, and device are there. --as keeps
+        Fresh ranks get copies of the notebook's variables that the cell reads; what it sets stays there, except for the
+        names in -o, which come back from rank 0. nbddp, torch, dist, rank, world_size, and device exist. --as keeps
         the cell's run, --background doesn't wait for it, and --ranks runs it on some ranks only; the other options are
         those of nbddp.run().
         ::
@@ -100,7 +100,7 @@ class DdpMagics(Magics):
         given = _CELL.parse(options.split(line))
         if missing := set(given.out) - (found := reads.words(cell)):
             name = min(missing)
-            raise UsageError(f"-o {name}: the cell binds no such name{did_you_mean(name, found)}")
+            raise UsageError(f"-o {name}: the cell doesn't define it{did_you_mean(name, found)}")
         source = routing.below(f"%%ddp {line}", cell)
         with self._kept_as(given.keep):
             if self.session is not None:
@@ -167,9 +167,9 @@ class DdpMagics(Magics):
         chosen = {**defaults, **_OPEN.parse(words).options}
         if self.session is not None and not self.session.lost:
             if chosen == self._opened_with:  # Run All again: as a kernel keeps its names
-                print(f"the session of {self.session.nprocs} ranks is open; %ddp close ends it")
+                print(f"a session with {self.session.nprocs} ranks is already open; %ddp close ends it")
                 return self.session
-            raise UsageError("a session is open: %ddp close ends it")
+            raise UsageError("a session with other options is open: run %ddp close first")
         if self.session is not None:
             self.session.close()  # it's lost, but its other ranks are there
         DdpMagics.session, DdpMagics._opened_with = Session(**chosen), chosen
@@ -223,7 +223,7 @@ class DdpMagics(Magics):
 
     def _devices(self, _: list[str]) -> None:
         kind, count = device_and_count(Options())
-        lines = gauges.describe_gpus(count) if kind == "cuda" else [f"{count} of {kind}"]
+        lines = gauges.describe_gpus(count) if kind == "cuda" else [f"{count} {kind} device{'s' * (count != 1)}"]
         if kind == "cpu":
             lines = [f"no GPU: runs use {CPU_NPROCS} processes with gloo on a CPU with {os.cpu_count()} cores"]
         print("\n".join(lines))
@@ -264,7 +264,7 @@ def _can_be_sent(value: object) -> bool:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """``%load_ext nbddp``: the magics; from now on, cells go to the ranks while a session is open."""
+    """Add the magics (``%load_ext nbddp``). While a session is open, cells run on its ranks."""
     shell.register_magics(DdpMagics)
 
     def current() -> Session | None:

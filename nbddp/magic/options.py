@@ -71,7 +71,7 @@ def numbers(text: str) -> list[int]:
 def names(text: str) -> list[str]:
     """Parse ``model,loss``."""
     if wrong := [each for each in text.split(",") if not each.isidentifier()]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no name")
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} isn't a valid name")
     return text.split(",")
 
 

@@ -134,7 +134,7 @@ def _waits(rank: RankStatus) -> str:
     """``paused at line 3``, ``waits for input``."""
     if not rank.waits or rank.state != "running":
         return ""
-    return f"{'paused' if rank.waits.startswith('at ') else 'waits'} {rank.waits}"
+    return f"{'paused' if rank.waits.startswith('at ') else 'waiting'} {rank.waits}"
 
 
 def _tint(color: str) -> str:

@@ -25,7 +25,7 @@ class History(history.History):
         Args:
             names: the metrics to draw. Default: all.
             log: a logarithmic axis for the values; values that aren't positive are left out.
-            before: an earlier run, or its history, whose curves are drawn in gray behind.
+            before: an earlier run, or its history, whose curves are drawn in gray behind the others.
 
         Raises:
             KeyError: no metric of this name was logged.

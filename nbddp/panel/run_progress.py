@@ -101,7 +101,7 @@ def lagging(history: History, status: Status, now: float | None = None) -> dict[
 def notices(history: History) -> list[str]:
     """Metrics that are NaN or infinite, and those that not all ranks have logged alike; a line each, three of both."""
     broken = [
-        f"{name} is {numbers.metric(value)} from step {step:,} on {ranks_text(ranks)}"
+        f"{name} has been {numbers.metric(value)} since step {step:,} on {ranks_text(ranks)}"
         for name, (step, value, ranks) in history.broken.items()
     ]
     found = []

@@ -25,7 +25,7 @@ def draw(chart: Chart, width: int, *, log: bool = False) -> str:
     box = _Box(chart, width, log)
     parts = [*_grid(box), *(part for line in chart.lines for part in _curve(line, box)), *_marks(chart, box)]
     if not any(np.isfinite(box.scaled(line.y)).any() for line in chart.lines):
-        why = "no value is positive" if log else "every value is NaN or infinite"
+        why = "no positive values" if log else "all values are NaN or infinite"
         parts.append(f'<text x="{width / 2:.0f}" y="{HEIGHT / 2:.0f}" fill="{_TEXT}" text-anchor="middle">{why}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HEIGHT}" viewBox="0 0 {width} {HEIGHT}" '

@@ -7,21 +7,21 @@ import sys
 import weakref
 from typing import Any
 
-_MADE = "made in the notebook knows one process; make it inside the function"
-_ONE_PROCESS = "in the notebook, which knows one process; pass what was given to {}(), and call it inside the function"
+_MADE = "made in the notebook is tied to its process; create it inside the function"
+_ONE_PROCESS = "in the notebook and is tied to its process; send what you gave to {}() and call it inside the function"
 _PREPARED = f"comes from accelerator.prepare() {_ONE_PROCESS.format('prepare')}"
 _SET_UP = f"comes from fabric.setup() {_ONE_PROCESS.format('setup')}"
 _TRAINER, _FABRIC = f"{_MADE}: trainer = Trainer(...)", f"{_MADE}: fabric = Fabric()"
 _OF_A_DEVICE = "belongs to one device of this process; make it inside the function"
-_IN_A_MODULE = "is known to one process; define it in a module, and import it from there inside the function"
+_IN_A_MODULE = "exists only in this process; define it in a module, and import it from there inside the function"
 _COMPILED = "is compiled code, which does not pickle: pass the plain"
 _FABRICS = "_FabricModule _FabricOptimizer _FabricDataLoader"
-_SHARED = "is shared only with processes that multiprocessing starts; return what each rank counts, and add it up"
+_SHARED = "is shared only with processes that multiprocessing starts; return each rank's count, and add them up"
 _INHERITED = "works only in processes that multiprocessing starts; return values, and wait with nbddp.barrier()"
 _OPEN = "is open in this process; send the file's path, and open it inside the function"
 _REFUSED = (  # module, classes, why: the rest of a sentence that begins with "a Widget"
     ("IPython.core.interactiveshell", "InteractiveShell", "is the notebook itself; ranks have none"),
-    ("ipywidgets", "Widget", "lives in the notebook's front end; log() values and update it outside"),
+    ("ipywidgets", "Widget", "lives in the notebook's front end; log() values and update it in the notebook"),
     ("torch", "Stream Event", _OF_A_DEVICE),
     ("torch._library.custom_ops", "CustomOpDef", _IN_A_MODULE),
     ("torch.jit", "ScriptFunction", f"{_COMPILED} function and script or trace it inside the function"),

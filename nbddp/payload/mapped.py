@@ -46,7 +46,7 @@ def view(place: Place, nbytes: int, files: dict[str, memoryview]) -> memoryview:
             mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=access)
             files[path] = memoryview(mapped if os.fstat(file.fileno()).st_ino == inode else b"")
     if len(files[path]) < offset + nbytes:
-        raise RuntimeError(f"{path} was replaced or cut off after it was sent")
+        raise RuntimeError(f"{path} was replaced or truncated after it was sent")
     return files[path][offset : offset + nbytes]
 
 

@@ -236,7 +236,10 @@ def _stream(stream: Any) -> Any:
         return getattr, (sys, name)
     if isinstance(stream, (io.BytesIO, io.StringIO)) or type(stream).__module__ != "_io":
         return NotImplemented  # of a library, which knows how to pickle it
-    raise TypeError(f"an open file ({getattr(stream, 'name', '')!r}) stays where it was opened; send its path")
+    raise TypeError(
+        f"an open file ({getattr(stream, 'name', '')!r}) belongs to this process; send its path, and open it inside "
+        "the function"
+    )
 
 
 def _mapped(array: np.memmap[Any, Any]) -> Any:

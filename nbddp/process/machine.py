@@ -109,7 +109,7 @@ class _RankProcess:
                 except Exception as error:  # it needs a module that only the ranks have
                     if isinstance(error, (EOFError, OSError)):
                         raise
-                    lost = f"[what rank {self.number} shows cannot be unpickled here: {in_a_line(error)}]\n"
+                    lost = f"[output of rank {self.number} can't be shown here: {in_a_line(error)}]\n"
                     yield Event("output", self.number, lost.encode())
                     continue
                 with _too_many_files_raise():

@@ -113,7 +113,7 @@ class _Group:
         self._nodes: list[_Node] = []  # in the order of their ranks
         try:
             while not self._group.wait(_POLL_S):
-                waiting(f"waiting for Ray to give {nnodes} nodes{f' with {gpus} GPUs each' * bool(gpus)}")
+                waiting(f"waiting for Ray to provide {nnodes} nodes{f' with {gpus} GPUs each' * bool(gpus)}")
             self._begin(nnodes, gpus, waiting)
         except BaseException:
             self.close()
@@ -140,7 +140,7 @@ class _Group:
             if theirs != ours:
                 there, here = (", ".join(sorted(differ)) for differ in (theirs - ours, ours - theirs))
                 raise LaunchError(
-                    f"node {node.name} has {there}, this notebook {here}: install the same versions there"
+                    f"node {node.name} has {there}, this notebook has {here}: install the same versions there"
                 )
 
     @property
@@ -215,7 +215,7 @@ class _RayMachine:
             self._asked = self._asked or self._tell("events", wait_s, aside=True)
             clock, events = self._asked.result(2 * wait_s)
         except TimeoutError:
-            return [] if self._group.is_connected else self._lost("the notebook has left Ray")
+            return [] if self._group.is_connected else self._lost("the notebook disconnected from Ray")
         except RayTaskError as error:
             raise LaunchError(f"node {self.node} could not start its ranks: {in_a_line(error.cause)}") from error
         except RayError as error:
@@ -284,7 +284,7 @@ def machines(nnodes: int, gpus: int, waiting: Waiting) -> list[_RayMachine]:
     """
     _connected()
     while not _lock.acquire(timeout=_POLL_S):
-        waiting("waiting for the nodes of another run")
+        waiting("waiting for another run to get its nodes")
     try:
         for asked, group in list(_kept.items()):
             if not group.is_whole or (not group.runs and asked != (nnodes, gpus)):
@@ -295,7 +295,7 @@ def machines(nnodes: int, gpus: int, waiting: Waiting) -> list[_RayMachine]:
                 _kept[nnodes, gpus] = _Group(nnodes, gpus, waiting)
             except RayError as error:  # Ray hasn't noticed yet that a node is lost
                 if time.monotonic() > deadline:
-                    raise LaunchError(f"Ray gave no {nnodes} nodes that work: {in_a_line(error)}") from error
+                    raise LaunchError(f"Ray couldn't provide {nnodes} working nodes: {in_a_line(error)}") from error
         return _kept[nnodes, gpus].machines()
     finally:
         _lock.release()
@@ -323,8 +323,8 @@ def _connected() -> str:
             ray.init(address="auto", log_to_driver=False, logging_level="ERROR", namespace="nbddp")
         except ConnectionError:
             raise LaunchError(
-                "nnodes= needs a Ray cluster, and none runs here: `ray start --head` on this machine, and on each of "
-                "the others the command that it prints"
+                "nnodes= needs a Ray cluster, and none is running here: run `ray start --head` on this machine, then "
+                "the command that it prints on each of the others"
             ) from None
         finally:  # Ray has put in its own debugger
             os.environ.pop("PYTHONBREAKPOINT", None) if before is None else os.environ.update(PYTHONBREAKPOINT=before)

@@ -69,7 +69,7 @@ def breakpoint(*, rank: int | Sequence[int] | None = None, when: Any = True) -> 
 
     Args:
         rank: only on this rank, or on these. Default: on every rank.
-        when: stop only if this is true; it may be a number or a tensor of one element.
+        when: stop only if this is true; it may be a number or a tensor with one element.
     """
     ranks = [rank] if isinstance(rank, int) else rank
     if (ranks is None or context.rank() in ranks) and when:

@@ -64,11 +64,13 @@ class Line:
     def ask(self, prompt: object = "", /) -> str:
         """Replace ``input()``, which the prompts of pdb, %debug and %pdb call: so this is the debugger, too."""
         if os.getpid() != self._pid:
-            raise EOFError("a child process of a rank, such as a DataLoader worker, can't ask: use num_workers=0")
+            raise EOFError(
+                "a child process of a rank, such as a DataLoader worker, can't read input: use num_workers=0"
+            )
         self.tell(Asks(str(prompt), _debuggers_line()))
         redirect.forget_printed()  # up to here, the prompt shows where ranks differ
         if (line := self._answers.get()) is None:
-            raise EOFError("nobody can answer here")
+            raise EOFError("no interactive input here")
         return line
 
     def definition(self, name: str) -> Block | None:

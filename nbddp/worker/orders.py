@@ -148,7 +148,7 @@ class Orders:
         if missing := [name for name in order.names if name not in names]:
             return Report(time.monotonic(), lost=f"the ranks have no {missing[0]}", path=(missing[0],))
         found = {name: names[name] for name in order.names}
-        return reports.finished(found, "this cannot be sent to the notebook", found)
+        return reports.finished(found, "a variable cannot be sent to the notebook", found)
 
     def _complete(self, order: messages.Complete) -> dict[str, Any]:
         with provisionalcompleter():

@@ -40,9 +40,9 @@ def test_a_single_value_is_drawn_and_a_chart_without_values_to_draw_says_so(star
     page.evaluate(OPEN, [Panel._esm, {name: getattr(panel, name) for name in ("head", "frame", "logs", "kernel_id")}])
     panel.leave()
     plots = page.locator(".nbddp-plot p")
-    expect(plots).to_have_text(["", "", "every value is NaN or infinite", ""])
+    expect(plots).to_have_text(["", "", "all values are NaN or infinite", ""])
     page.get_by_role("button", name="Log scale").click()
-    expect(plots).to_have_text(["no value is positive", "", "no value is positive", ""])
+    expect(plots).to_have_text(["no positive values", "", "no positive values", ""])
     page.get_by_role("button", name="Log scale").click()
     expect(plots.first).to_have_text("")
     assert page.evaluate(COLORED), "a dot"

@@ -10,9 +10,9 @@ import pytest
 from tests.support import Cells, run
 from tests.test_payload import refused
 
-PREPARED = "in the notebook, which knows one process; pass what was given to {}(), and call it inside the function"
+PREPARED = "in the notebook and is tied to its process; send what you gave to {}() and call it inside the function"
 ACCELERATED, SET_UP = "comes from accelerator.prepare() ", "comes from fabric.setup() "
-MADE = "made in the notebook knows one process; make it inside the function"
+MADE = "made in the notebook is tied to its process; create it inside the function"
 LAUNCHERS = """
     import torch
     from accelerate import Accelerator

@@ -15,5 +15,5 @@ def test_a_timeout_after_a_restart_names_the_first_failure(cell: Cells) -> None:
             if nbddp.restart_count() == 0: raise ValueError("once")
             time.sleep(1000)
     """)
-    with pytest.raises(nbddp.RunTimeout, match="That was after 1 restart; the first failure was RankError"):
+    with pytest.raises(nbddp.RunTimeout, match="This was after 1 restart; the first failure was RankError"):
         run(names.train, max_restarts=2, timeout=8)
