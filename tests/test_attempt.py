@@ -269,7 +269,7 @@ def test_a_machine_that_cannot_start_ranks_fails_the_run_and_ends_those_of_the_o
 )
 def test_ranks_that_worked_side_by_side_are_remarked_on(met: Sequence[bool], remark: str) -> None:
     run = follow(len(met), [message(rank, Report(1.0, met=it)) for rank, it in enumerate(met)])
-    assert (run.state, run.remark.partition(" worked")[0]) == ("finished", remark)
+    assert (run.state, run.remark.partition(" shared")[0]) == ("finished", remark)
 
 
 def test_an_error_of_ours_is_the_runs_error_and_nothing_waits_forever() -> None:

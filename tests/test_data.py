@@ -230,7 +230,7 @@ def test_an_evaluation_is_the_same_to_the_bit_with_any_number_of_ranks(cell: Cel
     assert not torch.equal(shuffled, alone)
     first, second = run(names.wrong).values
     assert first == second
-    assert "the ranks have 3, 4 entries; pass one for each sample of the newest batch" in first
+    assert "the ranks passed 3, 4 entries; pass one for each sample of the newest batch" in first
 
 
 def test_join_lets_ranks_have_different_numbers_of_batches(cell: Cells) -> None:

@@ -238,7 +238,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"backend": "mpi"}, "this torch has gloo"),
     ({"backend": 3}, "backend must be a name"),
     ({"backend": "nccl"}, "nccl"),
-    ({"gpus": [0]}, "exclude"),
+    ({"gpus": [0]}, "combined"),
     ({"device": "cuda:1"}, "gpus=\\[1\\]"),
     ({"device": "abacus"}, "not a torch device"),
     ({"timeout": 0}, "too small"),

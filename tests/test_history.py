@@ -158,11 +158,11 @@ def test_where_ranks_do_not_log_alike_a_notice_says_so() -> None:
     first = "rank 0 logged it with reduce='max'"
     assert history.notices == [
         f"total: {skipped}; the sums leave out these steps",
-        f"loss: {skipped}; there the mean is over the ranks that logged it",
+        f"loss: {skipped}; for these, the mean is over the ranks that logged it",
         f"theirs: {first} and rank 1 with reduce='min'; that of rank 0 is used for the whole run",
         f"mine: {first} and later with reduce='mean'; the first is used for the whole run",
         "mine: 1 of 2 steps were logged by only 1 of 3 ranks (the first is step 1); "
-        "there the maximum is over the ranks that logged it",
+        "for these, the maximum is over the ranks that logged it",
         "val: only 1 of 3 ranks logged it; the sum is over that rank",
     ]
 

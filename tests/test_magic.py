@@ -90,7 +90,7 @@ def test_a_wrong_option_or_rank_is_refused_before_a_process_starts(magic: Notebo
     for line, words in {
         "--nprocs two": "invalid int value",
         "--gpus a,b": "invalid numbers value",
-        "-o 1x": "'1x' is no name",
+        "-o 1x": "'1x' isn't a valid name",
         "--nonsense": "unrecognized arguments",
         "-o 'x": "can't be parsed",
     }.items():

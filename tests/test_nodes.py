@@ -46,7 +46,7 @@ def test_nprocs_is_the_total_and_without_it_there_is_one_rank_per_gpu_of_the_nod
     for options, why in (
         ({"nprocs": 5, "nnodes": 2}, "nprocs=5 counts all ranks, so it must be divisible by nnodes=2"),
         ({"gpus": [0], "nnodes": 2}, "Ray assigns the GPUs"),
-        ({"device": "cuda", "nnodes": 3}, "no 3 nodes with GPUs"),
+        ({"device": "cuda", "nnodes": 3}, "doesn't have 3 nodes with GPUs"),
         ({"nnodes": 0}, "nnodes=0 is too small"),
     ):
         with pytest.raises(nbddp.LaunchError, match=why):

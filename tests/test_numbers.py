@@ -136,7 +136,7 @@ def test_nan_is_marked_in_the_chart_of_its_metric_only_and_a_notice_names_the_ra
     marks = {chart.title: [text for _, text, _ in chart.marks] for chart in charts(history)[0]}
     assert marks == {"Loss": ["NaN from step 60"], "Accuracy": []}
     assert notices(history) == ["train/loss has been NaN since step 60 on rank 1"]
-    assert notices(logged(4, loss=[1.0, math.inf, math.nan])) == ["loss is ∞ from step 1 on ranks 0 to 3"]
+    assert notices(logged(4, loss=[1.0, math.inf, math.nan])) == ["loss has been ∞ since step 1 on ranks 0 to 3"]
 
 
 def test_a_single_nan_among_numbers_is_not_the_end_of_the_line() -> None:

@@ -155,7 +155,7 @@ def test_the_picture_has_tiles_and_ranks_with_their_memory_and_what_waits_for_th
     text = text_of(picture(Recorded(2), change(status("running", 2), 1, waits="at line 3")))
     assert text.startswith("Paused at line 3 train")
     assert text.endswith("0 cpu running – – 600 MB 1 cpu paused at line 3 – – 600 MB")
-    assert "Waits for input" in text_of(picture(Recorded(), change(status("running"), 0, waits="for input")))
+    assert "Waiting for input" in text_of(picture(Recorded(), change(status("running"), 0, waits="for input")))
     gauge = text_of(picture(Recorded(), change(status("running"), 0, gpu=(8 << 30, 16 << 30))))
     assert gauge.endswith("cpu running – – 8.0 / 16 GB")
 

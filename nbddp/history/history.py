@@ -142,8 +142,8 @@ class History(Mapping[str, Series]):
     def notices(self) -> list[str]:
         """What the ranks have logged differently, one line each.
 
-        ``"loss: 2 of 50 steps were logged by only 3 of 4 ranks (the first is step 7); there the mean is over the ranks
-        that logged it"``
+        ``"loss: 2 of 50 steps were logged by only 3 of 4 ranks (the first is step 7); for these, the mean is over the
+        ranks that logged it"``
         """
         with self._recording.lock:
             metrics = self._recording.metrics
