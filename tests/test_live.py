@@ -289,7 +289,7 @@ def test_a_view_that_raises_is_given_up_and_the_run_goes_on(
     monkeypatch.setattr(TextView, "update", update)
     names = cell("def f(): return 7")
     assert nbddp.run(names.f, nprocs=2, device="cpu").value == 7
-    assert capsys.readouterr().out == "[nbddp: f is no longer shown here, but goes on: ValueError: no paper]\n"
+    assert capsys.readouterr().out == "[nbddp: f can't be shown here anymore: ValueError: no paper]\n"
 
 
 # ---------------------------------------------------------------------------- Colab, Kaggle, Databricks

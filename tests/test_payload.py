@@ -385,7 +385,7 @@ def test_what_belongs_to_the_notebook_is_refused_with_the_path_to_it_and_what_to
         "an InteractiveShell is the notebook itself; ranks have none",
         f"an Accelerator {one_process}",
         f"a Mine {one_process}",
-        *["an open file ('log.txt') belongs to this process; send its path, and open it inside the function"] * 3,
+        *["an open file ('log.txt') belongs to this process; send its path, and open it there"] * 3,
     )
     for said, text in zip(refused(cell, names, "train → helper → thing"), texts, strict=True):
         assert said.startswith(text)

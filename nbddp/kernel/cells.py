@@ -152,7 +152,8 @@ class Cells(abc.ABC):
         notes += filter(None, [advice(text, crew.device)])
         shell = ipython()
         if (missing := _UNDEFINED.match(text)) and shell is not None and missing[1] in shell.user_ns:
-            notes.append(f"Only the notebook has {missing[1]}: %ddp push {missing[1]}, or run its cell again")
+            has = f"The notebook has {missing[1]}, but rank {first.number} doesn't"
+            notes.append(f"{has}: %ddp push {missing[1]}, or run its cell again")
         kind = KeyboardInterrupt if name == "KeyboardInterrupt" else CellError
         raised: CellError = type(name, (CellError, kind) if kind is KeyboardInterrupt else (CellError,), {})(text)
         raised.rank = first.number

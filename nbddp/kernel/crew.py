@@ -24,6 +24,7 @@ from nbddp.process.gauges import Memory
 from nbddp.process.machine import Event
 
 POLL_S = 0.1  # how often what was printed and logged is looked for
+_MEMORY_S = 0.1
 _LEAVE_S = 30.0  # for threads and exit handlers of the user's code
 _END_S = 2.0
 
@@ -185,10 +186,10 @@ class Crew:
         return [_line(rank, found.get(rank.number)) for rank in self.ranks]
 
     def memory(self, at_most_s: float = 1.0) -> dict[int, Memory]:
-        """Return what the ranks use; it may be as old as this. Any thread may ask."""
+        """Return what the ranks use; it may be as old as this, of ranks that are new 0.1 s. Any thread may ask."""
         asked = _numbers(rank for rank in self.ranks if rank.ready and rank.alive)
         read_at, of, found = self._memory
-        if asked != of or time.monotonic() >= read_at + at_most_s:
+        if time.monotonic() >= read_at + (at_most_s if {*asked} <= {*of} else min(at_most_s, _MEMORY_S)):
             found = {}
             for machine in self._machines if asked else ():
                 found |= machine.memory(asked)

@@ -200,7 +200,7 @@ class Run(Generic[R]):
                 view.update()
             except Exception as error:  # of a front end, or our own: the run goes on
                 self._views = [each for each in self._views if each is not view]  # another thread may draw it, too
-                write_line(f"[nbddp: {self.name} is no longer shown here, but goes on: {in_a_line(error)}]")
+                write_line(f"[nbddp: {self.name} can't be shown here anymore: {in_a_line(error)}]")
 
     def _source(self) -> Source:
         return Source(self.history, self._status, self._before, self._tail, self._ask_to_stop)

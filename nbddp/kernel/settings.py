@@ -240,9 +240,9 @@ def _check(options: Options, contract: bool) -> None:
         raise LaunchError(f"env must be a dict of strings, not {type(options.env).__name__}")
     for key, value in (options.env or {}).items():  # an error names no value, which may be a secret
         if not isinstance(key, str) or not isinstance(value, str):
-            raise LaunchError(
-                f"env must be a dict of strings, but {key!r} has type {type(value).__name__}: use str(...)"
-            )
+            what, wrong = ("", key) if not isinstance(key, str) else ("the value of ", value)
+            given = f"{what}{key!r} has type {type(wrong).__name__}"
+            raise LaunchError(f"env must be a dict of strings, but {given}: use str(...)")
         if not key or "=" in key or "\0" in key + value:
             raise LaunchError(f"env has {key!r}: a name can't be empty or contain '=', and null bytes aren't allowed")
         if contract and key in _CONTRACT:

@@ -167,7 +167,7 @@ class DdpMagics(Magics):
         chosen = {**defaults, **_OPEN.parse(words).options}
         if self.session is not None and not self.session.lost:
             if chosen == self._opened_with:  # Run All again: as a kernel keeps its names
-                print(f"a session with {self.session.nprocs} ranks is already open; %ddp close ends it")
+                print(f"it's already open: {self.session}; %ddp close ends it")
                 return self.session
             raise UsageError("a session with other options is open: run %ddp close first")
         if self.session is not None:

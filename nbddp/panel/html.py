@@ -131,7 +131,7 @@ def _head(status: Status) -> str:
 
 
 def _waits(rank: RankStatus) -> str:
-    """``paused at line 3``, ``waits for input``."""
+    """``paused at line 3``, ``waiting for input``."""
     if not rank.waits or rank.state != "running":
         return ""
     return f"{'paused' if rank.waits.startswith('at ') else 'waiting'} {rank.waits}"

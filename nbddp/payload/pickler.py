@@ -237,8 +237,7 @@ def _stream(stream: Any) -> Any:
     if isinstance(stream, (io.BytesIO, io.StringIO)) or type(stream).__module__ != "_io":
         return NotImplemented  # of a library, which knows how to pickle it
     raise TypeError(
-        f"an open file ({getattr(stream, 'name', '')!r}) belongs to this process; send its path, and open it inside "
-        "the function"
+        f"an open file ({getattr(stream, 'name', '')!r}) belongs to this process; send its path, and open it there"
     )
 
 

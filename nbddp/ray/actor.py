@@ -48,10 +48,14 @@ class NodeMachine(LocalMachine):
 
 
 class Node:
-    """What the actor does: the machines of the runs that go on here, by number."""
+    """What the actor does: the machines of the runs that go on here, by number.
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    Args:
+        raylet: our parent. Ray may take its time to end us after it.
+    """
+
+    def __init__(self, address: str, raylet: int) -> None:
+        self._address, self._raylet = address, raylet
         self._machines: dict[int, NodeMachine] = {}
         self._beat_at = time.monotonic()
         threading.Thread(target=self._end_if_cut_off, daemon=True).start()
@@ -74,8 +78,7 @@ class Node:
         self._beat_at = time.monotonic()
 
     def _end_if_cut_off(self) -> None:
-        raylet = os.getppid()  # Ray may take its time to end us after it
-        while time.monotonic() - self._beat_at < SILENCE_S and os.getppid() == raylet:
+        while time.monotonic() - self._beat_at < SILENCE_S and os.getppid() == self._raylet:
             time.sleep(1.0)
         os._exit(1)  # which pulls the dead man's switch of each rank
 

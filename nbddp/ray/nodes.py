@@ -50,6 +50,7 @@ class _Actor:
     """A ``Node`` in a process of Ray's; imports ours only after Ray's environment is undone."""
 
     def begin(self, address: str, environ: dict[str, str]) -> set[str]:
+        raylet = os.getppid()
         for rays in ("OMP_NUM_THREADS", "PYTHONBREAKPOINT"):  # for one core, and its own debugger
             os.environ.pop(rays, None)
         os.environ.update(environ)
@@ -59,7 +60,7 @@ class _Actor:
         server.running()  # imports torch while this process does
         from nbddp.ray import actor
 
-        self._node = actor.Node(address)
+        self._node = actor.Node(address, raylet)
         return actor.versions()
 
     def call(self, method: str, *args: Any) -> Any:

@@ -49,10 +49,11 @@ def test_hover_zoom_and_log_scale(sheet: Sheet) -> None:
     cell = begin(sheet)
     wait_until(lambda: cell.tile("Step") > 60)
     panel, mouse = cell.panel, sheet.page.mouse
-    box = panel.locator(".u-over").first.bounding_box()
-    assert box is not None
-    mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
-    tips = panel.locator(".nbddp-tip")
+    over, tips = panel.locator(".u-over").first, panel.locator(".nbddp-tip")
+    while not tips.first.inner_text():  # the page may scroll meanwhile
+        box = over.bounding_box() or {}
+        mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
+        sheet.page.wait_for_timeout(100)
     for tip in tips.all():  # of both charts
         expect(tip).to_contain_text("step ")
         expect(tip).to_contain_text("train 0.")
