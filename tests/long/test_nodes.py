@@ -13,10 +13,10 @@ from tests.support import gone, script, wait_until
 def test_ranks_on_a_node_that_is_cut_off_end() -> None:
     """The process is an actor's; nobody tells it any more that the notebook is there."""
     over = script("""
-        import time
+        import os, time
         from nbddp.messages import Settings
         from nbddp.ray import actor
-        node = actor.Node("127.0.0.1")
+        node = actor.Node("127.0.0.1", os.getppid())
         node.open(1)
         settings = Settings("train", 2, indices=(0, 1), environ={"A": "1"}, contract=False)
         node.call(1, "start", settings, [0, 1])
