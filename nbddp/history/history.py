@@ -14,8 +14,7 @@ import msgpack
 
 from nbddp.errors import NbddpError
 from nbddp.files import new_file
-from nbddp.history.notices import notices
-from nbddp.history.points import Points, Series, Spread
+from nbddp.history.points import Metric, Points, Series, Spread
 from nbddp.history.progress import RankProgress
 from nbddp.history.recording import MAX_METRICS, Recording
 from nbddp.history.records import Start, checked, read
@@ -147,7 +146,9 @@ class History(Mapping[str, Series]):
         """
         with self._recording.lock:
             metrics = self._recording.metrics
-            found = [f"{name}: {text}" for name in self._recording.names() for text in notices(metrics[name])]
+            found = [
+                f"{name}: {text}" for name in self._recording.names() for text in _logged_differently(metrics[name])
+            ]
             left_out = len(self._recording.left_out)
         if left_out:
             more = "1 more name was" if left_out == 1 else f"{left_out:,} more names were"
@@ -223,3 +224,34 @@ class History(Mapping[str, Series]):
             writer.writerow(["step", *("step.1" if name == "step" else name for name in names)])
             writer.writerows([step, *(rows[step].get(name, "") for name in names)] for step in sorted(rows))
             text.detach()
+
+
+def _logged_differently(metric: Metric) -> Iterator[str]:
+    """Yield where the ranks have logged this metric differently, without its name."""
+    first, op = min(metric.ops), metric.op
+    for rank, other in [(rank, op) for rank, ops in sorted(metric.ops.items()) for op in ops]:
+        if other != op:
+            who = "later" if rank == first else f"rank {rank}"
+            yield (
+                f"rank {first} logged it with reduce={op!r} and {who} with reduce={other!r}; "
+                f"{'the first' if rank == first else f'that of rank {first}'} is used for the whole run"
+            )
+            break
+    if op is None:
+        return
+    steps, ranks, of = metric.counts()
+    fewer = ranks < of
+    if not fewer.any():
+        return
+    low, high, most = ranks[fewer].min(), ranks[fewer].max(), of[fewer].max()
+    logged_by = f"only {low if low == high else f'{low} to {high}'} of {most} ranks"
+    result = {"min": "the minimum", "max": "the maximum"}.get(op, f"the {op}")
+    if fewer.all() and low == high:
+        yield f"{logged_by} logged it; {result} is over {'that rank' if low == 1 else 'those ranks'}"
+        return
+    number, left_out = int(fewer.sum()), len(steps) - len(metric.points().steps)
+    part = f"{number:,} of {len(steps):,} steps were logged by {logged_by} (the first is step {steps[fewer][0]})"
+    if left_out:
+        yield f"{part}; the sums leave out {'these steps' if left_out == number else f'{left_out:,} of them'}"
+    else:
+        yield f"{part}; for these, {result} is over the ranks that logged it"
