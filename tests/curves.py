@@ -13,9 +13,8 @@ class Recorded(History):
     """A history, and what its run does to it."""
 
     def __init__(self, world_size: int = 1) -> None:
-        super().__init__(recording := Recording(world_size))
-        self.add, self.take = recording.add, recording.take
-        self.restart, self.settle = recording.restart, recording.settle
+        super().__init__(new := Recording(world_size))
+        self.add, self.take, self.restart, self.settle = new.add, new.take, new.restart, new.settle
 
 
 def logged(

@@ -93,7 +93,7 @@ class FakeMachine:
         return {}
 
     def memory(self, ranks: Sequence[int]) -> dict[int, Memory]:
-        return {}
+        return dict.fromkeys(ranks, Memory(1 << 20))
 
     def end(self) -> None:
         self.signal([*self.alive], signal.SIGKILL)

@@ -22,7 +22,7 @@ from nbddp.kernel.crew import Crew
 from nbddp.kernel.page import Page
 from nbddp.kernel.settings import Options, decide
 from nbddp.kernel.start import carry_out, pack_call
-from nbddp.messages import Answer, Asks, Called, CountSteps, Failure, Function, Release, Report, Steps, StopAfter
+from nbddp.messages import Answer, Asks, Called, CountSteps, Failure, Function, Ready, Release, Report, Steps, StopAfter
 from nbddp.process.machine import Event
 from tests.machines import FakeMachine, exited, failed, finished, follow, message, run_on
 from tests.support import wait_until
@@ -490,6 +490,14 @@ def test_where_nobody_can_answer_a_debugger_goes_on_and_input_fails(
     machine = FakeMachine(message(0, Asks(asked)), when={Answer: [finished(0), finished(1)]})
     followed(machine)
     assert machine.sent == [Answer(line)]
+
+
+def test_the_memory_of_a_rank_that_comes_later_is_asked_for_at_once() -> None:
+    with order(machine := FakeMachine(comes_to="starting")) as (_, crew):
+        for rank in range(2):
+            machine.tell(message(rank, Ready(rank)))
+            crew.take(NEVER_S)
+            wait_until(lambda: [*crew.memory(at_most_s=NEVER_S)] == [each.number for each in crew.ranks if each.ready])
 
 
 def test_a_rank_that_dies_at_a_prompt_ends_it(quick: pytest.MonkeyPatch) -> None:

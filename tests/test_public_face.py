@@ -150,14 +150,9 @@ def test_every_function_has_its_promised_signature() -> None:
 
 def test_a_name_of_another_version_or_library_is_answered_with_the_one_here() -> None:
     for name, here in [
-        *(
-            ("session", "Session"),
-            ("reduce", "all_reduce(x, op='mean')"),
-            ("gather", "all_gather"),
-            ("show", "IPython's display"),
-        ),
-        *(("compare", "History.plot(before=)"), ("launch", "run"), ("notebook_launcher", "run")),
-        ("cluster", "run(nnodes=)"),
+        *(("session", "Session"), ("reduce", "all_reduce(x, op='mean')"), ("gather", "all_gather")),
+        *(("show", "IPython's display"), ("compare", "History.plot(before=)"), ("launch", "run")),
+        *(("notebook_launcher", "run"), ("cluster", "run(nnodes=)")),
     ]:
         with pytest.raises(AttributeError, match=re.escape(f"no attribute '{name}'; did you mean {here}?")):
             getattr(nbddp, name)

@@ -24,7 +24,7 @@ from nbddp.process.gauges import Memory
 from nbddp.process.machine import Event
 
 POLL_S = 0.1  # how often what was printed and logged is looked for
-_MEMORY_S = 0.1
+_MEMORY_S = 0.1  # between two looks while ranks begin
 _LEAVE_S = 30.0  # for threads and exit handlers of the user's code
 _END_S = 2.0
 
@@ -186,7 +186,7 @@ class Crew:
         return [_line(rank, found.get(rank.number)) for rank in self.ranks]
 
     def memory(self, at_most_s: float = 1.0) -> dict[int, Memory]:
-        """Return what the ranks use; it may be as old as this, of ranks that are new 0.1 s. Any thread may ask."""
+        """Return what the ranks use. It may be as old as this; when a rank is new, 0.1 s. Any thread may ask."""
         asked = _numbers(rank for rank in self.ranks if rank.ready and rank.alive)
         read_at, of, found = self._memory
         if time.monotonic() >= read_at + (at_most_s if {*asked} <= {*of} else min(at_most_s, _MEMORY_S)):
