@@ -10,6 +10,7 @@ import linecache
 import multiprocessing
 import os
 import queue
+import random
 import re
 import signal
 import socket
@@ -116,6 +117,15 @@ class Planted:
         return os.mkdir, (self._path,)
 
 
+def damaged(whole: bytes, seed: int) -> bytes:
+    """What a disk, a network, or an editor makes of a file: truncated, parts lost, doubled, overwritten, one bit."""
+    rng = random.Random(seed)
+    at = rng.randrange(len(whole))
+    end = min(len(whole), at + rng.choice([1, 8, 512, len(whole)]))
+    noise = rng.choice([b"", rng.randbytes(end - at), bytes(end - at), bytes([whole[at] ^ 1 << rng.randrange(8)])])
+    return whole[: rng.choice([at, end])] + noise + whole[rng.choice([at, end]) :]
+
+
 def script(source: str, *args: str, timeout_s: float = 120.0, **env: str) -> subprocess.CompletedProcess[str]:
     """Run source as a plain script, in a process of its own."""
     return subprocess.run(
@@ -142,10 +152,9 @@ def marked_pids() -> set[int]:
     found = {child.pid for child in psutil.Process().children(recursive=True)}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{entry}/environ", "rb") as file:
-                    if MARK.encode() in file.read():
-                        found.add(int(entry))
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
+                if MARK.encode() in file.read():
+                    found.add(int(entry))
     return found - {os.getpid()}
 
 
@@ -224,9 +233,8 @@ def store_threads() -> int:
     """How many native threads of a TCPStore this process has."""
     names = []
     for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):
-            with open(f"/proc/self/task/{task}/comm") as file:
-                names.append(file.read())
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
+            names.append(file.read())
     return sum("tcpstore" in name for name in names)
 
 

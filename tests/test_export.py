@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -9,17 +10,20 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import nbddp
 from nbddp.job import job_file
 from tests.jobs import Job, launch
-from tests.support import Cells, Planted, run, wait_until
+from tests.support import Cells, Planted, damaged, run, wait_until
 from tests.test_history_properties import state
 
 TRAIN = """
@@ -262,14 +266,25 @@ def test_a_broken_file_is_refused_in_one_way_and_not_unpickled(cell: Cells, tmp_
     Path("job.nbddp").write_bytes(whole)
     assert Job(tmp_path, "job.nbddp").end() == (0, "")
     assert Path("unpickled").exists()
-    # A result has no checksum, but what its bytes raise, whatever it is, arrives as one error.
-    with nbddp.payload.pack({"x": torch.arange(40.0), "text": ["a", (1, 2.5)]}).block as block:
-        result = bytes(block.view())
-    for end in range(0, len(result) - 40 * 4, 5):  # without the tensor's numbers
-        with nbddp.payload.Block.of([(0, memoryview(result[:end]))], end) as cut:
-            job_file.write("result", job_file.RESULT, cut)
-        with pytest.raises(nbddp.PayloadError, match="cannot be unpickled here"):
-            nbddp.load_result("result")
+
+
+@given(st.integers(0))
+def test_a_damaged_file_is_refused_or_whole(seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, nbddp.payload.pack({"x": torch.arange(40.0)}).block as block:
+        path = Path(folder, "result")
+        job_file.write(path, job_file.RESULT, block, name="train")
+        whole = job_file.read(path, job_file.RESULT)
+        path.write_bytes(damaged(path.read_bytes(), seed))
+        with contextlib.suppress(nbddp.NbddpError):
+            found = job_file.read(path, job_file.RESULT)
+            assert (found[0].view(), found[1]) == (whole[0].view(), whole[1])
+
+
+def test_what_a_result_raises_when_it_is_unpickled_arrives_as_one_error(cell: Cells, in_folder: Path) -> None:
+    with nbddp.payload.pack({"x": Planted("gone/away")}).block as block:
+        job_file.write("result", job_file.RESULT, block)
+    with pytest.raises(nbddp.PayloadError, match=r"^result cannot be unpickled here: FileNotFoundError: .*gone/away"):
+        nbddp.load_result("result")
 
 
 MISSING = "train and its data cannot be unpickled here: ModuleNotFoundError: No module named 'datautils_of_job'"

@@ -1,6 +1,7 @@
 """A file with one packed object: a job, or the result of one. The last line describes it, as JSON.
 
 The block comes first, so that a reader can map it. To read the line runs no code; to unpack the block can run any.
+A checksum covers both.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import zlib
 from typing import Any
 
 import cloudpickle
@@ -28,7 +30,8 @@ _LINE_BYTES = 1 << 20  # the most of the last line that's read
 
 def write(path: str | os.PathLike[str], kind: str, block: Block, **described: Any) -> None:
     """Write a file that only its owner can read: it holds the notebook's data. Raises NbddpError if it can't be."""
-    line = json.dumps({"nbddp": kind, "nbytes": block.nbytes, "versions": _VERSIONS, **described})
+    described = {"nbddp": kind, "nbytes": block.nbytes, "versions": _VERSIONS, **described}
+    line = json.dumps({**described, "crc32": _checksum(block, described)})
     with new_file(path, mode=0o600) as file:
         file.write(block.view())
         file.write(b"\n" + line.encode())
@@ -39,7 +42,7 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[Block, dict[str, Any]
 
     Raises:
         OSError: the file can't be opened.
-        NbddpError: it isn't of this kind, is truncated, or was written with other versions.
+        NbddpError: it isn't of this kind, is truncated or damaged, or was written with other versions.
     """
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -47,8 +50,9 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[Block, dict[str, Any]
         line = file.read().rpartition(b"\n")[2]
         try:
             described = json.loads(line)
+            crc32 = described.pop("crc32")
             versions, *fits = described["versions"], described["nbddp"], described["nbytes"]
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             fits = []
         if fits != [kind, size - len(line) - 1]:
             raise NbddpError(f"{os.fspath(path)} was not written by {_WRITER[kind]}, or is truncated")
@@ -56,4 +60,11 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[Block, dict[str, Any]
             raise NbddpError(
                 f"{os.fspath(path)} was written with {versions}; this machine has {_VERSIONS}, and needs the same"
             )
-        return Block(os.dup(file.fileno()), described["nbytes"]), described
+        block = Block(os.dup(file.fileno()), described["nbytes"])
+        if _checksum(block, described) != crc32:
+            raise NbddpError(f"{os.fspath(path)} is damaged: its checksum doesn't fit")
+        return block, described
+
+
+def _checksum(block: Block, described: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(described).encode(), zlib.crc32(block.view()))

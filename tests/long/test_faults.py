@@ -192,15 +192,17 @@ def left_by(processes: set[int], files: set[str], temporary: str) -> list[str]:
 def test_a_kernel_killed_at_any_moment_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     for case in CASES:
         rng, processes, files = random.Random(f"{case}"), marked_pids(), set(os.listdir("/dev/shm"))
-        with tempfile.TemporaryDirectory(prefix="nbt-", dir="/tmp") as temporary:
-            with Notebook({"TMPDIR": temporary}, cwd=tmp_path) as notebook:
-                notebook.ok(f"{SETUP}\nPROGRAMS = {faults.PROGRAMS!r}\nexec(PROGRAMS)\npath = '{case.index}.pt'")
-                is_warm = rng.random() < 0.8  # else it's killed while the fork server imports torch
-                notebook.ok("again()" if is_warm else "")
-                message = notebook.begin(f"print('go', flush=True)\n{case.source}")
-                notebook.shown_so_far(message, "go")
-                time.sleep(case.delay_s if is_warm else rng.uniform(0, 5))
-                notebook.kill()
-                deadline = time.monotonic() + (GONE_S if is_warm else IMPORTED_S)
-                while left := left_by(processes, files, temporary):
-                    assert time.monotonic() < deadline, f"NBDDP_SEED={SEED} NBDDP_CASE={case.index}\n{case}\n{left}"
+        with (
+            tempfile.TemporaryDirectory(prefix="nbt-", dir="/tmp") as temporary,
+            Notebook({"TMPDIR": temporary}, cwd=tmp_path) as notebook,
+        ):
+            notebook.ok(f"{SETUP}\nPROGRAMS = {faults.PROGRAMS!r}\nexec(PROGRAMS)\npath = '{case.index}.pt'")
+            is_warm = rng.random() < 0.8  # else it's killed while the fork server imports torch
+            notebook.ok("again()" if is_warm else "")
+            message = notebook.begin(f"print('go', flush=True)\n{case.source}")
+            notebook.shown_so_far(message, "go")
+            time.sleep(case.delay_s if is_warm else rng.uniform(0, 5))
+            notebook.kill()
+            deadline = time.monotonic() + (GONE_S if is_warm else IMPORTED_S)
+            while left := left_by(processes, files, temporary):
+                assert time.monotonic() < deadline, f"NBDDP_SEED={SEED} NBDDP_CASE={case.index}\n{case}\n{left}"
