@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 from torch._C._distributed_c10d import TCPStore
@@ -29,7 +30,7 @@ class Store:
             *self.address,
             is_master=True,
             wait_for_workers=False,
-            use_libuv=True,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch reads it: some builds have no libuv
             master_listen_fd=self._listening.detach(),
         )
 
