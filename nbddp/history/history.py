@@ -98,6 +98,7 @@ class History(Mapping[str, Series]):
                     while chunk := list(itertools.islice(records, _CHUNK)):
                         recording.add(rank, chunk)
             recording.settle(broken_off=first.broken_off)
+            recording.metrics = {name: each for name, each in recording.metrics.items() if each.blocks}
         except Exception as error:  # the file may hold anything
             raise NbddpError(f"{os.fspath(path)} cannot be read as metrics: {in_a_line(error)}") from error
         return cls(recording)
@@ -107,16 +108,20 @@ class History(Mapping[str, Series]):
         recording = self._recording
         with new_file(path) as file, recording.lock:
             broken_off = recording.generations[-1].broken_off is not False
+            # In order, and also of ranks whose points are repeated.
+            ops = [(name, list(recording.metrics[name].ops.items())) for name in recording.names()]
+            metrics = msgpack.packb({"metrics": ops})
             for began, generation in enumerate(recording.generations):
                 for rank in range(generation.world_size):
                     first = generation.first_steps.get(rank)
-                    file.write(Start(rank, generation.world_size, began, generation.reason, broken_off, first).head())
+                    head = Start(rank, generation.world_size, began, generation.reason, broken_off, first).head()
+                    file.write(head + (b"" if began or rank else metrics))
                     for name in recording.names():
                         for block in recording.metrics[name].blocks:
                             if block.generation is generation and rank in block.ranks:
                                 rows = block.by_rank(rank, slice(None))  # repeated ones, too: load() repeats them again
-                                ops = recording.metrics[name].ops[rank]
-                                file.write(msgpack.packb({"name": name, "ops": ops, "rows": rows.tobytes()}))
+                                record = {"ops": recording.metrics[name].ops[rank], "first": block.first_steps[rank]}
+                                file.write(msgpack.packb({"name": name, **record, "rows": rows.tobytes()}))
 
     @property
     def restarts(self) -> list[Restart]:

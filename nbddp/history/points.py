@@ -101,12 +101,14 @@ class Block:
     What a row is over the ranks (combined, low, high, and how many have logged it) is computed when somebody reads it.
 
     Attributes:
+        first_steps: that each rank logged; those rows may have been replaced.
         kept: how many rows a later generation has not repeated; None before a later one.
         taken: how many points log_to= has got.
     """
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
+        self.first_steps: dict[int, int] = {}
         self.kept: int | None = None
         self.taken = 0
         self.ranks: list[int] = []
@@ -254,23 +256,28 @@ class Metric:
         blocks: one for each generation that has logged it, without those that a later one has repeated wholly.
     """
 
-    def __init__(self, *, heard: bool = False) -> None:
+    def __init__(self, *, heard: bool = False, ops: dict[int, list[str | None]] | None = None) -> None:
         self.heard = heard
-        self.ops: dict[int, list[str | None]] = {}
+        self.ops = ops or {}
         self.blocks: list[Block] = []
 
     @property
     def op(self) -> str | None:
         return self.ops[min(self.ops)][0]
 
-    def add(self, rank: int, ops: Iterable[str | None], records: np.ndarray, generation: Generation) -> None:
+    def add(
+        self, rank: int, ops: Iterable[str | None], records: np.ndarray, generation: Generation, first: int
+    ) -> None:
+        """Add what a rank has logged in a generation; ``first`` is the step, if it's the first."""
         known = self.ops.setdefault(rank, [])
         known += [op for op in ops if op not in known]
         if not self.blocks or self.blocks[-1].generation is not generation:
             self.blocks.append(Block(generation))
-        if rank not in self.blocks[-1].ranks:
-            self._repeat_from(int(records["step"][0]))
-        self.blocks[-1].add(rank, records)
+        block = self.blocks[-1]
+        if rank not in block.ranks:
+            block.first_steps[rank] = first
+            self._repeat_from(first)
+        block.add(rank, records)
 
     def points(self) -> Points:
         return Points(*_joined([block.points(self.op) for block in self.blocks]))

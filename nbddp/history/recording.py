@@ -77,19 +77,30 @@ class Recording:
             return sum(block.nbytes for metric in self.metrics.values() for block in metric.blocks)
 
     def names(self) -> list[str]:
-        return list(dict.fromkeys(name for rank in sorted(self.named) for name in self.named[rank]))
+        names = dict.fromkeys(name for rank in sorted(self.named) for name in self.named[rank])
+        return [name for name in names if name in self.metrics]
 
     def metric(self, name: str) -> Metric:
         if name not in self.metrics:
             raise KeyError(f"no metric {name!r} was logged; the metrics are: {', '.join(self.names()) or 'none'}")
         return self.metrics[name]
 
-    def _add(self, rank: int, name: str, ops: Iterable[str | None], rows: np.ndarray, *, heard: bool = False) -> None:
+    def _add(
+        self,
+        rank: int,
+        name: str,
+        ops: Iterable[str | None],
+        rows: np.ndarray,
+        *,
+        heard: bool = False,
+        first: int | None = None,
+    ) -> None:
+        first = int(rows["step"][0]) if first is None else first
         known = self.metrics.get(name)
         if heard and known is not None and not known.heard:
             return
         generation = self.generations[-1]
-        generation.first_steps.setdefault(rank, int(rows["step"][0]))
+        generation.first_steps.setdefault(rank, first)
         newest = int(rows["step"].argmax())
         self.ranks[rank].add_step(int(rows["step"][newest]), float(rows["time"][newest]))
         if self.first_nan is None and len(nan := np.flatnonzero(np.isnan(rows["value"]))):
@@ -106,7 +117,7 @@ class Recording:
         self.named[rank][name] = None
         if known is None or known.heard != heard:
             known = self.metrics[name] = Metric(heard=heard)
-        known.add(rank, ops, rows, generation)
+        known.add(rank, ops, rows, generation, first)
 
     def _add_other(self, rank: int, record: dict[str, Any]) -> None:
         if bar := record.get("bar"):
@@ -116,5 +127,8 @@ class Recording:
             self.ranks[rank].add_samples(record["samples"], record["time"])
         elif "saved" in record:
             self.snapshots[record["saved"]] = record["step"]
+        elif "metrics" in record:  # what a history has saved
+            self.metrics = {name: Metric(ops=dict(ops)) for name, ops in record["metrics"]}
+            self.named[rank].update(dict.fromkeys(self.metrics))
         elif "rows" in record:
-            self._add(rank, record["name"], record["ops"], np.frombuffer(record["rows"], RECORD))
+            self._add(rank, record["name"], record["ops"], np.frombuffer(record["rows"], RECORD), first=record["first"])
