@@ -117,11 +117,11 @@ def test_a_cells_traceback_folds_library_frames(notebook: Notebook) -> None:
     fold = lines.index("    [N frames in torch]")
     assert "in train()" in lines[fold - 4]
     assert "in Data.__getitem__()" in lines[fold + 2]
-    assert "site-packages" not in shown
+    assert "-packages/" not in shown
     assert "# the culprit" in shown
     shown = notebook.cell("nbddp.run(during, nprocs=1, device='cpu', show=False)").traceback
     assert shown.count("frames in torch]") == 1
-    assert shown.count("site-packages") == 1  # the line of torch's that raised
+    assert shown.count("-packages/torch") == 1  # the line of torch's that raised
     assert "skipping hidden" not in shown
     assert shown.index("frames in torch]") < shown.index("direct cause") < shown.index("ValueError: outer")
 
