@@ -235,7 +235,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"nprocs": True}, "an integer"),
     ({"nprocs": "2"}, "an integer"),
     ({"backend": "carrier-pigeon"}, "this torch has gloo"),
-    ({"backend": "mpi"}, "this torch has gloo"),
+    ({"backend": "xccl"}, "this torch has gloo"),
     ({"backend": 3}, "backend must be a name"),
     ({"backend": "nccl"}, "nccl"),
     ({"gpus": [0]}, "combined"),
