@@ -286,7 +286,10 @@ def _kind(target: str) -> str:
 def _temporary_files() -> set[str]:
     """Also the folders of runs, which lie in multiprocessing's."""
     found = set(os.listdir(tempfile.gettempdir())) | {path.name for path in Path(get_temp_dir()).glob("r-*")}
-    return {name for name in found if not name.startswith(("pytest-of-", "torchinductor"))}
+    torchs = {
+        path.parent.name for path in Path(tempfile.gettempdir()).glob("tmp*/_remote_module_*")
+    }  # 2.6's, in kernels
+    return {name for name in found - torchs if not name.startswith(("pytest-of-", "torchinductor"))}
 
 
 def _environ() -> dict[str, str]:

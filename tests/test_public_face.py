@@ -102,10 +102,10 @@ PRIVATE = {
     "IPython.core.interactiveshell:InteractiveShell": "_get_exc_info",
     "ipykernel.kernelbase:Kernel": "_publish_status",  # JupyterLab takes a subshell's end for the kernel's
 }
-# Of libraries whose own tests are test_autolog.py and test_live.py; of named tuples; and modules.
+# Of libraries whose own tests are test_autolog.py and test_live.py; of named tuples; modules; torch 2.6's folder.
 ELSEWHERE = (
     "_C _distributed_c10d _dynamo _utils _local_step _batches_that_stepped _setup_devices _reply_subshell_for "
-    "_repr_mimebundle_ _fields _make _replace"
+    "_repr_mimebundle_ _fields _make _replace _TEMP_DIR"
 )
 
 
