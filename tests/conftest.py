@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import os
 import shutil
 import signal
@@ -76,8 +77,7 @@ hypothesis.settings.load_profile("nbddp")
 def _warm() -> None:
     """What a process opens once and keeps: torch's event loop, Jupyter's, the fork server, the tmpfs, a folder."""
     ensure_event_loop()  # of the blocking client
-    import torch.distributed.nn  # in torch 2.6, makes a folder
-
+    importlib.import_module("torch.distributed.nn")  # torch 2.6 makes a folder
     nbddp.device()  # asks the driver, in a torch with CUDA
     get_temp_dir()  # multiprocessing's own folder
     huge_pages._folder()
