@@ -32,7 +32,7 @@ from nbddp.process.store import Store
 from nbddp.text import in_a_line
 from nbddp.worker import rank as ranks_life
 from nbddp.worker import tracked
-from nbddp.worker.line import with_block
+from nbddp.worker.line import send_block, with_block
 from nbddp.worker.redirect import STACKS_SIGNAL
 
 _END_S = 2.0
@@ -97,7 +97,7 @@ class _RankProcess:
             self.channel.send(Envelope(message, block.nbytes if block is not None else None))
             if block is not None:
                 with _too_many_files_raise():
-                    reduction.send_handle(self.channel, block.fd, None)
+                    send_block(self.channel, block)
 
     def news(self) -> Iterator[Event]:
         """Yield what has arrived. What the rank had written before a message, or its end, comes before that."""

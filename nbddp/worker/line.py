@@ -8,11 +8,12 @@ import os
 import pdb
 import queue
 import signal
+import socket
 import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from nbddp.messages import Answer, Asks, Defined, Envelope, Leave, Misses, Report
@@ -20,11 +21,26 @@ from nbddp.payload import Block
 from nbddp.worker import redirect
 
 
+def send_block(channel: Connection, block: Block) -> None:
+    """Send it after its message.
+
+    Not by multiprocessing's ``send_handle``: in Python 3.14 it waits for an answer, on a channel where others come too.
+    """
+    with socket.socket(fileno=os.dup(channel.fileno())) as end:
+        socket.send_fds(end, [b"b"], [block.fd])
+
+
 def with_block(channel: Connection, envelope: Envelope) -> Envelope:
     """Receive the block that follows a message."""
     if envelope.nbytes is None:
         return envelope
-    block = Block(reduction.recv_handle(channel), envelope.nbytes)
+    with socket.socket(fileno=os.dup(channel.fileno())) as end:
+        data, fds, _, _ = socket.recv_fds(end, 1, 1)
+    if not data:
+        raise EOFError
+    if not fds:
+        raise RuntimeError("too many open files")
+    block = Block(fds[0], envelope.nbytes)
     return dataclasses.replace(envelope, message=dataclasses.replace(envelope.message, block=block))
 
 
@@ -57,7 +73,7 @@ class Line:
         if isinstance(message, Report):
             block, message = message.block, dataclasses.replace(message, block=None)
         envelope = Envelope(message, block.nbytes if block is not None else None, os.fstat(1).st_size)
-        self._outbox.put((bytes(reduction.ForkingPickler.dumps(envelope)), block, sent))  # raises here, if at all
+        self._outbox.put((bytes(ForkingPickler.dumps(envelope)), block, sent))  # raises here, if at all
         if threading.current_thread() is threading.main_thread():
             sent.wait()
 
@@ -90,7 +106,7 @@ class Line:
             try:
                 self._channel.send_bytes(pickled)
                 if block is not None:
-                    reduction.send_handle(self._channel, block.fd, None)
+                    send_block(self._channel, block)
                     block.close()
             except OSError:  # the notebook has closed it, and kills this rank
                 pass
