@@ -6,9 +6,11 @@ Each rank's calls go through ``log``. The reference applies the rules to dicts, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import operator
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,11 +213,16 @@ def combined(op: str | None, rows: Rows, key: tuple[int, float]) -> list[tuple[i
     if op is None:
         return [rows.rows[key][min(rows.last)][:2]] if min(rows.last) in rows.rows[key] else []
     if op == "sum":
-        return [(rows.step(key), sum(values))] if len(values) == len(rows.last) else []
+        return [(rows.step(key), added(values))] if len(values) == len(rows.last) else []
     if op == "mean":
-        total = sum(weights)
-        return [(rows.step(key), sum(v * w for v, w in zip(values, weights)) / total if total else math.nan)]
+        total = added(weights)
+        return [(rows.step(key), added(v * w for v, w in zip(values, weights)) / total if total else math.nan)]
     return [(rows.step(key), math.nan if any(map(math.isnan, values)) else {"min": min, "max": max}[op](values))]
+
+
+def added(values: Iterable[float]) -> float:
+    """Added one by one; since Python 3.12, ``sum`` is more exact."""
+    return functools.reduce(operator.add, values, 0.0)
 
 
 def ran(program: list[list[list[Call]]], broken_off: bool, data: st.DataObject) -> Recorded:
