@@ -101,7 +101,7 @@ def weights_equal(
         + f"torch.save(result, r'{tmp_path}/%d.pt' % dist.get_rank())\ndist.destroy_process_group()\n"
     )
     launcher(tmp_path, path)
-    theirs = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
+    theirs = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
     nbddp.run_script(path, nprocs=world_size, device="cpu", show=False)
     scripts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
     names = cell(TRAIN)
