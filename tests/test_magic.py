@@ -65,13 +65,19 @@ def test_an_error_of_syntax_or_another_points_at_the_cells_lines(magic: Notebook
     magic.ok("def broken(x):\n    raise KeyError('no such digit')")
     reply = magic.cell("%%ddp --as failed\n\ndef half(x):\n    return broken(x)\n\nprint('before')\nhalf(1)  # here")
     assert (reply.status, reply.ename) == ("error", "KeyError")
-    for text in ("7 half(1)  # here", "line 4, in half", "raise KeyError('no such digit')", "ranks 0 and 1 of 2"):
+    for text in (
+        "7 half(1)  # here",
+        "in half(",
+        "4     return broken(x)",
+        "raise KeyError('no such digit')",
+        "ranks 0 and 1 of 2",
+    ):
         assert text in reply.traceback
     assert "nbddp/" not in reply.traceback
     assert magic.ok("failed.state, failed.logs(0), type(failed.error).__name__").shown == (
         "('failed', 'before\\n', 'KeyError')\n"
     )
-    assert "line 3" in magic.cell("%%local\n\n1 / 0").traceback
+    assert "3 1 / 0" in magic.cell("%%local\n\n1 / 0").traceback
     reply = magic.cell("%%ddp\nx = 1\ny = = 2")
     assert reply.ename == "SyntaxError"
     for text in ("line 3", "y = = 2"):

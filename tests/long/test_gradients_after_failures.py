@@ -1,4 +1,4 @@
-"""After a failure in a session, DDP's gradient is the mean of the ranks' own (float64, so that only rounding is left).
+"""After a failure or interrupt in a session, DDP's gradient is the mean of the ranks' own (in float64).
 
 ``NBDDP_CASES=300 NBDDP_SEED=7 python -m pytest tests/long/test_gradients_after_failures.py --timeout=0``
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.support import Notebook
 CASES, SEED = int(os.environ.get("NBDDP_CASES", "30")), int(os.environ.get("NBDDP_SEED", "0"))
 KINDS = [size + kind for size in ("", "small ") for kind in ("plain", "static", "unused", "norm", "view")]
 SETUP = """
-import copy, torch.nn as nn
+import copy, time, torch.nn as nn
 torch.manual_seed(0)
 class Net(nn.Module):  # registered in another order than used: DDP's second layout differs from its first
     def __init__(self, kind):
@@ -54,6 +55,23 @@ FAILURES = [
     "    if rank == {who} and number == {n} - 1: raise ValueError('boom')\n    loss.backward()",
     "optimizer.zero_grad()\nwith model.no_sync(): loss_of(model, {seed}).backward()\n" + BOOM + "step({seed})",
 ]
+ENDLESS = [
+    "while True: step({seed})",
+    "while True: dist.all_reduce(torch.ones(2))",
+    "time.sleep(60)",
+    "dist.barrier() if rank else time.sleep(60)",
+    "while True: nbddp.all_reduce(1)",
+]
+LONGEST_S = 5.0
+
+
+def interrupt(notebook: Notebook, cell: str, delay_s: float) -> None:
+    message = notebook.begin(f"print('go', flush=True)\n{cell}")
+    notebook.shown_so_far(message, "go")
+    time.sleep(delay_s)
+    notebook.interrupt()
+    reply = notebook.end_of(message)
+    assert (reply.ename, reply.seconds < LONGEST_S) == ("KeyboardInterrupt", True), f"{cell}\n{reply.traceback}"
 
 
 @pytest.mark.parametrize("nprocs", [2, 3, 4])
@@ -64,14 +82,18 @@ def test_gradients_are_the_mean_of_the_ranks_own_after_any_failure(own_notebook:
     own_notebook.ok(SETUP)
     for case in range(CASES):
         kind, before, failures = rng.choice(KINDS), rng.randrange(3), rng.choice([1, 1, 2])
-        cell = rng.choice(FAILURES[:-1] if "static" in kind else FAILURES)  # static graphs can't accumulate
+        cells = FAILURES[:-1] if "static" in kind else FAILURES  # static graphs can't accumulate
+        cell = rng.choice([*cells, *ENDLESS])
         own_notebook.ok(
             f"model = make({kind!r}); optimizer = torch.optim.Adam(model.parameters())\n"
             f"for s in range({before}): step(s)"
         )
         for _ in range(failures):
             failed = cell.format(who=rng.randrange(nprocs), seed=rng.randrange(99), n=rng.choice([2, 3]))
-            assert own_notebook.cell(failed).evalue == "boom", (case, failed)
+            if cell in ENDLESS:
+                interrupt(own_notebook, failed, 0.02 + rng.random() * 0.4)
+            else:
+                assert own_notebook.cell(failed).evalue == "boom", (case, failed)
         reply = own_notebook.cell("all([is_right(seed) for seed in range(50, 54)])")
         if reply.shown != "True\n":
             wrong.append((case, kind, before, failed, reply.shown, reply.traceback))
