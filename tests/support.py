@@ -118,7 +118,7 @@ class Planted:
 
 
 def damaged(whole: bytes, seed: int) -> bytes:
-    """What a disk, a network, or an editor makes of a file: truncated, parts lost, doubled, overwritten, one bit."""
+    """What becomes of a file: truncated; parts lost, duplicated, or overwritten; one bit flipped."""
     rng = random.Random(seed)
     at = rng.randrange(len(whole))
     end = min(len(whole), at + rng.choice([1, 8, 512, len(whole)]))
@@ -288,7 +288,7 @@ def _temporary_files() -> set[str]:
     found = set(os.listdir(tempfile.gettempdir())) | {path.name for path in Path(get_temp_dir()).glob("r-*")}
     torchs = {
         path.parent.name for path in Path(tempfile.gettempdir()).glob("tmp*/_remote_module_*")
-    }  # 2.6's, in kernels
+    }  # created by torch 2.6
     return {name for name in found - torchs if not name.startswith(("pytest-of-", "torchinductor"))}
 
 

@@ -43,7 +43,7 @@ def test_a_breakpoint_opens_pdb_in_the_users_frame_with_the_cells_lines(cell: No
     assert talk.result == "7"
 
 
-@pytest.mark.skipif(IPython.version_info < (8,), reason="it runs each statement of a cell in a frame of its own")
+@pytest.mark.skipif(IPython.version_info < (8,), reason="IPython 7 runs each statement of a cell in its own frame")
 def test_stepping_until_return_into_and_from_line_to_line_to_a_cells_last(cell: Notebook) -> None:
     source = """
     def double(x):

@@ -109,6 +109,7 @@ def test_metadata_and_readme_agree_on_versions_and_on_what_is_installed(
     assert [c for c in classifiers if "Operating System" in c] == ["Operating System :: POSIX :: Linux"]
     assert re.findall(r"'\.\[(.*)\]' && .*jupyter lab ", text) == ["lab,examples"]
     assert "\nscripts/install && scripts/test\n" in text
+    assert '-c constraints.txt -e ".[${1:-dev}]"' in (ROOT / "scripts/install").read_text()
     of_lab = {str(each.marker) for each in needed if each.name == "jupyterlab"}
     assert of_lab == {f'extra == "{extra}"' for extra in ("lab", "dev", "long")}
 

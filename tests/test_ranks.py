@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import nbddp
+from nbddp.process import store
 from tests.support import Cells, Notebook, free_port, out, run
 
 CONTRACT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -86,6 +87,14 @@ def test_a_function_can_make_its_own_process_group(cell: Cells, tmp_path: Path, 
         run(names.train, url, free_port(), str(tmp_path), init_process_group=init, timeout=60).values
         == [(2.0, False, 2)] * 2
     )
+
+
+def test_the_store_does_without_libuv_where_torchs_own_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USE_LIBUV", "0")
+    opened = store.Store(1)
+    opened.open()
+    assert not opened._store.libuvBackend
+    opened.close()
 
 
 def test_a_store_that_a_rank_hosts_at_master_port_is_for_the_other_ranks(cell: Cells) -> None:

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nbddp
-from tests.support import CHARACTERS, Cells, damaged, run, start, wait_until
+from tests.support import CHARACTERS, Cells, Planted, damaged, run, start, wait_until
 
 
 def test_rank_0_writes_a_snapshot_and_every_rank_reads_the_same(in_folder: Path, cell: Cells) -> None:
@@ -111,7 +111,11 @@ def test_a_full_disk_is_said_and_keeps_the_old_snapshot(in_folder: Path, cell: C
     assert os.listdir() == ["s.pt"]
 
 
-def test_a_file_of_torchs_is_refused(in_folder: Path) -> None:
+def test_a_truncated_file_and_one_of_torchs_are_refused(in_folder: Path) -> None:
+    nbddp.save_snapshot("s.pt", epoch=1)
+    Path("s.pt").write_bytes(Path("s.pt").read_bytes()[:-1])
+    with pytest.raises(nbddp.NbddpError, match=r"^s\.pt cannot be read as a snapshot: File is not a zip file$"):
+        nbddp.load_snapshot("s.pt")
     torch.save({"model": torch.ones(2)}, "s.pt")
     with pytest.raises(nbddp.NbddpError, match=r"^s\.pt cannot be read as a snapshot.*\(\); use torch\.load\(\)$"):
         nbddp.load_snapshot("s.pt")
@@ -128,18 +132,11 @@ def test_a_damaged_snapshot_is_refused_or_whole(seed: int) -> None:
             assert _same(nbddp.load_snapshot(path), state, {})
 
 
-class Runs:
-    """Unpickling it runs code."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, ("it_ran",)
-
-
 def test_reading_a_snapshot_runs_no_code_unless_asked_to(in_folder: Path) -> None:
     with pytest.raises(nbddp.NbddpError, match=r"^s\.pt was not written: .*GLOBAL posix\.mkdir"):
-        nbddp.save_snapshot("s.pt", harmless=1, evil=Runs())
+        nbddp.save_snapshot("s.pt", harmless=1, evil=Planted("it_ran"))
     assert os.listdir() == []
-    torch.save({"state": {"evil": Runs()}, "steps": {}}, "s.pt")
+    torch.save({"state": {"evil": Planted("it_ran")}, "steps": {}}, "s.pt")
     with pytest.raises(nbddp.NbddpError, match=r"GLOBAL posix\.mkdir .*\. If you trust .*, use weights_only=False$"):
         nbddp.load_snapshot("s.pt")
     assert os.listdir() == ["s.pt"]

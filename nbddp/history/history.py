@@ -108,7 +108,7 @@ class History(Mapping[str, Series]):
         recording = self._recording
         with new_file(path) as file, recording.lock:
             broken_off = recording.generations[-1].broken_off is not False
-            # In order, and also of ranks whose points are repeated.
+            # In order, with the ops of ranks whose points have all been repeated, too.
             ops = [(name, list(recording.metrics[name].ops.items())) for name in recording.names()]
             metrics = msgpack.packb({"metrics": ops})
             for began, generation in enumerate(recording.generations):

@@ -101,7 +101,7 @@ class Block:
     What a row is over the ranks (combined, low, high, and how many have logged it) is computed when somebody reads it.
 
     Attributes:
-        first_steps: that each rank logged; those rows may have been replaced.
+        first_steps: by rank, from which step on it repeats the blocks before; also those that are no longer there.
         kept: how many rows a later generation has not repeated; None before a later one.
         taken: how many points log_to= has got.
     """
@@ -268,15 +268,14 @@ class Metric:
     def add(
         self, rank: int, ops: Iterable[str | None], records: np.ndarray, generation: Generation, first: int
     ) -> None:
-        """Add what a rank has logged in a generation; ``first`` is the step, if it's the first."""
+        """Add what a rank has logged. ``first`` is the step of its first value in this generation."""
         known = self.ops.setdefault(rank, [])
         known += [op for op in ops if op not in known]
         if not self.blocks or self.blocks[-1].generation is not generation:
             self.blocks.append(Block(generation))
         block = self.blocks[-1]
         if rank not in block.ranks:
-            block.first_steps[rank] = first
-            self._repeat_from(first)
+            block.first_steps[rank] = self._repeat_from(first)
         block.add(rank, records)
 
     def points(self) -> Points:
@@ -309,13 +308,19 @@ class Metric:
             found[rank] = Series(records["step"].copy(), records["value"].copy())
         return found
 
-    def _repeat_from(self, step: int) -> None:
-        """Leave out what the generations before had from this step on."""
+    def _repeat_from(self, step: int) -> int:
+        """Leave out what the generations before had from this step on, and return from which step in all.
+
+        That's a smaller one if a generation is left out wholly that had repeated more of those before it.
+        """
+        first = step
         while len(self.blocks) > 1:
             self.blocks[-2].repeat_from(step)
             if self.blocks[-2].kept:
-                return
+                break
+            first = min(first, *self.blocks[-2].first_steps.values())
             del self.blocks[-2]
+        return first
 
 
 def _joined(parts: Iterable[tuple[np.ndarray, ...]]) -> Iterator[np.ndarray]:

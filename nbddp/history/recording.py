@@ -127,7 +127,7 @@ class Recording:
             self.ranks[rank].add_samples(record["samples"], record["time"])
         elif "saved" in record:
             self.snapshots[record["saved"]] = record["step"]
-        elif "metrics" in record:  # what a history has saved
+        elif "metrics" in record:  # written by History.save()
             self.metrics = {name: Metric(ops=dict(ops)) for name, ops in record["metrics"]}
             self.named[rank].update(dict.fromkeys(self.metrics))
         elif "rows" in record:

@@ -109,6 +109,12 @@ def checked(data: bytes) -> Iterator[Any]:
             _, step, counted, reduce, weight, values = record
             fits = type(step) is int and abs(step) <= MAX_STEP and type(counted) is bool and weight >= 0
             fits = fits and reduce in OPS and all(type(n) is str and type(v) is float for n, v in values.items())
+        elif "metrics" in record:
+            ranks = [each for _, ops in record["metrics"] for each in ops]
+            fits = all(type(name) is str and ops for name, ops in record["metrics"])
+            fits = fits and all(
+                type(rank) is int and type(ops) is list and bool(ops) and set(ops) <= set(OPS) for rank, ops in ranks
+            )
         elif "rows" in record:
             rows, first = np.frombuffer(record["rows"], RECORD), record["first"]
             fits = (
@@ -119,10 +125,6 @@ def checked(data: bytes) -> Iterator[Any]:
                 and (rows["weight"] >= 0).all()
             )
             fits = fits and type(record["name"]) is str and bool(record["ops"]) and set(record["ops"]) <= set(OPS)
-        elif "metrics" in record:
-            ranks = [each for _, ops in record["metrics"] for each in ops]
-            fits = all(type(name) is str and ops for name, ops in record["metrics"])
-            fits = fits and all(type(rank) is int and bool(ops) and set(ops) <= set(OPS) for rank, ops in ranks)
         else:
             fits = type(record["time"]) is float
         if not fits:

@@ -52,7 +52,7 @@ def load_result(path: str | os.PathLike[str]) -> Any:
     code, as unpickling can: load only what you trust.
 
     Raises:
-        OSError: as ``open``. NbddpError: it isn't a result, is truncated, or was written with other versions.
+        OSError: as ``open``. NbddpError: it isn't a result, is damaged, or was written with other versions.
         PayloadError: it can't be unpickled here, for example because the notebook doesn't define a class.
     """
     block, _ = job_file.read(path, job_file.RESULT)

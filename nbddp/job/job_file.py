@@ -1,7 +1,7 @@
 """A file with one packed object: a job, or the result of one. The last line describes it, as JSON.
 
 The block comes first, so that a reader can map it. To read the line runs no code; to unpack the block can run any.
-A checksum covers both.
+A checksum of both ends the line: it tells damage, and costs each reader one pass over the file.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ _LINE_BYTES = 1 << 20  # the most of the last line that's read
 
 def write(path: str | os.PathLike[str], kind: str, block: Block, **described: Any) -> None:
     """Write a file that only its owner can read: it holds the notebook's data. Raises NbddpError if it can't be."""
-    described = {"nbddp": kind, "nbytes": block.nbytes, "versions": _VERSIONS, **described}
-    line = json.dumps({**described, "crc32": _checksum(block, described)})
+    line = json.dumps({"nbddp": kind, "nbytes": block.nbytes, "versions": _VERSIONS, **described}).encode()
     with new_file(path, mode=0o600) as file:
         file.write(block.view())
-        file.write(b"\n" + line.encode())
+        file.write(b"\n%b %08x" % (line, _checksum(block, line)))
 
 
 def read(path: str | os.PathLike[str], kind: str) -> tuple[Block, dict[str, Any]]:
@@ -47,24 +46,26 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[Block, dict[str, Any]
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _LINE_BYTES))
-        line = file.read().rpartition(b"\n")[2]
+        last = file.read().rpartition(b"\n")[2]
+        line, _, checksum = last.rpartition(b" ")
+        nbytes = size - len(last) - 1
         try:
             described = json.loads(line)
-            crc32 = described.pop("crc32")
             versions, *fits = described["versions"], described["nbddp"], described["nbytes"]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             fits = []
-        if fits != [kind, size - len(line) - 1]:
+        if fits != [kind, nbytes]:
             raise NbddpError(f"{os.fspath(path)} was not written by {_WRITER[kind]}, or is truncated")
         if versions != _VERSIONS:
             raise NbddpError(
                 f"{os.fspath(path)} was written with {versions}; this machine has {_VERSIONS}, and needs the same"
             )
-        block = Block(os.dup(file.fileno()), described["nbytes"])
-        if _checksum(block, described) != crc32:
-            raise NbddpError(f"{os.fspath(path)} is damaged: its checksum doesn't fit")
+        block = Block(os.dup(file.fileno()), nbytes)
+        if b"%08x" % _checksum(block, line) != checksum:
+            block.close()
+            raise NbddpError(f"{os.fspath(path)} is damaged: its checksum doesn't match")
         return block, described
 
 
-def _checksum(block: Block, described: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(described).encode(), zlib.crc32(block.view()))
+def _checksum(block: Block, line: bytes) -> int:
+    return zlib.crc32(line, zlib.crc32(block.view()))

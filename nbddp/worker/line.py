@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import pdb
 import queue
@@ -24,9 +25,9 @@ from nbddp.worker import redirect
 def send_block(channel: Connection, block: Block) -> None:
     """Send it after its message.
 
-    Not by multiprocessing's ``send_handle``: in Python 3.14 it waits for an answer, on a channel where others come too.
+    Not by multiprocessing's ``send_handle``: since Python 3.14 it waits for a reply, and other messages arrive here.
     """
-    with socket.socket(fileno=os.dup(channel.fileno())) as end:
+    with _socket(channel) as end:
         socket.send_fds(end, [b"b"], [block.fd])
 
 
@@ -34,14 +35,20 @@ def with_block(channel: Connection, envelope: Envelope) -> Envelope:
     """Receive the block that follows a message."""
     if envelope.nbytes is None:
         return envelope
-    with socket.socket(fileno=os.dup(channel.fileno())) as end:
+    with _socket(channel) as end:
         data, fds, _, _ = socket.recv_fds(end, 1, 1)
     if not data:
         raise EOFError
     if not fds:
-        raise RuntimeError("too many open files")
+        raise OSError(errno.EMFILE, "too many open files")
+    os.set_inheritable(fds[0], False)
     block = Block(fds[0], envelope.nbytes)
     return dataclasses.replace(envelope, message=dataclasses.replace(envelope.message, block=block))
+
+
+def _socket(channel: Connection) -> socket.socket:
+    """Return its socket. With this type, Python leaves its flags alone, also after ``socket.setdefaulttimeout()``."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=os.dup(channel.fileno()))
 
 
 class Line:

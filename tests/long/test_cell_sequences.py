@@ -211,7 +211,7 @@ IPYTHONS = {"In", "Out", "exit", "quit", "open", "get_ipython"}
 def give(shell):  # a kernel what a session has
     import nbddp, torch, torch.distributed as dist
     given = dict(nbddp=nbddp, torch=torch, dist=dist, rank=0, world_size=2, device=torch.device("cpu"))
-    if "dist" not in shell.user_ns:
+    if not type(shell).__module__.startswith("nbddp"):
         shell.push(given, interactive=False)
 
 
@@ -283,8 +283,10 @@ def sequence(rng: random.Random) -> list[str]:
     cells = [BEGIN]
     for _ in range(CELLS):
         template = rng.choice(FAILS if rng.random() < 0.2 else WORKS)
-        if re.match("%(history|re(run|call))", template) and re.search("async|await|%re|%time", cells[-1]):
-            continue  # a kernel's loop is running, its history is on the disk, and it would rerun itself for ever
+        if re.match("%(history|re(run|call))", template) and re.search(
+            "async|await|%re|%time", [each for each in cells if each.strip()][-1]
+        ):
+            continue  # a kernel's loop is running, its history is on the disk, and it would rerun itself forever
         names = {"v": rng.choice("nm"), "i": rng.randrange(1, 6), "any": rng.choice(["n", "xs", "f", "K", "k", "d"])}
         cells.append(template.format(mode=rng.choice(["Plain", "Context", "Verbose"]), **names))
     return cells
