@@ -262,14 +262,16 @@ def test_the_history_is_bit_for_bit_the_same_in_any_order_of_arrival(
         assert repr(found) == repr(dict(sorted(columns.items())))
 
 
-def test_a_start_that_was_repeated_wholly_has_cut_those_before_it(tmp_path: Path) -> None:
-    history = Recorded(2)
-    for rows in ([(0, 6, False), (1, 0, False)], [(0, 9, True), (1, 5, False)], [(1, 7, False)]):
-        for rank, step, counted in rows:
-            history.add(rank, [[1.0, step, counted, None, 1, {"loss": 0.5}]])
+def test_a_start_that_was_repeated_wholly_still_counts_in_the_file(tmp_path: Path) -> None:
+    history, second = Recorded(2), [(0, 9, True, "loss"), (1, 5, False, "loss"), (0, 0, False, "lr")]
+    for rows in ([(0, 6, False, "lr loss"), (1, 0, False, "loss")], second, [(1, 7, False, "loss")]):
+        for rank, step, counted, names in rows:
+            history.add(rank, [[1.0, step, counted, None, 1, dict.fromkeys(names.split(), 0.5)]])
         history.restart()
     history.save(tmp_path / "h")
-    assert [len(each.steps) for each in History.load(tmp_path / "h").by_rank("loss").values()] == [0, 2]
+    found = History.load(tmp_path / "h")
+    assert list(found) == list(history) == ["lr", "loss"]
+    assert [len(each.steps) for each in found.by_rank("loss").values()] == [0, 2]
 
 
 @FEW

@@ -48,7 +48,7 @@ class Recording:
                     ops[None if heard else reduce] = None
                     rows.append((at, step, place, weight, value))
             for (name, heard), (ops, rows) in logged.items():
-                self._add(rank, name, ops, np.array(rows, RECORD), heard=heard)
+                self._add(rank, name, ops, np.array(rows, RECORD), rows[0][1], heard)
 
     def take(self) -> dict[str, Points]:
         """The points that are new since the last call and will not change any more, for log_to=."""
@@ -85,17 +85,7 @@ class Recording:
             raise KeyError(f"no metric {name!r} was logged; the metrics are: {', '.join(self.names()) or 'none'}")
         return self.metrics[name]
 
-    def _add(
-        self,
-        rank: int,
-        name: str,
-        ops: Iterable[str | None],
-        rows: np.ndarray,
-        *,
-        heard: bool = False,
-        first: int | None = None,
-    ) -> None:
-        first = int(rows["step"][0]) if first is None else first
+    def _add(self, rank: int, name: str, ops: Iterable[str | None], rows: np.ndarray, first: int, heard: bool) -> None:
         known = self.metrics.get(name)
         if heard and known is not None and not known.heard:
             return
@@ -131,4 +121,5 @@ class Recording:
             self.metrics = {name: Metric(ops=dict(ops)) for name, ops in record["metrics"]}
             self.named[rank].update(dict.fromkeys(self.metrics))
         elif "rows" in record:
-            self._add(rank, record["name"], record["ops"], np.frombuffer(record["rows"], RECORD), first=record["first"])
+            rows = np.frombuffer(record["rows"], RECORD)
+            self._add(rank, record["name"], record["ops"], rows, record["first"], heard=False)

@@ -110,20 +110,14 @@ def checked(data: bytes) -> Iterator[Any]:
             fits = type(step) is int and abs(step) <= MAX_STEP and type(counted) is bool and weight >= 0
             fits = fits and reduce in OPS and all(type(n) is str and type(v) is float for n, v in values.items())
         elif "metrics" in record:
-            ranks = [each for _, ops in record["metrics"] for each in ops]
-            fits = all(type(name) is str and ops for name, ops in record["metrics"])
-            fits = fits and all(
-                type(rank) is int and type(ops) is list and bool(ops) and set(ops) <= set(OPS) for rank, ops in ranks
-            )
+            ranks = [each for _, by_rank in record["metrics"] for each in by_rank]
+            fits = all(type(name) is str and by_rank for name, by_rank in record["metrics"])
+            fits = fits and all(type(rank) is int and type(ops) is list and ops for rank, ops in ranks)
+            fits = fits and {op for _, ops in ranks for op in ops} <= set(OPS)
         elif "rows" in record:
             rows, first = np.frombuffer(record["rows"], RECORD), record["first"]
-            fits = (
-                len(rows) > 0
-                and type(first) is int
-                and abs(first) <= MAX_STEP
-                and (abs(rows["step"]) <= MAX_STEP).all()
-                and (rows["weight"] >= 0).all()
-            )
+            fits = len(rows) > 0 and (abs(rows["step"]) <= MAX_STEP).all() and (rows["weight"] >= 0).all()
+            fits = fits and type(first) is int and abs(first) <= MAX_STEP
             fits = fits and type(record["name"]) is str and bool(record["ops"]) and set(record["ops"]) <= set(OPS)
         else:
             fits = type(record["time"]) is float

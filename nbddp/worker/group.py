@@ -56,8 +56,8 @@ class Groups:
         if self._settings.nnodes == 1:  # needs no name and no port
             return FileStore(os.path.join(self._place.folder, "store"), self._settings.world_size)
         assert self._settings.store is not None
-        use_libuv = os.environ.get("USE_LIBUV", "1") == "1"  # as torch reads it
-        return TCPStore(*self._settings.store, is_master=False, wait_for_workers=False, use_libuv=use_libuv)
+        # Only a server uses libuv, and some builds of torch have none.
+        return TCPStore(*self._settings.store, is_master=False, wait_for_workers=False, use_libuv=False)
 
     def _leave(self) -> None:
         self._kept_alive.append(dist.group.WORLD)  # to free it here would fail a slower rank that still connects to it
