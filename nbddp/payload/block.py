@@ -26,27 +26,32 @@ class Block:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, memoryview]], nbytes: int) -> Block:
-        """Write each part at its offset.
-
-        ``pwrite`` is the fastest way, but two of them wait for each other: other threads copy into a mapping.
-        """
+        """Write each part at its offset."""
         fd = huge_pages.open_file() if nbytes >= huge_pages.FROM_NBYTES else None
         block = cls(os.memfd_create("nbddp", os.MFD_CLOEXEC) if fd is None else fd, nbytes)
-        os.ftruncate(block.fd, nbytes)
+        try:
+            block._write(parts, several=fd is not None)
+        except BaseException:  # an interrupt's traceback would keep it open
+            block.close()
+            raise
+        return block
+
+    def _write(self, parts: Sequence[tuple[int, memoryview]], *, several: bool) -> None:
+        """``pwrite`` is the fastest way, but two of them wait for each other: several threads copy into a mapping."""
+        os.ftruncate(self.fd, self.nbytes)
         chunks = iter([(at + i, data[i : i + _CHUNK]) for at, data in parts for i in range(0, data.nbytes, _CHUNK)])
         with ThreadPoolExecutor(_MOST_THREADS, "nbddp-copy") as pool:
             try:
-                helpers = min(torch.get_num_threads(), _MOST_THREADS) - 1 if fd is not None else 0
-                copies = [pool.submit(_copy, block._mapped(shared=True), chunks) for _ in range(helpers)]
+                helpers = min(torch.get_num_threads(), _MOST_THREADS) - 1 if several else 0
+                copies = [pool.submit(_copy, self._mapped(shared=True), chunks) for _ in range(helpers)]
                 for offset, data in chunks:
                     while data.nbytes:
-                        done = os.pwrite(block.fd, data, offset)
+                        done = os.pwrite(self.fd, data, offset)
                         offset, data = offset + done, data[done:]
             finally:
                 collections.deque(chunks, maxlen=0)  # interrupted: nobody begins another
         for copy in copies:
             copy.result()
-        return block
 
     def _mapped(self, *, shared: bool) -> torch.Tensor:
         # Not mmap.mmap, which keeps a duplicate of the descriptor open as long as the mapping.

@@ -27,7 +27,7 @@ SEED = int(os.environ.get("NBDDP_SEED", "1"))
 ONLY = os.environ.get("NBDDP_CASE")
 CASES = [draw(SEED, int(ONLY))] if ONLY else [draw(SEED, n) for n in range(int(os.environ.get("NBDDP_CASES", "8")))]
 # Interrupts while ranks start, a session opens, a push ends; a fork server killed before a fork, as a cell ends.
-FOUND = [(1, 24), (1, 29), (2, 44), (2, 88), (4, 22), (4, 28), (4, 71), (53, 136), (54, 140)]
+FOUND = [(1, 24), (1, 29), (2, 44), (2, 88), (4, 22), (4, 28), (4, 71), (53, 136), (54, 140), (101, 9)]
 LONGEST_S = 15.0
 GONE_S = 2.0
 IMPORTED_S = 30.0  # the fork server sees that the kernel is gone as soon as it has imported torch
