@@ -81,7 +81,7 @@ class Kernel(contextlib.ExitStack):
             try:
                 message = self._client.get_iopub_msg(timeout=max(0.01, began + limit_s - time.monotonic()))
             except queue.Empty:
-                raise CellFailed(f"not over after {limit_s:.0f} s") from None
+                raise CellFailed(f"still running after {limit_s:.0f} s") from None
             kind, content = message["msg_type"], message["content"]
             if kind == "comm_msg":  # also of other threads
                 cell.frames.append(len(json.dumps(content)) + sum(map(len, message["buffers"])))

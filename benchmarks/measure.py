@@ -90,7 +90,7 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table as it's in the docs."""
-        lines = ["| | | median | range | nbddp ÷ it |", "| --- | --- | ---: | ---: | ---: |"]
+        lines = ["| | | median | range | nbddp ÷ other |", "| --- | --- | ---: | ---: | ---: |"]
         for title, figure in self.figures.items():
             lines += [f"| {'' if number else title} | {row} |" for number, row in enumerate(figure.rows())]
         return "\n".join(lines)

@@ -31,7 +31,7 @@ def warm(table: Table, sizes: Sizes, ways: Sequence[Way] = WAYS) -> None:
 
 def first(table: Table, sizes: Sizes, ways: Sequence[Way] = tuple(installed([NBDDP, SILENT, ACCELERATE]))) -> None:
     """From the imports in a new kernel to the end of a run that trains one step."""
-    figure = f"first run of a new kernel with its imports, DDP and SGD on {sizes.ranks} ranks"
+    figure = f"first run in a new kernel, with imports: DDP and SGD on {sizes.ranks} ranks"
 
     def turn(way: Way) -> None:
         with Kernel() as kernel:
@@ -43,7 +43,7 @@ def first(table: Table, sizes: Sizes, ways: Sequence[Way] = tuple(installed([NBD
 
 def data(table: Table, sizes: Sizes, ways: Sequence[Way] = (SILENT,)) -> None:
     """A run whose ranks read each page of a tensor, less a run without; against a copy of the tensor."""
-    figure = f"{sizes.mib:,} MiB to {sizes.ranks} ranks"
+    figure = f"send {sizes.mib:,} MiB to {sizes.ranks} ranks"
     copy = "began = time.perf_counter(); copy = data.clone(); print(time.perf_counter() - began); del copy"
     with kept(lambda way: way.prepared(sizes.ranks)) as kernels:
 

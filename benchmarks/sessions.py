@@ -19,7 +19,7 @@ FAIL = "if rank == 1:\n    raise ValueError('on purpose')\ndist.all_reduce(t)"
 
 def cell(table: Table, sizes: Sizes, ways: Sequence[Way] = SESSIONS) -> None:
     """``x = 1`` on all ranks, above ``x = 1`` in a plain kernel."""
-    figure = f"x = 1 in a session of {sizes.ranks} ranks, above a notebook's cell"
+    figure = f"overhead of x = 1 in a session of {sizes.ranks} ranks"
     with Kernel() as plain, kept(lambda way: way.prepared(sizes.ranks, BEGIN)) as kernels:
 
         def turn(way: Way) -> None:

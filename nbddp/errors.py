@@ -56,7 +56,7 @@ class NbddpError(Exception):
         if self.first is None:
             return []
         times = f"{self.restarts} restart{'s' * (self.restarts != 1)}"
-        return [f"This was after {times}; the first failure was {in_a_line(self.first)}"]
+        return [f"Failed after {times}; the first failure was {in_a_line(self.first)}"]
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook: the user's own frames, then the message, without the frames of nbddp."""
@@ -110,7 +110,7 @@ class RankError(NbddpError):
         where: if a collective timed out, where all ranks were, on one line; "" otherwise.
         host: the rank's host if the run is on several; None otherwise.
         alike: all ranks failed with the same error.
-        advice: what to do about the error, if nbddp knows it; "" otherwise.
+        advice: what to do about the error, if nbddp knows; "" otherwise.
         locals: the names on the failing line of your code, each with a description such as
             ``"Tensor (64, 10) float32 cuda:1"``.
     """
@@ -209,7 +209,7 @@ class NodeLost(NbddpError):
     """
 
     def __init__(self, node: str, why: str) -> None:
-        super().__init__(f"node {node} is lost: {why}")
+        super().__init__(f"node {node} was lost: {why}")
         self.node, self.why = node, why
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -311,5 +311,5 @@ def _likely_cause(exitcode: int, signal_name: str | None) -> str:
     if signal_name is not None:
         return f"was terminated by {signal_name}, sent by something outside nbddp"
     if exitcode == 0:
-        return "ended with exit code 0 before the function returned (os._exit?), so it has no result"
-    return f"ended with exit code {exitcode} before the function returned (sys.exit or os._exit?)"
+        return "ended with exit code 0 before it finished (os._exit?), so it has no result"
+    return f"ended with exit code {exitcode} before it finished (os._exit?)"

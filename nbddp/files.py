@@ -41,7 +41,7 @@ def new_file(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binary
                 os.link(f"/proc/self/fd/{fd}", partial, src_dir_fd=fd)
         os.replace(partial, path)
     except (OSError, ValueError) as error:
-        raise NbddpError(f"cannot write {path!r}: {getattr(error, 'strerror', None) or error}") from error
+        raise NbddpError(f"can't write {path!r}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         with contextlib.suppress(OSError, ValueError):
             os.unlink(partial)

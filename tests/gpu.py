@@ -348,12 +348,7 @@ WEIGHTS, INDEX = f"Tensor (4,) float32 {FIRST}", f"Tensor (2,) int64 {FIRST}"
     ("call", "said", "line", "shown"),
     [
         (f"too_much, ({BATCH},)", LACKS, "too_large = torch.ones(batch, 1 << 30", [f"batch {BATCH}", WEIGHTS]),
-        (
-            "out_of_range, ()",
-            WRONG_INDEX,
-            "return weights[index].sum().item()",
-            [WEIGHTS, INDEX],
-        ),
+        ("out_of_range, ()", WRONG_INDEX, "return weights[index].sum().item()", [WEIGHTS, INDEX]),
     ],
     ids=["out of memory", "a device-side assert"],
 )

@@ -147,6 +147,10 @@ def free_port() -> int:
 # ---------------------------------------------------------------------------- what is left behind
 
 
+_FOLDERS = "|".join(each.name for each in Path(nbddp.__file__).parent.iterdir() if each.is_dir())
+OUR_FILES = re.compile(rf"nbddp/(?:(?:{_FOLDERS})/)?\w+\.py")  # in a traceback, wherever the clone is
+
+
 def marked_pids() -> set[int]:
     """Every process that these tests have started, directly or not, and wherever it hangs now."""
     found = {child.pid for child in psutil.Process().children(recursive=True)}

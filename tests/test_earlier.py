@@ -91,7 +91,7 @@ def test_panel_and_picture_of_the_second_run_have_the_curves_of_the_first(notebo
         from nbddp.panel.charts import charts
         source = run._source()
         (chart,), _ = charts(source.history, source.before)
-        print([(line.ghost, line.last) for line in chart.lines], "before" in run._repr_html_())
+        print([(line.ghost, line.last) for line in chart.lines], "previous run" in run._repr_html_())
     """
     assert notebook.ok(look.format(1.0)).shown == "[(False, 4.0)] False\n"
     assert notebook.ok(look.format(2.0)).shown == "[(True, 4.0), (False, 8.0)] True\n"
@@ -107,9 +107,9 @@ def test_a_plot_has_some_metrics_of_a_run_or_a_loaded_history_and_another_runs_c
     done = run(names.train)
     html = done.history.plot("acc", "lr", before=done).data
     assert [f"<b>{title}</b>" in html for title in ("Loss", "Accuracy", "Learning rate")] == [False, True, True]
-    assert "before" in html
+    assert "previous run" in html
     assert done.history.plot(before=done.history).data.count("<img") == 3
-    assert "before" not in done.history.plot("acc").data
+    assert "previous run" not in done.history.plot("acc").data
     with pytest.raises(KeyError, match="no metric 'los' was logged; the metrics are: loss, acc, lr"):
         done.history.plot("los")
     done.history.save("run.metrics")
@@ -128,7 +128,7 @@ def test_a_run_shows_its_picture_at_a_cells_end_unless_the_cell_shows_it_anyway(
 
 def test_a_run_stays_in_the_notebook(cell: Cells) -> None:
     done = run(cell("def train(): return 1").train)
-    with pytest.raises(TypeError, match="a Run stays in the notebook; pass its value"):
+    with pytest.raises(TypeError, match="a Run can't be sent; pass its value"):
         pickle.dumps(done)
-    with pytest.raises(nbddp.PayloadError, match="a Run stays in the notebook; pass its value"):
+    with pytest.raises(nbddp.PayloadError, match="a Run can't be sent; pass its value"):
         run(print, done)

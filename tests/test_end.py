@@ -48,7 +48,7 @@ while True:
     "DataLoader workers": "list(torch.utils.data.DataLoader(Slow(), num_workers=2))",
     "subprocess": "subprocess.run(['sleep', '1000'])",
     "collective": "(time.sleep(1000) if nbddp.rank() else torch.distributed.all_reduce(torch.ones(1)))",
-    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "stopped": "subprocess.Popen(['sleep', '1000']), os.kill(os.getpid(), signal.SIGSTOP)",
 }
 
 
@@ -110,9 +110,9 @@ def test_stop_runs_finally_blocks_and_keeps_what_was_logged(cell: Cells, in_fold
 
 @pytest.fixture
 def patient(notebook: Notebook) -> Iterator[Notebook]:
-    """A notebook that gives its ranks a minute: what ends within seconds has not waited for that."""
+    """A notebook that waits twelve times as long after an interrupt: what ends within seconds hasn't waited."""
     notebook.ok("from nbddp.kernel import attempt, start\nbefore = start.OF_A_RUN")
-    notebook.ok("start.OF_A_RUN = attempt.Patience(0.3, (60.0, 0.0))")
+    notebook.ok("start.OF_A_RUN = attempt.Patience(0.3, tuple(12 * each for each in before.after_interrupts_s))")
     yield notebook
     notebook.ok("start.OF_A_RUN = before")
 
@@ -275,9 +275,9 @@ def test_a_failure_leaves_the_users_own_children_and_handlers_alone_and_the_next
     handler = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         names = cell("""
-            import os, signal
+            import os, signal, subprocess
             def raises(): raise ValueError
-            def dies(): os.kill(os.getpid(), signal.SIGKILL)
+            def dies(): subprocess.Popen(["sleep", "1000"]), os.kill(os.getpid(), signal.SIGKILL)
             def good(): return 1
         """)
         for bad in (names.raises, names.dies):

@@ -116,7 +116,7 @@ def test_without_a_launcher_a_job_is_one_rank(
     assert sorted(os.listdir()) == ["hydra.py", "job.nbddp", "m", "r"]
     assert Path("job.nbddp").read_bytes() == before
     del vars(sys.modules["__main__"])["Net"]
-    with pytest.raises(nbddp.PayloadError, match=r"^r cannot be unpickled here: .* has no attribute 'Net'"):
+    with pytest.raises(nbddp.PayloadError, match=r"^r can't be unpickled here: .* has no attribute 'Net'"):
         nbddp.load_result("r")
 
 
@@ -182,7 +182,7 @@ def test_threads_and_exit_handlers_finish_and_the_part_of_a_result_that_pickles_
     code, printed = Job(tmp_path, tmp_path / "job.nbddp", "--result", tmp_path / "r").end()
     assert code == 1
     told, *more = printed.splitlines()
-    assert told.startswith("nbddp: what train returned cannot be written: the result → ['lock']: ")
+    assert told.startswith("nbddp: what train returned can't be written: the result → ['lock']: ")
     assert told.endswith(f"Everything else is in {tmp_path / 'r'}")
     assert more == ["thread", "handler"]
     assert nbddp.load_result(tmp_path / "r")["steps"] == 5
@@ -229,9 +229,9 @@ def test_a_job_file_is_its_owners_only_and_stays_when_the_next_export_fails(cell
     finally:
         os.umask(before)
     whole = path.read_bytes()
-    with pytest.raises(nbddp.PayloadError, match=r"^train cannot be exported: train → helper → lock: "):
+    with pytest.raises(nbddp.PayloadError, match=r"^train can't be exported: train → helper → lock: "):
         nbddp.export(names.train, path)
-    with pytest.raises(nbddp.LaunchError, match="cannot be called with these arguments"):
+    with pytest.raises(nbddp.LaunchError, match="can't be called with these arguments"):
         nbddp.export(names.train, path, (1,))
     assert path.read_bytes() == whole
     assert os.listdir(tmp_path) == ["job.nbddp"]
@@ -253,9 +253,9 @@ def test_a_broken_file_is_refused_in_one_way_and_not_unpickled(cell: Cells, tmp_
     whole = Path("job.nbddp").read_bytes()
     for how, broken in BROKEN.items():
         Path("job.nbddp").write_bytes(broken(whole))
-        with pytest.raises(nbddp.NbddpError, match=r"was not written by nbddp.export\(\), or is truncated|is damaged"):
+        with pytest.raises(nbddp.NbddpError, match=r"wasn't written by nbddp.export\(\), or is truncated|is damaged"):
             job_file.read("job.nbddp", job_file.JOB)
-        with pytest.raises(nbddp.NbddpError, match=r"was not written by python -m nbddp \.\.\. --result, or is trunc"):
+        with pytest.raises(nbddp.NbddpError, match=r"wasn't written by python -m nbddp \.\.\. --result, or is trunc"):
             nbddp.load_result("job.nbddp" if how != "a result" else __file__)
     Path("job.nbddp").write_bytes(whole.replace(b'"Python 3', b'"Python 2'))
     assert "was written with Python 2." in Job(tmp_path, "job.nbddp").end()[1]
@@ -280,11 +280,11 @@ def test_a_damaged_file_is_refused_or_whole(seed: int) -> None:
 def test_what_a_result_raises_when_it_is_unpickled_arrives_as_one_error(cell: Cells, in_folder: Path) -> None:
     with nbddp.payload.pack({"x": Planted("gone/away")}).block as block:
         job_file.write("result", job_file.RESULT, block)
-    with pytest.raises(nbddp.PayloadError, match=r"^result cannot be unpickled here: FileNotFoundError: .*gone/away"):
+    with pytest.raises(nbddp.PayloadError, match=r"^result can't be unpickled here: FileNotFoundError: .*gone/away"):
         nbddp.load_result("result")
 
 
-MISSING = "train and its data cannot be unpickled here: ModuleNotFoundError: No module named 'datautils_of_job'"
+MISSING = "train and its data can't be unpickled here: ModuleNotFoundError: No module named 'datautils_of_job'"
 
 
 def test_what_cannot_run_is_refused_in_one_line_before_the_training(
@@ -299,7 +299,7 @@ def test_what_cannot_run_is_refused_in_one_line_before_the_training(
     before = Path("job.nbddp").read_bytes()
     for words, environ, told in (
         (["none"], {}, "[Errno 2] No such file or directory: 'none'"),
-        (["job.nbddp", "--result", "gone/r"], {}, "--result: the folder {}/gone does not exist; create it first"),
+        (["job.nbddp", "--result", "gone/r"], {}, "--result: the folder {}/gone doesn't exist; create it first"),
         (["job.nbddp", "--metrics", "job.nbddp"], {}, "--metrics: job.nbddp exists and isn't a metrics file"),
         (["job.nbddp"], {"SLURM_STEP_NUM_TASKS": "2"}, "each srun task would train on its own: use srun torchrun"),
         (["lacks.nbddp"], {}, MISSING),

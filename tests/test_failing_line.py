@@ -40,9 +40,9 @@ def test_secrets_and_long_values_are_not_shown() -> None:
 
     names = found(fail, "hf_123", "x" * 10**6, 10**5000, b"y" * 99, "sk-123", "me")
     assert names["api_token"] == names["key"] == names["key + user"] == "str (not shown)"
-    assert names["text"] == f"'{'x' * 60}'... (1,000,000 long)"
+    assert names["text"] == f"'{'x' * 60}'... (length 1,000,000)"
     assert names["huge"] == "int"
-    assert names["data"] == f"b'{'y' * 60}'... (99 long)"
+    assert names["data"] == f"b'{'y' * 60}'... (length 99)"
     assert not [text for text in names.values() if "hf_123" in text or "sk-123" in text]
     secret = ["self.key", "passphrase", "db_pwd", "privateKey", "config.api_key", "HF_TOKEN", "key[:3]"]
     assert {failing_line.describe(name, "sk-123") for name in secret} == {"str (not shown)"}

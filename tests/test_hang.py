@@ -33,7 +33,7 @@ def test_uneven_batches_are_named_as_the_likely_cause(cell: Cells) -> None:
     expected = re.compile(
         r"rank 0 finished after step 2; ranks 1 and 2 are in (backward|DDP's forward) after step [23] "
         r"\(train, line [67]\)\. Most likely, rank 0 had fewer batches than the others\. nbddp\.loader gives "
-        r"every rank the same number; without it, use DistributedSampler, drop_last=True, or torch's Join\n"
+        r"every rank the same number; without it, use DistributedSampler, drop_last=True, or nbddp.join\(model\)\n"
     )
     text = wait_until(lambda: (found := going.stacks()) and expected.match(found) and found, what=going.stacks)
     assert "loss = model" in text or "loss.backward()" in text  # the reader's own line
@@ -80,8 +80,8 @@ SAME_ORDER = ". Every rank has to call the same collectives in the same order; u
         (
             ONE_IS_LATE,
             4,
-            "ranks 0, 2 and 3 are waiting in barrier after step 0 (train, line 8); "
-            "rank 1 is in load, line 3 after step 0",
+            "ranks 0, 2, and 3 are waiting in barrier after step 0 (train, line 8); "
+            "rank 1 is in load, line 3, after step 0",
         ),
     ],
     ids=["different collectives", "only one wraps", "one is late"],
@@ -136,7 +136,7 @@ def test_a_collective_that_times_out_names_the_missing_rank(cell: Cells) -> None
     """)
     error = error_of(names.train, nprocs=3, pg_timeout=2)
     assert error.rank in (0, 1)
-    assert re.search(r"gave up in all_reduce.* \(train, line 7\)", error.where), error.where
+    assert re.search(r"failed in all_reduce.* \(train, line 7\)", error.where), error.where
     assert "rank 2 is in nap, line 3" in error.where
     assert error.where in str(error)
     assert error.where in "\n".join(error._render_traceback_())
@@ -243,7 +243,7 @@ BARRIER = ALL_REDUCE._replace(function="barrier")
         (
             [_called(0, "<module>", 1, BARRIER), Location(1, "outside")],
             "rank 0 is waiting in barrier (line 1); rank 1 is not part of this call. A collective over all ranks also "
-            "waits for rank 1: call it on all ranks, or pass it a group that all ranks created in an earlier call: "
+            "waits for rank 1: call it on all ranks, or pass it a group that all ranks created earlier: "
             "dist.new_group([0])",
         ),
         (

@@ -105,7 +105,7 @@ def test_the_first_thousand_names_of_a_run_are_kept_and_the_others_counted_once(
     assert (len(history), "step999" in history, "step1000" in history) == (1000, True, False)
     assert history["step3"].values.tolist() == [3.0, 1.5]
     assert history.notices == [
-        "only the first 1,000 metrics are kept; 2,001 more names were logged. Do names include a step or sample number?"
+        "only the first 1,000 metrics are kept; 2,001 more names were logged. Do the names include a step?"
     ]
     assert history.ranks[0].step == 8000  # a rank's progress counts all the same
 
@@ -154,15 +154,15 @@ def test_where_ranks_do_not_log_alike_a_notice_says_so() -> None:
     history.settle()
     assert history["total"].steps.tolist() == [0, 2]
     assert history["loss"].steps.tolist() == [0, 1, 2]
-    skipped = "1 of 3 steps were logged by only 2 of 3 ranks (the first is step 1)"
+    skipped = "1 of 3 steps was logged by only 2 of 3 ranks (the first is step 1)"
     first = "rank 0 logged it with reduce='max'"
     assert history.notices == [
-        f"total: {skipped}; the sums leave out these steps",
-        f"loss: {skipped}; for these, the mean is over the ranks that logged it",
-        f"theirs: {first} and rank 1 with reduce='min'; that of rank 0 is used for the whole run",
+        f"total: {skipped}; the sums leave out this one",
+        f"loss: {skipped}; for this one, the mean is over the ranks that logged it",
+        f"theirs: {first} and rank 1 with reduce='min'; rank 0's is used for the whole run",
         f"mine: {first} and later with reduce='mean'; the first is used for the whole run",
-        "mine: 1 of 2 steps were logged by only 1 of 3 ranks (the first is step 1); "
-        "for these, the maximum is over the ranks that logged it",
+        "mine: 1 of 2 steps was logged by only 1 of 3 ranks (the first is step 1); "
+        "for this one, the maximum is over the ranks that logged it",
         "val: only 1 of 3 ranks logged it; the sum is over that rank",
     ]
 
@@ -297,7 +297,7 @@ def test_a_file_is_written_whole_and_only_where_a_file_may_be(write: Any, tmp_pa
     assert (theirs.read_text(), (tmp_path / "link").is_symlink()) == ("precious", False)
     os.mkfifo(tmp_path / "pipe")
     for bad in ("pipe", ".", "none/h", "n" * 300, "\0", "theirs/h"):
-        with pytest.raises(nbddp.NbddpError, match="cannot write '"):
+        with pytest.raises(nbddp.NbddpError, match="can't write '"):
             write(history, tmp_path / bad)
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "theirs"], "and nothing else"
 
@@ -343,7 +343,7 @@ def test_a_job_is_loaded_from_its_ranks_files_while_it_runs(tmp_path: Path) -> N
 def test_what_is_no_history_is_refused_soon(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(data)
     began = time.monotonic()
-    with pytest.raises(nbddp.NbddpError, match=r"/m cannot be read as metrics: \S"):
+    with pytest.raises(nbddp.NbddpError, match=r"/m can't be read as metrics: \S"):
         History.load(tmp_path / "m")
     assert time.monotonic() - began < 5
     with pytest.raises(nbddp.NbddpError, match="No such file"):

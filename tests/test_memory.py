@@ -129,11 +129,11 @@ def test_status_shows_each_ranks_memory_and_which_rank_has_ended(notebook: Noteb
     os.kill(pids[1], signal.SIGKILL)
     wait_until(lambda: gone(pids[1]))
     first, *lines = notebook.ok("%ddp status").shown.splitlines()
-    assert (lines[0][:13], lines[1]) == ("  rank 0: pid", "  rank 1: has ended")
+    assert (lines[0][:13], lines[1]) == ("  rank 0: pid", "  rank 1: ended")
     assert notebook.cell("1").ename == "RankDied"
     first, *lines = notebook.ok("%ddp status").shown.splitlines()
     assert first.startswith("<Session: rank 1 of 2 was killed by SIGKILL")
-    assert (lines[0][:13], lines[1]) == ("  rank 0: pid", "  rank 1: has ended")
+    assert (lines[0][:13], lines[1]) == ("  rank 0: pid", "  rank 1: ended")
     notebook.ok("%ddp close")
 
 
@@ -190,7 +190,7 @@ def test_kills_are_counted_in_our_memory_cgroup(cgroups: Path, lines: str, file:
     assert oom.kills() == kills
 
 
-OOM_KILLER = "by the system's OOM killer: the machine or container is out of memory. Try a smaller"
+OOM_KILLER = "by the system's OOM killer: the machine or container ran out of memory. Try a smaller"
 
 
 @pytest.mark.parametrize(("after", "text"), [(3, OOM_KILLER), (2, "by SIGKILL without")])

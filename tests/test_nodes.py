@@ -33,7 +33,7 @@ def _two_nodes_with_four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "nbddp.ray.nodes", raising=False)
-    with pytest.raises(nbddp.LaunchError, match=r"pip install ray, also.*export\(\) and torchrun"):
+    with pytest.raises(nbddp.LaunchError, match=r"run pip install ray on every.*export\(\) and torchrun"):
         nbddp.run(print, nnodes=2)
 
 
@@ -73,7 +73,7 @@ def test_a_lost_node_is_the_cause_of_what_its_peers_raise_before_anybody_notices
     closed = FakeMachine(failed(0, time.monotonic(), "Connection closed by peer"), node="gpu1")
     run = _on((closed, FakeMachine(*_lost(1), node="gpu2")))
     assert isinstance(run.error, nbddp.NodeLost)
-    assert (run.error.node, str(run.error)) == ("gpu2", "node gpu2 is lost: the node has died")
+    assert (run.error.node, str(run.error)) == ("gpu2", "node gpu2 was lost: the node has died")
 
 
 def test_after_a_loss_the_ranks_start_again_on_other_nodes() -> None:

@@ -134,7 +134,7 @@ def test_nan_is_marked_in_the_chart_of_its_metric_only_and_a_notice_names_the_ra
         values = [1.0 + step % 2 if step < 60 or rank == 0 else math.nan for step in range(200)]
         logged(history=history, rank=rank, reduce="mean", **{"train/loss": values})
     marks = {chart.title: [text for _, text, _ in chart.marks] for chart in charts(history)[0]}
-    assert marks == {"Loss": ["NaN from step 60"], "Accuracy": []}
+    assert marks == {"Loss": ["NaN since step 60"], "Accuracy": []}
     assert notices(history) == ["train/loss has been NaN since step 60 on rank 1"]
     assert notices(logged(4, loss=[1.0, math.inf, math.nan])) == ["loss has been ∞ since step 1 on ranks 0 to 3"]
 

@@ -178,7 +178,7 @@ def refused(cell: Cells, names: SimpleNamespace, path: str = "train → thing") 
             run(names.train)
         assert marked_pids() == before
         assert " → ".join(caught.value.path) == path
-        beginning, _, rest = str(caught.value).partition(f"train cannot be sent to the ranks: {path}: ")
+        beginning, _, rest = str(caught.value).partition(f"train can't be sent to the ranks: {path}: ")
         assert beginning == ""
         said.append(rest)
     return said

@@ -122,9 +122,9 @@ def test_a_restart_replaces_the_curve_and_is_marked_and_a_new_epoch_replaces_it(
 def test_an_earlier_run_is_gray_behind_the_curves_it_has() -> None:
     before = logged(loss=[3.0, 2.0], old=[1.0])
     (loss, acc), _ = charts(logged(loss=[2.0], acc=[0.5]), before)
-    assert [(line.ghost, line.label) for line in loss.lines] == [(True, "before"), (False, "")]
+    assert [(line.ghost, line.label) for line in loss.lines] == [(True, "previous run"), (False, "")]
     assert len(acc.lines) == 1
-    assert "before" in text_of(plot(logged(loss=[2.0]), before=before))
+    assert "previous run" in text_of(plot(logged(loss=[2.0]), before=before))
 
 
 def test_a_stage_has_its_color_in_every_chart_and_eight_lines_are_drawn() -> None:
@@ -147,17 +147,17 @@ def test_the_picture_has_tiles_and_ranks_with_their_memory_and_what_waits_for_th
     page = picture(history, status(ranks=2))
     text = text_of(page)
     assert "Finished train 1 process · gloo Step 1 Epoch 5 of 5 Train loss 0.5000 Acc" in text
-    assert "Took 1:02" in text
+    assert "Total time 1:02" in text
     assert "Loss ━ 0.5000" in text
-    assert text.endswith("0 cpu finished 1 100.0 ms 600 MB 1 cpu finished 1 100.0 ms 600 MB")
+    assert text.endswith("0 cpu finished 1 100.0 ms 600 MiB 1 cpu finished 1 100.0 ms 600 MiB")
     assert "Time left" not in text
     assert 'alt="Loss: train 0.5000"' in page
     text = text_of(picture(Recorded(2), change(status("running", 2), 1, waits="at line 3")))
     assert text.startswith("Paused at line 3 train")
-    assert text.endswith("0 cpu running – – 600 MB 1 cpu paused at line 3 – – 600 MB")
+    assert text.endswith("0 cpu running – – 600 MiB 1 cpu paused at line 3 – – 600 MiB")
     assert "Waiting for input" in text_of(picture(Recorded(), change(status("running"), 0, waits="for input")))
     gauge = text_of(picture(Recorded(), change(status("running"), 0, gpu=(8 << 30, 16 << 30))))
-    assert gauge.endswith("cpu running – – 8.0 / 16 GB")
+    assert gauge.endswith("cpu running – – 8.0 / 16 GiB")
 
 
 def test_a_state_has_one_color_in_head_bar_and_table() -> None:
@@ -190,7 +190,7 @@ def test_of_16_ranks_one_sees_that_there_are_more_and_those_in_trouble() -> None
     shown, rest = page.split("<details")
     assert "silent for 60 s" in shown
     assert shown.count("<tr>") == 1 + 8
-    assert "and 8 more ranks" in rest
+    assert "and 8 more" in rest
     many = text_of(picture(Recorded(500), change(status("stopped", 500), 300, state="failed", host="gpu3")))
     assert "300 gpu3 · cpu failed" in many
     assert many.endswith("and 476 more")
@@ -202,7 +202,7 @@ def test_the_picture_reports_metrics_that_ranks_log_differently() -> None:
     logged(history=history, rank=1, reduce="sum", total=[1.0])
     logged(history=history, rank=1, reduce="sum", total=[1.0], first=2)
     history.settle()
-    told = "total: 1 of 3 steps were logged by only 1 of 2 ranks (the first is step 1); the sums leave out these steps"
+    told = "total: 1 of 3 steps was logged by only 1 of 2 ranks (the first is step 1); the sums leave out this one"
     assert told in text_of(picture(history, status(ranks=2)))
 
 

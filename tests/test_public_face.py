@@ -145,7 +145,8 @@ def test_every_function_has_its_promised_signature() -> None:
     for kind in (nbddp.Run, nbddp.Session):
         own = {f"{kind.__name__}.{name}" for name in _public(kind) if inspect.isfunction(getattr(kind, name))}
         assert own == {name for name in SIGNATURES if name.startswith(f"{kind.__name__}.")} - {"Session.__init__"}
-    assert len(inspect.signature(nbddp.run).parameters) <= 3 + 19
+    assert len(inspect.signature(nbddp.run).parameters) <= 3 + 19, "a new option has to replace one"
+    assert set(re.findall(r"^        (\w+):", str(nbddp.run.__doc__), re.M)) >= Given.__annotations__.keys()
 
 
 def test_a_name_of_another_version_or_library_is_answered_with_the_one_here() -> None:
@@ -162,7 +163,7 @@ def test_a_name_of_another_version_or_library_is_answered_with_the_one_here() ->
         *(("hosts", "nnodes"), ("min_hosts", "nnodes"), ("num_machines", "nnodes"), ("num_nodes", "nnodes")),
     ]:
         with pytest.raises(TypeError, match=rf"^run\(\) got an .* argument '{option}'; did you mean {here}\?$"):
-            nbddp.run(print, **{option: 1})  # type: ignore[arg-type]
+            nbddp.run(print, **{option: 1, "z": 1})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^loader\(\) got an .* argument 'split_batch'; did you mean split_batches\?$"):
         nbddp.loader([1, 2], split_batch=True)
 

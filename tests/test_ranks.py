@@ -242,15 +242,15 @@ def test_restart_count_grows_with_each_failure_up_to_max_restarts(cell: Cells, i
     assert caught.value.rank == 1
 
 
-def test_the_notebooks_time_zone_and_arguments_are_the_ranks_but_not_its_kernels_own(notebook: Notebook) -> None:
+def test_the_notebooks_environment_and_arguments_are_the_ranks_but_not_its_kernels_own(notebook: Notebook) -> None:
     notebook.ok("""
         import nbddp, os, sys, time
-        def train(): return time.strftime("%H", time.localtime(0)), sys.argv
+        def train(): return time.strftime("%H", time.localtime(0)), sys.argv, os.environ.get("PATH")
         def ran(argv, orig_argv=sys.orig_argv):
             sys.argv, sys.orig_argv = argv, orig_argv
             return nbddp.run(train, nprocs=1, device="cpu", show=False).value
         kernels = sys.argv, sys.orig_argv
-        os.environ["TZ"] = "Asia/Tokyo"
+        os.environ["TZ"], path = "Asia/Tokyo", os.environ.pop("PATH")
     """)
     notebook.ok("colab = ['colab_kernel_launcher', '-f', 'kernel.json']")
     for arguments, expected in (
@@ -259,5 +259,5 @@ def test_the_notebooks_time_zone_and_arguments_are_the_ranks_but_not_its_kernels
         ("['x.py']", "['x.py']"),
         ("colab, ['python', '-m', *colab]", "['train']"),
     ):
-        assert out(notebook.ok(f"ran({arguments})")) == f"('09', {expected})"
-    notebook.ok("sys.argv, sys.orig_argv = kernels; del os.environ['TZ']")
+        assert out(notebook.ok(f"ran({arguments})")) == f"('09', {expected}, None)"
+    notebook.ok("sys.argv, sys.orig_argv = kernels; del os.environ['TZ']; os.environ['PATH'] = path")

@@ -44,7 +44,7 @@ def test_the_last_error_is_raised_and_names_the_first(cell: Cells) -> None:
     assert "attempt 2" in str(error)
     assert isinstance(error.first, nbddp.RankDied)
     assert (error.restarts, error.first.exitcode) == (2, 7)
-    told = "This was after 2 restarts; the first failure was RankDied: rank 1 of 2 ended with exit code 7"
+    told = "Failed after 2 restarts; the first failure was RankDied: rank 1 of 2 ended with exit code 7"
     assert told in str(error)
     assert told in "\n".join(error._render_traceback_())
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
@@ -80,8 +80,19 @@ def test_a_resumed_run_has_every_step_once(cell: Cells, in_folder: Path) -> None
 
 def test_what_a_restart_cannot_heal_is_not_restarted(cell: Cells, in_folder: Path) -> None:
     Path("s.pt").write_bytes(b"no snapshot")
-    with pytest.raises(nbddp.RankError, match="cannot be read as a snapshot"):
+    with pytest.raises(nbddp.RankError, match="can't be read as a snapshot"):
         run(cell("import nbddp\ndef train(): nbddp.load_snapshot('s.pt')").train, max_restarts=3)
     last = nbddp.last_run()
     assert last is not None
     assert last.restarts == 0
+
+
+def test_a_timeout_is_that_of_all_attempts_together_and_names_the_first_failure(cell: Cells) -> None:
+    names = cell("""
+        import time
+        def train():
+            time.sleep(0.3)
+            raise ValueError("once more")
+    """)
+    with pytest.raises(nbddp.RunTimeout, match=r"Failed after \d restarts?; the first failure was RankError"):
+        run(names.train, max_restarts=30, timeout=2)

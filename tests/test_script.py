@@ -92,7 +92,7 @@ def test_ddp_run_takes_torchruns_command_line(notebook: Notebook, in_folder: Pat
         reply = notebook.ok(f"run = %ddp run {line} {arguments}\nrun.state, run.name, run.value")
         assert ran.format(name, nprocs) in reply.shown
         assert out(reply) == f"('finished', '{'train' if '-m' in line else 'train.py'}', None)"
-    assert "does not exist" in notebook.cell("%ddp run gone.py").evalue
+    assert "doesn't exist" in notebook.cell("%ddp run gone.py").evalue
     assert "--nprox" in notebook.cell("%ddp run --nprox 2 train.py").shown
     assert "required: script" in notebook.cell("%ddp run -n 2").shown
     notebook.ok("os.chdir(home)")
@@ -159,7 +159,7 @@ def test_a_wrong_call_is_refused_before_a_process_starts(in_folder: Path) -> Non
     (in_folder / "a.py").write_text("")
     before = nbddp.last_run()
     for path, argv, words in (
-        ("gone.py", (), "does not exist"),
+        ("gone.py", (), "doesn't exist"),
         (".", (), "is a folder"),
         ("a.py", "--lr 1", "list of arguments"),
         ("a.py", 5, "list"),

@@ -33,7 +33,7 @@ class Followed:
 
     def __init__(self, history: History) -> None:
         self.history, self.now = history, 0.0
-        self.status = Status("train", "starting", 0.0, "2 processes · gloo")
+        self.status = Status("train", "starting", 0.0, "2 ranks · gloo")
         self._view = TextView(Source(history, lambda: self.status), clock=lambda: self.now)
 
     def becomes(self, state: str, now: float, **changes: Any) -> None:
@@ -53,7 +53,7 @@ def test_a_line_in_two_seconds_tells_loops_time_left_and_metrics_and_one_the_end
     run.becomes("finished", 38.0)
     run.becomes("finished", 39.0)
     lines = ["train: step 20 · loss 20", "train: step 40 · loss 40", "train: step 59 · loss 59"]
-    assert capsys.readouterr().out.splitlines() == [*lines, "train: finished after 0:38 · 2 processes · gloo · loss 59"]
+    assert capsys.readouterr().out.splitlines() == [*lines, "train: finished after 0:38 · 2 ranks · gloo · loss 59"]
     history = Recorded()
     history.add(0, [{"bar": [0, "Epoch", 2, 5], "time": 1.0}, {"bar": [0, "Epoch", 3, 5], "time": 2.0}])
     logged(history=history, first=70, loss=[70])
@@ -69,7 +69,7 @@ def test_a_run_that_has_nothing_to_show_but_its_output_is_silent_unless_it_takes
         run.becomes("starting", 20.0)
         run.becomes("running", 20.0)
         run.becomes("finished", 20.0 + seconds)
-    assert capsys.readouterr().out == "train: finished after 0:50 · 2 processes · gloo\n"
+    assert capsys.readouterr().out == "train: finished after 0:50 · 2 ranks · gloo\n"
 
 
 def test_text_lines_report_once_a_restart_the_number_of_restarts_and_a_hang_with_all_stacks(capsys: Capsys) -> None:
@@ -80,7 +80,7 @@ def test_text_lines_report_once_a_restart_the_number_of_restarts_and_a_hang_with
     for state in ("starting", "running", "running", "finished"):
         run.becomes(state, 38.0, restarts=1, max_restarts=3)
     assert capsys.readouterr().out == (
-        f"train: restarted 1 of 3 after {REASON}\ntrain: finished after 0:38 · 2 processes · gloo · 1 restart\n"
+        f"train: restart 1 of 3 after {REASON}\ntrain: finished after 0:38 · 2 ranks · gloo · 1 restart\n"
     )
     run = Followed(Recorded())
     for seconds in (30, 31):
@@ -98,8 +98,8 @@ def test_the_end_tells_once_what_the_ranks_have_not_logged_alike_and_a_remark(ca
     run = Followed(history)
     for _ in range(2):
         run.becomes("finished", 1.0, remark="no collective was called")
-    told = "total: 1 of 3 steps were logged by only 1 of 2 ranks (the first is step 1); the sums leave out these steps"
-    end = "train: finished after 1.0 s · 2 processes · gloo · total 4"
+    told = "total: 1 of 3 steps was logged by only 1 of 2 ranks (the first is step 1); the sums leave out this one"
+    end = "train: finished after 1.0 s · 2 ranks · gloo · total 4"
     assert capsys.readouterr().out.splitlines() == [f"train: {told}", end, "train: no collective was called"]
 
 
@@ -123,7 +123,7 @@ def test_the_thread_of_a_run_in_the_background_writes_nothing(capsys: Capsys) ->
     thread.join()
     assert capsys.readouterr().out == ""
     run.becomes("finished", 9.0)
-    assert capsys.readouterr().out == "train: finished after 9.0 s · 2 processes · gloo · loss 1\n"
+    assert capsys.readouterr().out == "train: finished after 9.0 s · 2 ranks · gloo · loss 1\n"
 
 
 # ---------------------------------------------------------------------------- real runs

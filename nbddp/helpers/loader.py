@@ -97,7 +97,7 @@ class _Share(_Place, Sampler[Any]):
         rank, other = distributed_c10d._get_default_store().compare_set(key, "", here).decode().split()
         if other != digest:
             raise RuntimeError(
-                f"loader(): the sampler of rank {context.rank()} drew different samples than rank {rank}'s. Give it "
+                f"loader(): rank {context.rank()}'s sampler drew different samples than rank {rank}'s. Give it "
                 f"the same arguments and seeds on all ranks. If it {_SPLITS}"
             )
 
@@ -137,7 +137,7 @@ class _StreamShare(_Place, IterableDataset[Any]):
             raise TypeError(_NOT_RESUMED)
         if splits and reads and self.rank == 0:
             warnings.warn(
-                f"loader(): the stream reads {reads[0]}, so it's taken to split itself among the ranks", stacklevel=1
+                f"loader(): the stream reads {reads[0]}, so it's assumed to split itself among the ranks", stacklevel=1
             )
         first = list(itertools.islice(samples, self.ranks))
         left = itertools.islice(itertools.chain(first, samples), self.start, None)
@@ -151,7 +151,7 @@ class _StreamShare(_Place, IterableDataset[Any]):
         return len(range(self.rank, length, self.ranks)) if self.exact else -(-length // self.ranks)
 
 
-_NOT_RESUMED = "a stream that splits itself among ranks or workers can't be resumed here: save its own state_dict()"
+_NOT_RESUMED = "loader() can't resume a stream that splits itself among ranks or workers: save its own state_dict()"
 _SPLITS = "splits the samples among the ranks itself, pass the sampler you'd use on one GPU, or use torch's DataLoader"
 _READERS = {each.__code__ for each in (context.rank, context.world_size, dist.get_rank, dist.get_world_size)}
 _READERS.add(type(os.environ).__getitem__.__code__)
@@ -214,7 +214,7 @@ class _Loader(DataLoader[Any]):
         return {"epoch": place.epoch, "taken": taken, "length": place.length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there in the next pass, even on more or fewer ranks.
+        """Continue from this position in the next pass, even on more or fewer ranks.
 
         Raises:
             TypeError: the stream splits itself, so only its own ``load_state_dict`` knows where it was.
@@ -238,10 +238,10 @@ class _Loader(DataLoader[Any]):
 def gather_for_metrics(x: torch.Tensor) -> torch.Tensor:
     """Return all ranks' entries for the samples of a loader, in the dataset's order, without repeated samples.
 
-    A collective, for the loader that returned the newest batch. So a metric doesn't depend on the number of ranks.
+    A collective, for the loader that returned the latest batch. So a metric doesn't depend on the number of ranks.
 
     Args:
-        x: an entry for each sample of this rank's newest batch, or of all its batches in this pass, shape (n, ...).
+        x: an entry for each sample of this rank's latest batch, or of all its batches in this pass, shape (n, ...).
 
     Raises:
         ValueError: on all ranks, if there isn't an entry for each sample, or the loader has a ``batch_sampler``,
@@ -249,13 +249,13 @@ def gather_for_metrics(x: torch.Tensor) -> torch.Tensor:
     """
     began, share, left, batch, seen = _newest._at if _newest is not None else (0, 0, 0, 0, 0)
     if _newest is None or not left or _newest._place is _newest.batch_sampler:
-        raise ValueError("gather_for_metrics() needs a loader without batch_sampler; for a stream, use exact=True")
+        raise ValueError("gather_for_metrics() needs a loader without a batch_sampler; for a stream, use exact=True")
     entries = len(x) if len(x) in (batch, seen) else 0
     shares, places = all_gather(x.detach()), all_gather((began + torch.arange(seen - entries, seen)) % share)
     if [len(each) for each in shares] != [len(each) for each in places]:
         raise ValueError(
             f"gather_for_metrics(): the ranks passed {', '.join(str(len(each)) for each in shares)} entries; pass one "
-            "for each sample of the newest batch, or of this pass so far"
+            "for each sample of the latest batch, or of this pass so far"
         )
     index, order = torch.cat([place * len(shares) + rank for rank, place in enumerate(places)]).sort()
     return torch.cat(shares)[order[index < left].to(x.device)]
@@ -280,31 +280,31 @@ def loader(
 ) -> DataLoader[Any]:
     """Return a DataLoader for this rank's share of ``dataset``. Batches stay on the CPU.
 
-    A batch may have any structure, so nbddp doesn't move it: write ``x.to(nbddp.device())``. On CUDA its memory is
-    pinned, so that ``x.to(nbddp.device(), non_blocking=True)`` overlaps with the training.
+    A batch may have any structure, so nbddp doesn't move it: write ``x.to(nbddp.device())``. On CUDA, its memory is
+    pinned, so that ``x.to(nbddp.device(), non_blocking=True)`` overlaps with training.
 
     With ``shuffle=True`` or a sampler, an epoch ends when all its batches have been taken, in one pass or in several
     that were left early: each pass continues where the last one stopped. So a single rank may look at a batch,
     ``next(iter(loader))``, and its next pass still has its whole share of the epoch that the other ranks are in. (A
-    rank that goes through the whole loader alone is in the next epoch, as with ``DistributedSampler``: call
-    ``loader.set_epoch(epoch)`` on every rank.)
+    rank that goes through the whole loader alone is then in the next epoch: call ``loader.set_epoch(epoch)`` on every
+    rank, as with ``DistributedSampler``.)
 
     ``loader.state_dict()`` has the position in the data. A loader that loads it with ``load_state_dict()`` continues
     with the next sample, even on more or fewer ranks. It's right if every rank has taken as many batches as the
     rank that saves it.
 
     Args:
-        dataset: map-style; or a stream, an ``IterableDataset``; or a DataLoader, which is made again with its options
-            for this rank's share. Of a ``datasets`` stream, each rank reads its part. One that reads its
-            rank or the world size while it's iterated is taken to split itself. Any other is read by every rank,
+        dataset: map-style; or a stream, an ``IterableDataset``; or a DataLoader, which is re-created with its options
+            for this rank's share. Each rank reads its part of a ``datasets`` stream. One that reads its
+            rank or the world size while it's iterated is assumed to split itself. Any other is read by every rank,
             which keeps every n-th sample: its order must be the same on every rank. With several workers, the stream
             has to split itself among them, as in torch.
         batch_size: samples per step, on this rank or, with ``split_batches=True``, over all ranks.
         shuffle: use a new order each epoch, from the run's ``seed``: that of ``DistributedSampler`` with
             ``set_epoch(0)``, ``set_epoch(1)``, ...
         exact: True: every sample exactly once, for evaluation; some ranks may have one sample, and one batch, fewer.
-            False: as with ``DistributedSampler`` a few samples are repeated to make the shares equal, so that no rank
-            waits for another one in a collective.
+            False: as with ``DistributedSampler``, a few samples are repeated to make the shares equal, so that no rank
+            waits for another in a collective.
         sampler: any sampler with a length, such as ``WeightedRandomSampler``: every rank draws the same samples, as
             many as on one GPU, and keeps its share.
         batch_sampler: any sampler of batches; each rank takes its share of the batches.
@@ -331,7 +331,7 @@ def loader(
             shuffle = isinstance(own, RandomSampler) and not own.replacement and own.num_samples == len(dataset)
             sampler = None if shuffle or isinstance(own, SequentialSampler) else own
     if split_batches and (batch_size or 1) % ranks:
-        raise ValueError(f"a global batch_size of {batch_size} is not divisible by {ranks} ranks")
+        raise ValueError(f"a global batch_size of {batch_size} isn't divisible by {ranks} ranks")
     batch_size = batch_size // ranks if batch_size and split_batches else batch_size
     kw.setdefault("pin_memory", context.device().type == "cuda")
     given = sampler if sampler is not None else batch_sampler
@@ -339,7 +339,7 @@ def loader(
         raise ValueError("exact=True takes every sample, but drop_last=True leaves some out: choose one")
     for each in (given, getattr(given, "sampler", None)):
         if hasattr(each, "num_replicas"):  # DistributedSampler's
-            raise TypeError(f"loader() distributes the samples itself. Since {type(each).__name__} {_SPLITS}")
+            raise TypeError(f"loader() already distributes the samples. Since {type(each).__name__} {_SPLITS}")
     if isinstance(dataset, IterableDataset):
         datasets = sys.modules.get("datasets")
         if splits := datasets is not None and isinstance(dataset, datasets.IterableDataset):

@@ -37,14 +37,14 @@ _LOADS_AGAIN_S = 2.0  # a rank that has found no file, has written one, and load
 
 
 def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
-    """Write ``state`` to ``path``, on rank 0 only; an old file stays until the new one is complete.
+    """Write ``state`` to ``path``, only on rank 0; an old file stays until the new one is complete.
 
     Args:
         **state: tensors, numbers, text, NumPy arrays and numbers, and containers of these. A model, an optimizer or
             any other object with a ``state_dict`` is saved as its ``state_dict`` (a DDP model as its ``.module``'s).
 
     Raises:
-        NbddpError: the file cannot be written, or :func:`load_snapshot` could not read it again; the old one stays.
+        NbddpError: the file can't be written, or :func:`load_snapshot` couldn't read it back; the old one stays.
     """
     if not context.is_primary():
         return
@@ -58,7 +58,7 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
         except Exception as error:  # of anything that is pickled
             if isinstance(error.__context__, OSError):  # torch's own error for a full disk says nothing of the disk
                 raise error.__context__ from None
-            raise NbddpError(f"{os.fspath(path)} was not written: {_reason(error)}") from error
+            raise NbddpError(f"{os.fspath(path)} wasn't written: {_reason(error)}") from error
     log.record(saved=os.path.abspath(path), step=max(log.last_steps().values(), default=None))
 
 
@@ -97,7 +97,7 @@ def load_snapshot(
     except Exception as error:  # a file from elsewhere may raise anything
         refused = isinstance(error, pickle.UnpicklingError) and weights_only
         hint = ". If you trust the file (loading it can run any code), use weights_only=False" if refused else ""
-        raise NbddpError(f"{path} cannot be read as a snapshot: {_reason(error)}{hint}") from error
+        raise NbddpError(f"{path} can't be read as a snapshot: {_reason(error)}{hint}") from error
     log.resume_after(content["steps"])
     return _agreed(path, f"a snapshot ({digest:08x})", content["state"])
 
@@ -127,7 +127,7 @@ def _agreed(path: str, found: str, state: dict[str, Any] | None) -> dict[str, An
         while others := [other for key in keys if (other := _looked_up(store, key)) and not other.endswith(found)]:
             if time.monotonic() > deadline:
                 raise NbddpError(
-                    f"load_snapshot({path!r}): {others[0]}, {here}. All ranks must see the same file; call "
+                    f"load_snapshot({path!r}): {others[0]}, but {here}. All ranks must see the same file; call "
                     "barrier() between loading it and saving the next one"
                 )
             time.sleep(0.02)

@@ -25,7 +25,7 @@ _CHUNK = 10_000
 
 @dataclass(frozen=True)
 class Restart:
-    """All ranks started again after a failure.
+    """All ranks were restarted after a failure.
 
     Attributes:
         step: the first step that the lowest rank logged afterwards; None if none was logged.
@@ -37,7 +37,7 @@ class Restart:
 
 
 class Broken(NamedTuple):
-    """A metric whose newest values are NaN or infinite on some ranks: since which step, and the first such value."""
+    """A metric whose latest values are NaN or infinite on some ranks: since which step, and the first such value."""
 
     step: int
     value: float
@@ -47,7 +47,7 @@ class Broken(NamedTuple):
 class History(Mapping[str, Series]):
     """The metrics of one run: ``steps, values = history["loss"]``.
 
-    With ``reduce=``, a metric is combined over the ranks; otherwise it's that of the lowest rank that logged it. Steps
+    With ``reduce=``, a metric is combined over the ranks; otherwise, the lowest rank that logged it counts. Steps
     that are repeated after a restart replace the old ones. All methods may be called while the run is active.
 
     Which values belong together: without ``step=``, the n-th value of each rank under this name; with ``step=``, those
@@ -77,9 +77,9 @@ class History(Mapping[str, Series]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:
-        """Load what :meth:`save` or the ranks of a job wrote (``python -m nbddp job.nbddp --metrics PATH``).
+        """Load what :meth:`save` or the ranks of a job wrote (``python -m nbddp job.nbddp --metrics FILE``).
 
-        While the job runs: what it has logged so far. A job that was started again continues its files.
+        While the job is running, this is what it has logged so far. A restarted job appends to its files.
 
         Raises:
             NbddpError: there is no such file, it's damaged, or it wasn't written by nbddp.
@@ -100,7 +100,7 @@ class History(Mapping[str, Series]):
             recording.settle(broken_off=first.broken_off)
             recording.metrics = {name: each for name, each in recording.metrics.items() if each.blocks}
         except Exception as error:  # the file may hold anything
-            raise NbddpError(f"{os.fspath(path)} cannot be read as metrics: {in_a_line(error)}") from error
+            raise NbddpError(f"{os.fspath(path)} can't be read as metrics: {in_a_line(error)}") from error
         return cls(recording)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -158,7 +158,7 @@ class History(Mapping[str, Series]):
         if left_out:
             more = "1 more name was" if left_out == 1 else f"{left_out:,} more names were"
             limit = f"only the first {MAX_METRICS:,} metrics are kept; {more} logged"
-            found.insert(0, f"{limit}. Do names include a step or sample number?")
+            found.insert(0, f"{limit}. Do the names include a step?")
         return found
 
     def __getitem__(self, name: str) -> Series:
@@ -179,11 +179,11 @@ class History(Mapping[str, Series]):
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __repr__(self) -> str:
-        shown = [f"{name}: {len(series.steps)} points" for name, series in self.items()]
+        shown = [f"{name}: {(n := len(series.steps))} point{'s' * (n != 1)}" for name, series in self.items()]
         return f"History({', '.join(shown) or 'nothing logged'})"
 
     def points(self, name: str) -> Points:
-        """Steps, times (unix seconds), values, and the lowest and highest value over the ranks."""
+        """Steps, times (Unix seconds), values, and the lowest and highest value over the ranks."""
         with self._recording.lock:
             return self._recording.metric(name).points()
 
@@ -195,13 +195,13 @@ class History(Mapping[str, Series]):
     def spread(self, name: str) -> Spread:
         """The lowest and highest value over the ranks, for the steps that every rank with this metric has logged.
 
-        When the run is over, for those that at least two ranks have logged.
+        Once the run is over, for the steps that at least two ranks have logged.
         """
         with self._recording.lock:
             return self._recording.metric(name).spread()
 
     def latest(self) -> dict[str, float]:
-        """The newest value of each metric."""
+        """The latest value of each metric."""
         with self._recording.lock:
             names = self._recording.names()
             return {name: value for name in names if (value := self._recording.metrics[name].latest()) is not None}
@@ -215,7 +215,7 @@ class History(Mapping[str, Series]):
         return pandas.DataFrame(columns).sort_index().rename_axis("step")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """One line per step, one column per metric; a missing value is an empty field.
+        """Write a CSV file: a line per step, a column per metric; a missing value is an empty field.
 
         A metric named ``step`` is the column ``step.1``. Raises NbddpError if the file cannot be written.
         """
@@ -236,10 +236,10 @@ def _logged_differently(metric: Metric) -> Iterator[str]:
     first, op = min(metric.ops), metric.op
     for rank, other in [(rank, op) for rank, ops in sorted(metric.ops.items()) for op in ops]:
         if other != op:
-            who = "later" if rank == first else f"rank {rank}"
+            who, used = ("later", "the first") if rank == first else (f"rank {rank}", f"rank {first}'s")
             yield (
                 f"rank {first} logged it with reduce={op!r} and {who} with reduce={other!r}; "
-                f"{'the first' if rank == first else f'that of rank {first}'} is used for the whole run"
+                f"{used} is used for the whole run"
             )
             break
     if op is None:
@@ -254,9 +254,10 @@ def _logged_differently(metric: Metric) -> Iterator[str]:
     if fewer.all() and low == high:
         yield f"{logged_by} logged it; {result} is over {'that rank' if low == 1 else 'those ranks'}"
         return
+    were, these = ("was", "this one") if fewer.sum() == 1 else ("were", "these")
     number, left_out = int(fewer.sum()), len(steps) - len(metric.points().steps)
-    part = f"{number:,} of {len(steps):,} steps were logged by {logged_by} (the first is step {steps[fewer][0]})"
+    part = f"{number:,} of {len(steps):,} steps {were} logged by {logged_by} (the first is step {steps[fewer][0]})"
     if left_out:
-        yield f"{part}; the sums leave out {'these steps' if left_out == number else f'{left_out:,} of them'}"
+        yield f"{part}; the sums leave out {these if left_out == number else f'{left_out:,} of them'}"
     else:
-        yield f"{part}; for these, {result} is over the ranks that logged it"
+        yield f"{part}; for {these}, {result} is over the ranks that logged it"

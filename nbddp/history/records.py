@@ -81,7 +81,7 @@ def open_file(path: str | None, rank: int, world_size: int) -> int:
         pass  # the file system has no locks
     if os.pread(fd, len(_MARK), 0) not in (b"", _MARK):
         raise LaunchError(f"--metrics: {path} exists and isn't a metrics file; choose another name")
-    os.write(fd, Start(rank, world_size, time.time(), time.strftime("started again %Y-%m-%d %H:%M")).head())
+    os.write(fd, Start(rank, world_size, time.time(), time.strftime("restarted %Y-%m-%d %H:%M")).head())
     return fd
 
 

@@ -32,7 +32,7 @@ def export(
     what rank 0 returned. Running the file can run any code, as unpickling can.
 
     Args:
-        path: of the file, which is written whole or not at all; only its owner can read it (mode 0600).
+        path: the file to write, whole or not at all; only its owner can read it (mode 0600).
 
     Raises:
         LaunchError: the function can't be called with these arguments.
@@ -40,15 +40,15 @@ def export(
         NbddpError: the file can't be written.
     """
     name = check_call(fn, args, kwargs or {}, None)
-    packed = pack_call(name, fn, tuple(args), dict(kwargs or {}), failure="cannot be exported", elsewhere=True)
+    packed = pack_call(name, fn, tuple(args), dict(kwargs or {}), failure="can't be exported", elsewhere=True)
     with packed.block as block:
         job_file.write(path, job_file.JOB, block, name=name, argv=arguments(name), folders=users_folders())
 
 
 def load_result(path: str | os.PathLike[str]) -> Any:
-    """Return what rank 0 returned in a job that ran with ``--result PATH``; tensors are on the CPU.
+    """Return what rank 0 returned in a job that ran with ``--result FILE``; tensors are on the CPU.
 
-    The notebook's functions and classes are those that it has now under the same names. Loading the file can run any
+    The notebook's functions and classes are looked up by name, as they are defined now. Loading the file can run any
     code, as unpickling can: load only what you trust.
 
     Raises:
@@ -60,4 +60,4 @@ def load_result(path: str | os.PathLike[str]) -> Any:
         try:
             return payload.unpack(block).value
         except Exception as error:  # of a user's __setstate__, or a module that is missing
-            raise PayloadError(f"{os.fspath(path)} cannot be unpickled here: {in_a_line(error)}") from error
+            raise PayloadError(f"{os.fspath(path)} can't be unpickled here: {in_a_line(error)}") from error

@@ -55,10 +55,10 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[Block, dict[str, Any]
         except (ValueError, TypeError, KeyError, RecursionError):
             fits = []
         if fits != [kind, nbytes]:
-            raise NbddpError(f"{os.fspath(path)} was not written by {_WRITER[kind]}, or is truncated")
+            raise NbddpError(f"{os.fspath(path)} wasn't written by {_WRITER[kind]}, or is truncated")
         if versions != _VERSIONS:
             raise NbddpError(
-                f"{os.fspath(path)} was written with {versions}; this machine has {_VERSIONS}, and needs the same"
+                f"{os.fspath(path)} was written with {versions}; this machine has {_VERSIONS}: use the same versions"
             )
         block = Block(os.dup(file.fileno()), nbytes)
         if b"%08x" % _checksum(block, line) != checksum:

@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace) -> None:
     block, job = job_file.read(options.job, job_file.JOB)
     settings, place = _settings(job["name"])
     if options.result and not os.path.isdir(folder := os.path.dirname(os.path.abspath(options.result))):
-        raise LaunchError(f"--result: the folder {folder} does not exist; create it first")
+        raise LaunchError(f"--result: the folder {folder} doesn't exist; create it first")
     metrics = records.open_file(options.metrics, place.rank, settings.world_size)
     sys.argv = job["argv"]
     sys.path[:] = [*job["folders"], *(path for path in sys.path if path not in job["folders"])]
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace) -> None:
     try:
         function, args, kwargs = main_module.unpack(block, 0)
     except Exception as error:  # whatever a user's __setstate__ raises
-        raise PayloadError(f"{settings.name} and its data cannot be unpickled here: {in_a_line(error)}") from None
+        raise PayloadError(f"{settings.name} and its data can't be unpickled here: {in_a_line(error)}") from None
     value = None
     try:
         value = function(*args, **kwargs)
@@ -93,7 +93,7 @@ def _settings(name: str) -> tuple[Settings, Place]:
     device, count = device_and_count(Options())
     needed = ["RANK", "WORLD_SIZE", *(["LOCAL_RANK"] if count > 1 and environ.get("WORLD_SIZE") != "1" else [])]
     if missing := [name for name in needed if name not in environ]:
-        raise LaunchError(f"the launcher set RANK or WORLD_SIZE, but not {' and '.join(missing)}")
+        raise LaunchError(f"the launcher didn't set {' and '.join(missing)}: use torchrun")
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     local_rank, local_size = (int(environ.setdefault(f"LOCAL_{n}", v)) for n, v in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if device == "cpu":
@@ -117,7 +117,7 @@ def _write_result(value: Any, path: str, name: str) -> None:
     main_module.received.clear()
     kept: Any = [each for each in sent if main.get(each.__qualname__) is each]
     main_module.received.update({each.__qualname__: each for each in kept})
-    report = reports.finished(value, f"what {name} returned cannot be written")
+    report = reports.finished(value, f"what {name} returned can't be written")
     with report.block or pack(None).block as written:
         job_file.write(path, job_file.RESULT, written)
     if report.lost:

@@ -15,15 +15,15 @@ _ON_THE_CPU = {
 }
 _ANYWHERE = {
     r"Expected to have finished reduction in the prior iteration": (
-        "Some parameters did not contribute to the loss. If that is intended, use "
+        "Some parameters didn't contribute to the loss. If that is intended, use "
         "nbddp.wrap(model, find_unused_parameters=True)"
     ),
     r"NCCL error|ncclSystemError|ncclRemoteError|ncclInternalError|ncclUnhandledCudaError": (
         "Pass env={'NCCL_DEBUG': 'INFO'} to see NCCL's reason in the ranks' output"
     ),
     r"CUDA error: (device-side assert|an illegal memory access|unspecified launch failure|misaligned address)": (
-        "An earlier call may have caused it: with env={'CUDA_LAUNCH_BLOCKING': '1'} the traceback ends at the right "
-        "one. This process can't use its GPU anymore: in a session, run %ddp close, then %ddp open"
+        "An earlier call may have caused it: with env={'CUDA_LAUNCH_BLOCKING': '1'}, the traceback ends at the right "
+        "one. This rank can't use its GPU anymore: in a session, run %ddp close, then %ddp open"
     ),
 }
 

@@ -153,7 +153,7 @@ class Cells(abc.ABC):
         shell = ipython()
         if (missing := _UNDEFINED.match(text)) and shell is not None and missing[1] in shell.user_ns:
             has = f"The notebook has {missing[1]}, but rank {first.number} doesn't"
-            notes.append(f"{has}: %ddp push {missing[1]}, or run its cell again")
+            notes.append(f"{has}: run %ddp push {missing[1]}, or run its cell again")
         kind = KeyboardInterrupt if name == "KeyboardInterrupt" else CellError
         raised: CellError = type(name, (CellError, kind) if kind is KeyboardInterrupt else (CellError,), {})(text)
         raised.rank = first.number
@@ -195,7 +195,7 @@ def launch_cell(
     count = cell_number()
     settings = decide(options.name or f"In[{count}]", options, cells=True)
     if wrong := [number for number in ranks or () if not 0 <= number < settings.world_size]:
-        raise LaunchError(f"there is no rank {wrong[0]} (0 to {settings.world_size - 1})")
+        raise LaunchError(f"there is no rank {wrong[0]} (nprocs={settings.world_size})")
     packed = pack_names(values, options)
 
     def push_and_run(run: Run[Any], crew: Crew, packed: Packed, options: Options, deadline: float) -> None:
@@ -226,7 +226,7 @@ def cell_number() -> int:
 
 def pack_names(values: Mapping[str, Any], options: Options) -> Packed:
     """Pack values with their names. Raises PayloadError with the name of what can't be sent."""
-    return pack(values, values, "a variable cannot be sent to the ranks", elsewhere=options.nnodes is not None)
+    return pack(values, values, "a variable can't be sent to the ranks", elsewhere=options.nnodes is not None)
 
 
 def _failed_alike(rank: RankState, first: RankState) -> bool:

@@ -30,7 +30,7 @@ _END_S = 2.0
 
 _MOST_WAITING = 16  # events in the inbox, before the machines are asked for more
 _NOT_PRELOADED = (
-    "the fork server could not import nbddp, so each rank has to, which takes seconds: install nbddp, or put its "
+    "the fork server couldn't import nbddp, so each rank has to, which takes seconds: install nbddp, or put its "
     "folder on PYTHONPATH, not only on this notebook's sys.path"
 )
 _SERVER_ENDED = "the fork server exited unexpectedly; its output on stderr shows why"
@@ -86,7 +86,7 @@ class Crew:
                 self._threads.append(thread)
         except (OSError, EOFError) as error:
             why = _SERVER_ENDED if isinstance(error, (EOFError, ConnectionError, ProcessLookupError)) else error
-            raise LaunchError(f"the ranks could not be started: {why}") from error
+            raise LaunchError(f"the ranks couldn't be started: {why}") from error
 
     def _hear(self, machine: Any, left: int) -> None:
         while left and not self._over:
@@ -228,7 +228,7 @@ def _raise(error: Exception) -> None:
 
 def _line(rank: RankState, memory: Memory | None) -> str:
     if memory is None:
-        return f"rank {rank.number}: {'has ended' if rank.ready or not rank.alive else 'is starting'}"
+        return f"rank {rank.number}: {'ended' if rank.ready or not rank.alive else 'starting'}"
     gpu = f", GPU {memory.gpu[0] >> 20:,} of {memory.gpu[1] >> 20:,} MiB" if memory.gpu is not None else ""
     return f"rank {rank.number}: pid {rank.pid}, {memory.resident >> 20:,} MiB{gpu}"
 

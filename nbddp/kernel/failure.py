@@ -19,8 +19,8 @@ _NCCL_TIMEOUT = "collective operation timeout"  # in the text with which NCCL's 
 _NUMBER = re.compile(r"\d+")
 _LAST_LINES = 10
 _OUT_OF_MEMORY = (
-    "was killed by the system's OOM killer: the machine or container is out of memory. "
-    "Try a smaller batch, fewer ranks or fewer DataLoader workers"
+    "was killed by the system's OOM killer: the machine or container ran out of memory. "
+    "Try a smaller batch, fewer ranks, or fewer DataLoader workers"
 )
 
 
@@ -82,7 +82,7 @@ def error_of(rank: RankState, name: str, crew: Crew, where: str = "") -> NbddpEr
         return LaunchError(f"rank {rank.number} failed during setup: {text}")
     if failure.phase == "unpack":
         return PayloadError(
-            f"rank {rank.number} could not unpack {name} and its data: {failure.text}. The modules that they use must "
+            f"rank {rank.number} couldn't unpickle {name} and its data: {failure.text}. The modules that they use must "
             "be importable in a new process, from the notebook's sys.path"
         )
     return RankError(

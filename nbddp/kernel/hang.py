@@ -149,7 +149,7 @@ def report(locations: Sequence[Location], stalled: bool = False) -> str:
 
 
 def summary(locations: Sequence[Location], stalled: bool = False) -> str:
-    """``rank 1 finished after step 120; ranks 0, 2 and 3 are waiting in all_reduce after step 120 (train, line 14)``.
+    """``rank 1 finished after step 120; ranks 0, 2, and 3 are waiting in all_reduce after step 120 (train, line 14)``.
 
     Args:
         stalled: no rank makes progress: a likely reason for the wait is added.
@@ -167,7 +167,7 @@ def _activity(location: Location, count: int) -> str:
             return f"{is_} waiting in {location.collective}"
         return f"{is_} in {location.exchange}" if location.exchange else is_
     if location.state == "failed" and location.waiting_in:
-        return f"gave up in {location.waiting_in}"
+        return f"failed in {location.waiting_in}"
     return {
         "finished": "finished",
         "failed": f"failed ({location.error})",
@@ -183,7 +183,8 @@ def _activity(location: Location, count: int) -> str:
 def _details(location: Location) -> str:
     step = f" after step {location.step:,}" if location.step >= 0 else ""
     if location.state == "running" and not location.waiting_in:
-        return f" {'at' if location.place.startswith('line ') else 'in'} {location.place or 'your function'}{step}"
+        place = location.place or "your function"
+        return f" {'at' if place.startswith('line ') else 'in'} {place}{',' * bool(step)}{step}"
     return step + (f" ({location.place})" if location.place else "")
 
 
@@ -197,13 +198,13 @@ def _likely_reason(locations: Sequence[Location]) -> str:
     if outside:
         return (
             f". A collective over all ranks also waits for {_ranks(outside, 0)}: call it on all ranks, or pass it a "
-            f"group that all ranks created in an earlier call: dist.new_group({[each.rank for each in waiting]})"
+            f"group that all ranks created earlier: dist.new_group({[each.rank for each in waiting]})"
         )
     steps = {each.step for each in locations if each.step >= 0}
     if finished and (len(steps) > 1 or any(each.exchange for each in waiting)):
         return (
             f". Most likely, {_ranks(finished, 0)} had fewer batches than the others. nbddp.loader gives every rank "
-            "the same number; without it, use DistributedSampler, drop_last=True, or torch's Join"
+            "the same number; without it, use DistributedSampler, drop_last=True, or nbddp.join(model)"
         )
     if finished or len({(each.waiting_in, each.place) for each in waiting}) > 1:
         return ". Every rank has to call the same collectives in the same order; uneven numbers of batches break that"

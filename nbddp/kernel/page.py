@@ -52,7 +52,7 @@ class Page:
         write(text)
 
     def tell(self, text: str) -> None:
-        """Write text that isn't an answer to the user: nothing if they want no output."""
+        """Write text that isn't an answer to the user, unless they want no output."""
         if not self._quiet:
             write(text)
 
@@ -75,9 +75,9 @@ class Page:
             for number, text in plain.items():
                 if text != plain.get(self._speaker, ""):
                     lines += [f"[rank {number}] {line}" for line in text.splitlines()]
-        left_out = [f"[{len(lines) - _MAX_LINES} more lines; see %ddp logs]"] if len(lines) > _MAX_LINES else []
+        left_out = [f"[{len(lines) - _MAX_LINES} more; see %ddp logs]"] if len(lines) > _MAX_LINES else []
         if lines:
-            self.write("\n".join([*lines[:_MAX_LINES], *left_out, ""]))
+            self.tell("\n".join([*lines[:_MAX_LINES], *left_out, ""]))
 
     def _display(self, said: messages.Display) -> None:
         if shell := ipython():

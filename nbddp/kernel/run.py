@@ -45,7 +45,7 @@ class Run(Generic[R]):
         history: its metrics.
         state: ``"starting"``, ``"running"``, ``"finished"``, ``"failed"``, or ``"stopped"``.
         error: the error of a failed run; None otherwise.
-        restarts: how many times all ranks were started again.
+        restarts: how many times all ranks were restarted.
         remark: a possible mistake in a finished run; "" for none.
     """
 
@@ -118,7 +118,7 @@ class Run(Generic[R]):
             return in_lines_of_ranks(self.nprocs, self.logs)
         parts = [(state, begin, end) for state, begin, end in self._parts if state.number == rank]
         if not 0 <= rank < self.nprocs:
-            raise ValueError(f"there is no rank {rank} (0 to {self.nprocs - 1})")
+            raise ValueError(f"there is no rank {rank} (nprocs={self.nprocs})")
         return "".join(state.output.text(begin, end) for state, begin, end in parts)
 
     def stacks(self) -> str:
@@ -126,11 +126,11 @@ class Run(Generic[R]):
         attempt = self._attempt
         if attempt is not None and (found := attempt.stacks()):
             return found
-        stopped = f"; when it was stopped: {self._where}" if self._where else ""
+        stopped = f". Where the ranks were: {self._where}" if self._where else ""
         return f"{self.name} ({self.state}): no rank is running{stopped}"
 
     def stop(self, grace: float = STOP_GRACE_S) -> None:
-        """Interrupt all ranks after the same optimizer step (KeyboardInterrupt); kill those left after ``grace`` s."""
+        """Raise KeyboardInterrupt on all ranks after the same optimizer step; kill the rest after ``grace`` seconds."""
         self._ask_to_stop(grace)
         self._done.wait()
 
@@ -139,7 +139,7 @@ class Run(Generic[R]):
         self._show(True)
 
     def wait(self, timeout: float | None = None) -> Run[R]:
-        """Wait until the run is over. Raises its error, or TimeoutError after ``timeout`` s."""
+        """Wait until the run is over. Raises its error, or TimeoutError after ``timeout`` seconds."""
         if (error := self.exception(timeout)) is not None:
             raise error
         return self
@@ -151,7 +151,7 @@ class Run(Generic[R]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the run's error, as ``concurrent.futures.Future`` does."""
         if not self._done.wait(timeout):
-            raise TimeoutError(f"{self.name} is still running after {timeout} s")
+            raise TimeoutError(f"{self.name} is still {self.state} after {timeout} s")
         with interrupts_held():
             self._draw()  # the thread that follows it may not have, and updates come in while a cell runs
         return self.error
@@ -185,7 +185,7 @@ class Run(Generic[R]):
         return html.picture(self.history, self._status(), self._before)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Run stays in the notebook; pass its value")
+        raise TypeError("a Run can't be sent; pass its value")
 
     # ------------------------------------------------------------------ for what carries it out
 
@@ -212,7 +212,7 @@ class Run(Generic[R]):
             name=self.name,
             state=state,
             seconds=self.seconds,
-            summary=f"{self.nprocs} process{'es' * (self.nprocs != 1)} · {settings.backend or settings.device}"
+            summary=f"{self.nprocs} rank{'s' * (self.nprocs != 1)} · {settings.backend or settings.device}"
             + f" · {settings.nnodes} nodes" * (settings.nnodes > 1),
             error=first_line(str(error)) if error is not None else "",
             failed_rank=getattr(error, "rank", None),
@@ -339,12 +339,12 @@ _newest: collections.deque[Run[Any]] = collections.deque(maxlen=1)  # kept even 
 
 
 def runs() -> list[Run[Any]]:
-    """Return the active runs, those that a variable holds, and the newest one; oldest first."""
+    """Return the active runs, those that a variable holds, and the latest one; oldest first."""
     return sorted((run for ref in _runs.valuerefs() if (run := ref())), key=lambda run: run._began)
 
 
 def shutdown() -> None:
-    """Stop all runs, end the fork server, which frees the memory that torch takes there, and release Ray's nodes."""
+    """Stop all runs, end the fork server (which frees the memory that torch takes there), and release Ray's nodes."""
     _stop_all()
     if nodes := sys.modules.get("nbddp.ray.nodes"):
         nodes.give_back()
@@ -362,5 +362,5 @@ def _stop_all() -> None:
 
 
 def last_run() -> Run[Any] | None:
-    """Return the newest run; it's kept even if no variable holds it."""
+    """Return the latest run; it's kept even if no variable holds it."""
     return _newest[0] if _newest else None

@@ -32,10 +32,10 @@ def run_script(
 
     Args:
         argv: the arguments after the script's name, or a function that returns the arguments of a rank.
-        module: ``path`` is the name of a module or package, as in ``python -m package.module``, and not of a file.
+        module: ``path`` is the name of a module or package, as in ``python -m package.module``, not of a file.
         name: the run's name. Default: the file's name.
 
-    The other arguments and exceptions are those of ``run()``; ``sys.exit(0)`` is a success.
+    The other arguments and exceptions are those of ``run()``; ``sys.exit(0)`` counts as success.
 
     Returns:
         The run; its ``value`` is None.
@@ -47,7 +47,7 @@ def run_script(
     if os.path.isdir(file) and not module:
         raise LaunchError(f"{file} is a folder, not a script")
     if not os.path.isfile(file) and not module:
-        raise LaunchError(f"{file} does not exist; the notebook's working directory is {working_directory()}")
+        raise LaunchError(f"{file} doesn't exist; the notebook's working directory is {working_directory()}")
     chosen = dataclasses.replace(Options(**options), init_process_group=False)
     name = str(chosen.name or (file if module else os.path.basename(file)))
     settings = decide(name, chosen)

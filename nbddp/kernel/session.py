@@ -57,7 +57,7 @@ class Session(Cells):
         lost: why the session is over; "" while it's open.
 
     Raises:
-        LaunchError: the options can't work, or a rank ended before it was ready.
+        LaunchError: the options are invalid, or a rank ended before it was ready.
     """
 
     @takes_options
@@ -87,12 +87,12 @@ class Session(Cells):
     # ------------------------------------------------------------------ for the user
 
     def cell(self, source: str, ranks: Sequence[int] | None = None, *, pdb: bool = False, keep: bool = False) -> None:
-        """Run a cell in the IPython of all ranks, or of ``ranks``. Raises an error with the name of the first rank's.
+        """Run a cell in IPython on all ranks, or on ``ranks``. Raises a CellError named after the first rank's error.
 
         Args:
             pdb: an error opens the debugger.
             keep: the cell becomes ``last_run()``, with its last line's values. Otherwise, only a cell that logged
-                something, took a while, or failed becomes it, without values.
+                something, took a while, or failed does so, without values.
         """
         self._cell(source, ranks, (), {}, pdb=pdb, keep=keep)
 
@@ -125,7 +125,7 @@ class Session(Cells):
         return run.wait()
 
     def push(self, **values: Any) -> None:
-        """Set these variables on all ranks. Push values that share parameters in one call."""
+        """Set these variables on all ranks. Values that share parameters must be pushed in one call."""
         self._refuse_torn(values)
         with (packed := pack_names(values, self._options)).block:
             self._asked(None)
@@ -183,7 +183,7 @@ class Session(Cells):
         if self._busy:
             raise NbddpError("the ranks are busy: wait until the current cell or call is done")
         if ranks is not None and (wrong := [number for number in ranks if not 0 <= number < self.nprocs]):
-            raise ValueError(f"there is no rank {wrong[0]} (0 to {self.nprocs - 1})")
+            raise ValueError(f"there is no rank {wrong[0]} (nprocs={self.nprocs})")
         return [rank for rank in self._crew.ranks if ranks is None or rank.number in ranks]
 
     def _living(self, rank: int | None = None) -> RankState:
@@ -191,7 +191,9 @@ class Session(Cells):
         for each in self._crew.ranks:
             if each.alive and rank in (None, each.number):
                 return each
-        raise SessionLost(self.lost or f"there is no rank {rank} (0 to {self.nprocs - 1})")
+        if rank is not None and not 0 <= rank < self.nprocs:
+            raise ValueError(f"there is no rank {rank} (nprocs={self.nprocs})")
+        raise SessionLost(self.lost or f"rank {rank} has ended")
 
     @contextlib.contextmanager
     def _having_orders(self) -> Iterator[None]:
@@ -329,11 +331,12 @@ class Session(Cells):
             self._group += replaced
             stuck = self._ask(Mend(self._group if replaced else None), every)
         except NbddpError as error:
-            return [f"The ranks couldn't be repaired; run %ddp close, then %ddp open: {in_a_line(error)}"]
+            return [f"The ranks couldn't recover: {in_a_line(error)}. Run %ddp close, then %ddp open"]
         self._released = False
         names = sorted({name for each in stuck.values() for name in each})
         if names and replaced:
-            return [f"Re-create {', '.join(names)}: the failure ended their process groups"]
+            theirs = "its process group" if len(names) == 1 else "their process groups"
+            return [f"Re-create {', '.join(names)}: the failure ended {theirs}"]
         return []
 
     def _refuse_torn(self, values: Mapping[str, Any]) -> None:

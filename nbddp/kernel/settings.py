@@ -64,7 +64,7 @@ class Options:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the cell shows nothing of what the ranks print."""
+        """Whether the cell shows nothing of what the ranks print, display, and return."""
         return self.show is False or not self.wait
 
 
@@ -101,7 +101,7 @@ def takes_options(function: F) -> F:
 
     @functools.wraps(function)
     def with_options(*args: Any, **given: Any) -> Any:
-        for name in given.keys() - names:
+        for name in (name for name in given if name not in names):
             hint = f"; did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, names)
             called = function.__qualname__.removesuffix(".__init__")
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}")
@@ -192,7 +192,7 @@ def on_ray() -> Any:
         if error.name != "ray":
             raise
         raise LaunchError(
-            "nnodes= needs Ray, which isn't installed: pip install ray, also on the other machines. "
+            "nnodes= needs Ray, which isn't installed: run pip install ray on every machine. "
             "nbddp.export() and torchrun work on several machines without it"
         ) from None
     return nodes
@@ -290,7 +290,7 @@ def _nprocs(options: Options, device: str, count: int) -> int:
             raise LaunchError(f"gpus={list(gpus)}: there is no GPU {missing[0]} here, only {list(range(count))}")
         if nprocs not in (None, len(gpus)):
             raise LaunchError(
-                f"nprocs={nprocs}, but gpus={list(gpus)} lists {len(gpus)}, with one process each: leave nprocs out"
+                f"nprocs={nprocs}, but gpus={list(gpus)} lists {len(gpus)}, one per rank: leave nprocs out"
             )
         if len(set(gpus)) < len(gpus) and options.backend != "gloo":
             raise LaunchError(f"gpus={list(gpus)}: NCCL needs a GPU for each rank. To share a GPU, use backend='gloo'")
@@ -298,11 +298,12 @@ def _nprocs(options: Options, device: str, count: int) -> int:
     if device == "cpu":
         most = max(_MOST, _MOST_PER_CORE * _cores())
         if nprocs is not None and nprocs > most:
-            raise LaunchError(f"nprocs={nprocs} is too large: at most {most} ranks on {_cores()} cores")
+            raise LaunchError(f"nprocs={nprocs} is too large: at most {most} ranks on this machine's CPU")
         return nprocs or CPU_NPROCS
     if nprocs is not None and nprocs > count:
         raise LaunchError(
-            f"nprocs={nprocs}, but this machine has {count} {device} devices: use nprocs={count}, or device='cpu'"
+            f"nprocs={nprocs}, but torch sees {count} {device} device{'s' * (count > 1)} here: "
+            f"use nprocs={count}, or device='cpu'"
         )
     return nprocs or count
 
@@ -313,7 +314,7 @@ def _asked_device(options: Options) -> torch.device | None:
     try:
         asked = torch.device(options.device)
     except (RuntimeError, TypeError) as error:
-        raise LaunchError(f"device={options.device!r} is not a torch device: {str(error).splitlines()[0]}") from None
+        raise LaunchError(f"device={options.device!r} isn't a torch device: {str(error).splitlines()[0]}") from None
     if asked.index is not None:
         raise LaunchError(f"device={str(asked)!r} names one device; use device={asked.type!r}, gpus=[{asked.index}]")
     return asked
@@ -361,15 +362,18 @@ def check_call(fn: Any, args: Any, kwargs: Any, name: str | None) -> str:
     if not callable(fn):
         raise LaunchError(f"run() takes the function itself: run(train), not run(train()); got {fn!r}"[:200])
     if isinstance(args, (str, bytes)) or not isinstance(args, (tuple, list)):
-        raise LaunchError(f"args must be a tuple of {name}'s arguments, e.g. args=(x,), not {type(args).__name__}")
+        of_a_dict = ". For keyword arguments, use kwargs=" if isinstance(args, Mapping) else ""
+        raise LaunchError(
+            f"args must be a tuple of {name}'s arguments, e.g. args=(x,), not {type(args).__name__}{of_a_dict}"
+        )
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise LaunchError(f"kwargs must be a dict of {name}'s keyword arguments")
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-        raise LaunchError(f"{name} is a coroutine or generator function: calling it runs none of its lines")
+        raise LaunchError(f"{name} is an async or generator function; calling it runs nothing: pass a plain function")
     with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
         signature = inspect.signature(fn)
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise LaunchError(f"{name}{signature} cannot be called with these arguments: {error}") from None
+            raise LaunchError(f"{name}{signature} can't be called with these arguments: {error}") from None
     return name

@@ -122,17 +122,17 @@ def spawn(
 ) -> SpawnContext | None:
     """``torch.multiprocessing.spawn`` that works from a cell: calls ``fn(rank, *args)`` in ``nprocs`` processes.
 
-    It's shown like ``run()``. No process group is made, and no environment variable is set: the function does that, as
-    in torch's tutorials, on any port.
+    It's shown like ``run()``. No process group is created, and torchrun's environment variables aren't set: the
+    function does that, as in torch's tutorials, on any port.
 
     Args:
-        join: False: return a context with ``join()`` and ``pids()`` at once.
+        join: False: return at once, with a context that has ``join()`` and ``pids()``.
         daemon: accepted for compatibility; no process outlives the notebook in any case.
         start_method: accepted for compatibility. The processes are as fresh as spawned ones, but come from nbddp's
             fork server.
 
     Raises:
-        ProcessRaisedException, ProcessExitedException: as torch does; they are also ``RankError``, ``RankDied``.
+        ProcessRaisedException, ProcessExitedException: as in torch; they are also a ``RankError`` or ``RankDied``.
         LaunchError: the arguments are invalid.
     """
     _, count = device_and_count(Options())

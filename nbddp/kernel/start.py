@@ -51,19 +51,19 @@ def run(
 
     Args:
         nprocs: number of ranks, over all machines. Default: one per visible GPU, else 2 on each machine's CPU.
-        nnodes: number of nodes of a Ray cluster, which assigns the GPUs: that of the notebook's ``ray.init``, that of
+        nnodes: number of Ray nodes; Ray assigns the GPUs. The cluster is that of the notebook's ``ray.init`` or
             ``RAY_ADDRESS``, or the one running on this machine. Default: only this machine, without Ray.
         device: ``"cuda"``, ``"cpu"``, or another accelerator of torch. Default: GPUs if there are any.
         gpus: which GPUs, by number; one rank each. With ``backend="gloo"``, ranks may share one: ``gpus=[0, 0]``. Their
-            device is :func:`nbddp.device`, and not ``cuda:<LOCAL_RANK>``.
+            device is :func:`nbddp.device`, not ``cuda:<LOCAL_RANK>``.
         backend: the process group's backend. Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
         init_process_group: False: no process group, only torchrun's environment variables.
-        seed: seeds Python, numpy, and torch on each rank with ``seed + rank``.
+        seed: seeds Python, NumPy, and torch on each rank with ``seed + rank``.
         deterministic: True: turns on torch's deterministic algorithms and sets cuDNN's flags.
         env: environment variables for the ranks, in addition to the notebook's current ones.
         timeout: limit for the whole run's wall time, in seconds. Default: no limit.
         pg_timeout: timeout of each collective, in seconds. Default: torch's, or an hour while the debugger can be used.
-        max_restarts: how many times all ranks start again after a failure.
+        max_restarts: how many times all ranks may be restarted after a failure.
         stop_on_nan: True: end the run as soon as a rank logs NaN (an infinity doesn't end it). A restart would only
             repeat it, so there is none.
         wait: False: return at once, and run in the background.
@@ -82,11 +82,11 @@ def run(
         The run: ``run.value`` is what rank 0 returned.
 
     Raises:
-        LaunchError: the arguments can't work, or a rank ended before it was ready.
-        PayloadError: an object can't be sent to the ranks or back; it names the variable.
+        LaunchError: the arguments are invalid, or a rank ended before it was ready.
+        PayloadError: an object can't be sent to the ranks or back; the error names the variable.
         RankError: the function raised on a rank; its exception is the ``cause``.
-        RankDied: a signal or ``os._exit`` ended a rank.
-        NodeLost: a node of several is gone, or can't be reached.
+        RankDied: a signal, ``sys.exit(1)``, or ``os._exit`` ended a rank.
+        NodeLost: a node is gone, or can't be reached.
         RunTimeout: ``timeout`` expired.
         NanLogged: a rank logged NaN, and ``stop_on_nan`` is true.
         KeyboardInterrupt: the run was interrupted or stopped; its ranks have ended.
@@ -128,7 +128,7 @@ def pack_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    failure: str = "cannot be sent to the ranks",
+    failure: str = "can't be sent to the ranks",
     elsewhere: bool = False,
 ) -> Packed:
     """Pack a call. Raises PayloadError with the user's name of what can't be sent."""
@@ -274,7 +274,7 @@ def take_values(run: Run[Any], crew: Crew, attempt: Attempt) -> None:
         try:
             found.append(rank.value(crew.definitions))
         except Exception as error:  # of a user's __setstate__, or a module that only the ranks have
-            raise PayloadError(f"what {run.name} returned cannot be unpickled here: {in_a_line(error)}") from error
+            raise PayloadError(f"what {run.name} returned can't be unpickled here: {in_a_line(error)}") from error
         if rank.report is not None and rank.report.lost:
             lost.append(rank.report)
     if lost:

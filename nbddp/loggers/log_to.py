@@ -63,7 +63,7 @@ class Sender:
             self._thread.join(_END_S)
             if self._thread.is_alive():
                 names = ", ".join(each.name for each in self._to)
-                _warn(f"{names} didn't take all metrics within {_END_S:g} s; this continues in the background")
+                _warn(f"{names} didn't take all metrics within {_END_S:g} s; sending continues in the background")
 
     def _work(self) -> None:
         over = False

@@ -35,7 +35,7 @@ _DEFAULTS, _OPEN = Parser("%ddp"), Parser("%ddp open")
 _SCRIPT = Parser("%ddp run", _AS, _BACKGROUND, *_TORCHRUN, ("script", {}), ("argv", {"nargs": argparse.REMAINDER}))
 _CELL = Parser(
     "%%ddp",
-    ("-o --out", {"type": options.names, "default": [], "metavar": "NAMES"}),
+    ("-o --out", {"type": options.names, "action": "extend", "default": [], "metavar": "NAMES"}),
     ("--ranks", {"type": options.numbers, "default": None, "metavar": "0,1"}),
     _AS,
     _BACKGROUND,
@@ -65,12 +65,12 @@ class DdpMagics(Magics):
           %ddp push NAMES          send them to the ranks
           %ddp pull NAMES          bring them back, from rank 0
           %ddp close               end the ranks
-          %ddp run [options] train.py --lr 0.1     a script on every rank, as torchrun does
-          %ddp status              the session, and the runs
+          %ddp run [options] train.py --lr 0.1     run a script on every rank, as torchrun does
+          %ddp status              the session and the runs
           %ddp stop                stop all runs
-          %ddp logs [RANK]         what the ranks have printed, in the open session or in the newest run
-          %ddp stacks              where each rank of the newest run is now
-          %ddp show                the newest run
+          %ddp logs [RANK]         what the ranks have printed, in the open session or in the latest run
+          %ddp stacks              where each rank of the latest run is now
+          %ddp show                the latest run
           %ddp devices             the devices that runs can use
           %ddp -n 4 --device cpu   defaults for %%ddp, %ddp open, and %ddp run; --reset removes them
         """
@@ -87,9 +87,9 @@ class DdpMagics(Magics):
         """Run the cell on every rank: one fresh process per GPU, or the ranks of the open session.
 
         Fresh ranks get copies of the notebook's variables that the cell reads; what it sets stays there, except for the
-        names in -o, which come back from rank 0. nbddp, torch, dist, rank, world_size, and device exist. --as keeps
-        the cell's run, --background doesn't wait for it, and --ranks runs it on some ranks only; the other options are
-        those of nbddp.run().
+        names in -o, which come back from the first rank. nbddp, torch, dist, rank, world_size, and device are
+        predefined. --as keeps the cell's run, --background doesn't wait for it, and --ranks runs the cell on only some
+        ranks; the other options are those of nbddp.run().
         ::
 
           %%ddp -n 2 -o model
@@ -173,16 +173,18 @@ class DdpMagics(Magics):
         if self.session is not None:
             self.session.close()  # it's lost, but its other ranks are there
         DdpMagics.session, DdpMagics._opened_with = Session(**chosen), chosen
-        print(f"cells run on {self._the_session().nprocs} ranks from here on, until %ddp close; %%local runs one here")
+        print(f"cells now run on {self._the_session().nprocs} ranks until %ddp close; %%local runs one in the notebook")
         return self._the_session()
 
     def _close(self, _: list[str]) -> None:
         self._the_session().close()
         DdpMagics.session = None
+        print("the session is closed")
 
     def _push(self, words: list[str]) -> None:
         if missing := [word for word in words if word not in self.shell.user_ns]:
-            raise UsageError(f"the notebook has no {missing[0]}{did_you_mean(missing[0], self.shell.user_ns)}")
+            known = self.shell.user_ns.keys() - self.shell.user_ns_hidden.keys()
+            raise UsageError(f"the notebook has no variable {missing[0]}{did_you_mean(missing[0], known)}")
         self._the_session().push(**{word: self.shell.user_ns[word] for word in words})
 
     def _pull(self, words: list[str]) -> None:
@@ -212,7 +214,7 @@ class DdpMagics(Magics):
         if not all(word.isdigit() for word in words) or len(words) > 1:
             raise UsageError("%ddp logs takes one rank, or nothing")
         if words and int(words[0]) >= (nprocs := (self.session or _newest()).nprocs):
-            raise UsageError(f"there is no rank {words[0]} (0 to {nprocs - 1})")
+            raise UsageError(f"there is no rank {words[0]} (nprocs={nprocs})")
         print((self.session or _newest()).logs(*map(int, words)), end="")
 
     def _stacks(self, _: list[str]) -> None:
@@ -225,12 +227,12 @@ class DdpMagics(Magics):
         kind, count = device_and_count(Options())
         lines = gauges.describe_gpus(count) if kind == "cuda" else [f"{count} {kind} device{'s' * (count != 1)}"]
         if kind == "cpu":
-            lines = [f"no GPU: runs use {CPU_NPROCS} processes with gloo on a CPU with {os.cpu_count()} cores"]
+            lines = [f"no GPU: runs use {CPU_NPROCS} ranks with gloo on the CPU (cores: {os.cpu_count()})"]
         print("\n".join(lines))
 
     def _status(self, _: list[str]) -> None:
         if self.session is None:
-            print("no session is open: %ddp open -n 2")
+            print("no session is open: run %ddp open -n 2")
         shown: list[Session | Run[Any]] = [*filter(None, [self.session]), *runs()]
         for each in shown:
             crew = each._crew  # another thread may end the run
@@ -240,7 +242,7 @@ class DdpMagics(Magics):
 
     def _the_session(self) -> Session:
         if self.session is None:
-            raise UsageError("no session is open: %ddp open -n 2")
+            raise UsageError("no session is open: run %ddp open -n 2")
         return self.session
 
 

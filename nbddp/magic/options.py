@@ -33,6 +33,7 @@ class Parser(argparse.ArgumentParser):
             if field.name not in _NOT_HERE:
                 parse_it = next((parse for kind, parse in _TYPES.items() if kind in str(field.type)), str)
                 how = {"action": "store_true"} if parse_it is bool else {"type": parse_it}
+                how |= {"action": "extend"} if parse_it is numbers else {}  # -g 0 -g 1
                 names = *_SHORT.get(field.name, ()), f"--{field.name.replace('_', '-')}"
                 self.add_argument(*names, dest=field.name, **how)
 
@@ -71,7 +72,8 @@ def numbers(text: str) -> list[int]:
 def names(text: str) -> list[str]:
     """Parse ``model,loss``."""
     if wrong := [each for each in text.split(",") if not each.isidentifier()]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r} isn't a valid name")
+        why = f"{wrong[0]!r} isn't a valid name" if wrong[0] else "leave out the spaces: -o a,b"
+        raise argparse.ArgumentTypeError(why)
     return text.split(",")
 
 

@@ -144,11 +144,11 @@ def charts(
             chart.left_out += 1
             continue
         if before is not None and name in before and len((old := _ascending(before.points(name))).steps):
-            chart.lines.insert(0, _line(old, "before", max(1, points // 2), ghost=True))
+            chart.lines.insert(0, _line(old, "previous run", max(1, points // 2), ghost=True))
         chart.lines.append(_line(curve, cut(label), points))
         if name in broken:
             step, value, _ = broken[name]
-            chart.marks.append((step, f"{numbers.metric(value)} from step {step:,}", RED))
+            chart.marks.append((step, f"{numbers.metric(value)} since step {step:,}", RED))
     for chart in found.values():
         _paint(chart.own)
         low, high = min(line.x[0] for line in chart.lines), max(line.x[-1] for line in chart.lines)

@@ -53,7 +53,7 @@ def caption(chart: Chart) -> str:
         _key(line.color, "" if len(chart.own) == 1 else line.label or "all", numbers.metric(line.last))
         for line in chart.own
     ]
-    keys += [_key(GRAY, "before", "")] if len(chart.own) < len(chart.lines) else []
+    keys += [_key(GRAY, "previous run", "")] if len(chart.own) < len(chart.lines) else []
     more = f' <span style="{_SOFT}">and {chart.left_out} more</span>' if chart.left_out else ""
     return f"<b>{escape(cut(chart.title))}</b>{''.join(keys)}{more}"
 
@@ -199,7 +199,7 @@ def _tiles(history: History, status: Status, now: Progress) -> str:
     tiles = [(cut(name), f"{n:,}", f"of {total:,}" if total else "") for name, n, total in counts + now.loops]
     last = [("Throughput", f"{now.throughput:,.0f}", "samples/s")] if now.throughput else []
     if status.over:
-        last.append(("Took", duration(status.seconds), ""))
+        last.append(("Total time", duration(status.seconds), ""))
     elif now.left is not None:
         last.append(("Time left", duration(now.left), ""))
     latest = history.latest()
@@ -251,7 +251,7 @@ def _table(history: History, status: Status) -> str:
 
     rest, left_out = ranks[_FIRST_ROWS:_MAX_ROWS], len(ranks) - _MAX_ROWS
     more = f'<div style="{_SOFT}">and {left_out} more</div>' if left_out > 0 else ""
-    summary = f'<summary style="{_SOFT}">and {len(ranks) - _FIRST_ROWS} more ranks</summary>'
+    summary = f'<summary style="{_SOFT}">and {len(ranks) - _FIRST_ROWS} more</summary>'
     first = table(ranks[:_FIRST_ROWS]) if ranks else ""
     return first + (f'<details style="margin:4px 0">{summary}{table(rest)}{more}</details>' if rest else "")
 
@@ -278,4 +278,4 @@ def _memory(rank: RankStatus) -> str:
     look = "vertical-align:middle;height:5px;border-radius:3px"
     share = f'<div style="width:{48 * used / max(1, total):.0f}px;{look};background:#888"></div>'
     gauge = f'<div style="display:inline-block;width:48px;{look};background:rgba(128,128,128,.25)">{share}</div>'
-    return f"{gauge} &nbsp;{used / 2**30:.1f} / {total / 2**30:.0f} GB"
+    return f"{gauge} &nbsp;{used / 2**30:.1f} / {total / 2**30:.0f} GiB"

@@ -95,9 +95,9 @@ class CellView:
                 self._due = float("inf")  # it's for readers that show no widget
                 data = self._panel._repr_mimebundle_()[0] | data
             return self._show(data, over=status.over)
-        ranks = tuple(dataclasses.replace(rank, resident=None, gpu=None) for rank in status.ranks)
+        ranks = [(rank.state, rank.waits) for rank in status.ranks]  # a gauge alone renews no picture
         arrived_at = [rank.arrived_at for rank in source.history.ranks]
-        now = dataclasses.replace(status, seconds=0.0, ranks=ranks), arrived_at
+        now = dataclasses.replace(status, seconds=0.0, ranks=()), ranks, arrived_at
         if now != self._drawn:
             self._drawn = now
             data = _bundle(source, status, points=300 if status.over else 100)

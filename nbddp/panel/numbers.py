@@ -31,7 +31,7 @@ def clock(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    units = ["B", "KB", "MB", "GB", "TB"]
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while count >= 1000 and len(units) > 1:
         count /= 1024
         del units[0]

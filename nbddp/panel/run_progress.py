@@ -92,7 +92,7 @@ def lagging(history: History, status: Status, now: float | None = None) -> dict[
         if silent > max(_SILENT_S, _SILENT_STEPS * step_s):
             found[rank.rank] = f"silent for {silent:.0f} s"
         elif done.step >= 0 and (furthest - done.step) * step_s > _BEHIND_S:
-            found[rank.rank] = f"{furthest - done.step:,} steps behind"
+            found[rank.rank] = f"{(n := furthest - done.step):,} step{'s' * (n > 1)} behind"
         elif step_s > _SLOW * usual:
             found[rank.rank] = "slow"
     return found
@@ -105,7 +105,7 @@ def notices(history: History) -> list[str]:
         for name, (step, value, ranks) in history.broken.items()
     ]
     found = []
-    for lines, rest in ((broken, "metrics are NaN or infinite"), (history.notices, "in run.history.notices")):
+    for lines, rest in ((broken, "with NaN or infinite values"), (history.notices, "in run.history.notices")):
         found += [plain(line) for line in lines[:_MAX_NOTICES]]
         if len(lines) > _MAX_NOTICES:
             found.append(f"and {len(lines) - _MAX_NOTICES:,} more {rest}")

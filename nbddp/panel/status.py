@@ -38,11 +38,11 @@ class Status:
     Attributes:
         state: "starting", "running", "finished", "failed", or "stopped".
         seconds: since its start; when it's over, how long it took.
-        summary: "4 processes · nccl".
+        summary: "4 ranks · nccl".
         error: in a line; "" if there's none.
         failed_rank: the rank that the error names.
         remark: a line that's not an error.
-        restarts, max_restarts: how often all ranks have been started again, and how often they may be.
+        restarts, max_restarts: how often all ranks have been restarted, and how often they may be.
         hang: where the ranks are if none has made progress for a while: a summary in the first line, then each stack.
         blocking: a cell waits for it.
     """

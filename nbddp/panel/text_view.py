@@ -73,8 +73,8 @@ class TextView:
 
 
 def restarted(status: Status, history: History) -> str:
-    """``restarted 1 of 2 after RankDied: rank 2 of 4 was killed by SIGKILL``"""
-    return f"restarted {status.restarts} of {status.max_restarts} after {history.restarts[-1].reason}"
+    """``restart 1 of 2 after RankDied: rank 2 of 4 was killed by SIGKILL``"""
+    return f"restart {status.restarts} of {status.max_restarts} after {history.restarts[-1].reason}"
 
 
 def progress_line(history: History) -> str:

@@ -32,9 +32,7 @@ def sources(folders: Iterable[str]) -> Modules:
                 found.setdefault(name, path)
     modules = {name: (path, Path(path).read_bytes()) for name, path in found.items() if name}
     if sum(len(source) for _, source in modules.values()) > _MOST_BYTES:
-        raise LaunchError(
-            f"{len(modules)} modules next to the notebook are too large to send: install them on the nodes"
-        )
+        raise LaunchError("the modules next to the notebook are too large to send: install them on the nodes")
     return modules
 
 

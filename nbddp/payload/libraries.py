@@ -8,13 +8,15 @@ import weakref
 from typing import Any
 
 _MADE = "made in the notebook is tied to its process; create it inside the function"
-_ONE_PROCESS = "in the notebook and is tied to its process; send what you gave to {}() and call it inside the function"
+_ONE_PROCESS = (
+    "in the notebook and is tied to its process; send what you passed to {0}(), and call {0}() inside the function"
+)
 _PREPARED = f"comes from accelerator.prepare() {_ONE_PROCESS.format('prepare')}"
 _SET_UP = f"comes from fabric.setup() {_ONE_PROCESS.format('setup')}"
 _TRAINER, _FABRIC = f"{_MADE}: trainer = Trainer(...)", f"{_MADE}: fabric = Fabric()"
-_OF_A_DEVICE = "belongs to one device of this process; make it inside the function"
+_OF_A_DEVICE = "belongs to one device of this process; create it inside the function"
 _IN_A_MODULE = "exists only in this process; define it in a module, and import it from there inside the function"
-_COMPILED = "is compiled code, which does not pickle: pass the plain"
+_COMPILED = "is compiled code, which can't be pickled: pass the plain"
 _FABRICS = "_FabricModule _FabricOptimizer _FabricDataLoader"
 _SHARED = "is shared only with processes that multiprocessing starts; return each rank's count, and add them up"
 _INHERITED = "works only in processes that multiprocessing starts; return values, and wait with nbddp.barrier()"

@@ -138,7 +138,7 @@ def remove_own_folder() -> None:
 def preload(*modules: str) -> None:
     """Have the fork server import these modules, once for all ranks: ``nbddp.preload("pandas")``.
 
-    The next run starts a new server. A module that starts threads or initializes CUDA must not be among them.
+    The next run starts a new server. Don't preload a module that starts threads or initializes CUDA.
     """
     for name in modules:
         if importlib.util.find_spec(name.partition(".")[0]) is None:

@@ -112,9 +112,10 @@ class _Group:
         self._sent: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
         self._group = placement_group([{"GPU": gpus} if gpus else {"CPU": 1}] * nnodes, strategy="STRICT_SPREAD")
         self._nodes: list[_Node] = []  # in the order of their ranks
+        each = f" with {gpus} GPU{'s' * (gpus > 1)} each" if gpus else ""
         try:
             while not self._group.wait(_POLL_S):
-                waiting(f"waiting for Ray to provide {nnodes} nodes{f' with {gpus} GPUs each' * bool(gpus)}")
+                waiting(f"waiting for Ray to provide {nnodes} node{'s' * (nnodes > 1)}{each}")
             self._begin(nnodes, gpus, waiting)
         except BaseException:
             self.close()
@@ -141,7 +142,7 @@ class _Group:
             if theirs != ours:
                 there, here = (", ".join(sorted(differ)) for differ in (theirs - ours, ours - theirs))
                 raise LaunchError(
-                    f"node {node.name} has {there}, this notebook has {here}: install the same versions there"
+                    f"node {node.name} has {there}, but this notebook has {here}: install the same versions there"
                 )
 
     @property
@@ -218,7 +219,7 @@ class _RayMachine:
         except TimeoutError:
             return [] if self._group.is_connected else self._lost("the notebook disconnected from Ray")
         except RayTaskError as error:
-            raise LaunchError(f"node {self.node} could not start its ranks: {in_a_line(error.cause)}") from error
+            raise LaunchError(f"node {self.node} couldn't start its ranks: {in_a_line(error.cause)}") from error
         except RayError as error:
             return self._lost(self._on.lose(error) if self._group.is_connected else in_a_line(error))
         self._asked = None
@@ -324,8 +325,8 @@ def _connected() -> str:
             ray.init(address="auto", log_to_driver=False, logging_level="ERROR", namespace="nbddp")
         except ConnectionError:
             raise LaunchError(
-                "nnodes= needs a Ray cluster, and none is running here: run `ray start --head` on this machine, then "
-                "the command that it prints on each of the others"
+                "nnodes= needs a Ray cluster, and none is running here: run `ray start --head` on this machine, then, "
+                "on each of the others, the command that it prints"
             ) from None
         finally:  # Ray has put in its own debugger
             os.environ.pop("PYTHONBREAKPOINT", None) if before is None else os.environ.update(PYTHONBREAKPOINT=before)

@@ -74,8 +74,8 @@ def describe(name: str, value: Any) -> str:
     if isinstance(value, (np.number, np.bool_)):
         return f"{kind} = {value}"
     if type(value) in (str, bytes):
-        return repr(value[:60]) + (f"... ({len(value):,} long)" if len(value) > 60 else "")
+        return repr(value[:60]) + (f"... (length {len(value):,})" if len(value) > 60 else "")
     if type(value) in _PLAIN:
         text = repr(value)
-        return text if len(text) <= 60 else f"{text[:60]}... ({len(text):,} long)"
+        return text if len(text) <= 60 else f"{text[:60]}... (length {len(text):,})"
     return f"{kind} of {len(value)}" if type(value) in (list, tuple, set, frozenset, dict) else kind

@@ -109,7 +109,7 @@ class Orders:
                 value = function(*args, **kwargs)
         self._phase = "pack"
         report = reports.finished(
-            value, f"the value that {order.name} returned on rank {context.rank()} cannot be sent to the notebook"
+            value, f"the value that {order.name} returned on rank {context.rank()} can't be sent to the notebook"
         )
         return dataclasses.replace(report, met=self._groups.used())
 
@@ -146,9 +146,11 @@ class Orders:
     def _pull(self, order: messages.Pull) -> Report:
         names = {**self._shell.user_ns, "": self._last_value}
         if missing := [name for name in order.names if name not in names]:
-            return Report(time.monotonic(), lost=f"the ranks have no {missing[0]}", path=(missing[0],))
+            return Report(
+                time.monotonic(), lost=f"rank {context.rank()} has no variable {missing[0]}", path=(missing[0],)
+            )
         found = {name: names[name] for name in order.names}
-        return reports.finished(found, "a variable cannot be sent to the notebook", found)
+        return reports.finished(found, "a variable can't be sent to the notebook", found)
 
     def _complete(self, order: messages.Complete) -> dict[str, Any]:
         with provisionalcompleter():

@@ -25,7 +25,7 @@ from traitlets import Type
 from traitlets.config import Config
 
 from nbddp.messages import Clear, Display, Result, ShownError, WidgetSays
-from nbddp.tracebacks import cut_recursion, is_of_several
+from nbddp.tracebacks import cut_recursion, drop_our_frames, is_of_several
 
 Tell = Callable[[Any], None]
 
@@ -142,6 +142,7 @@ class Shell(InteractiveShell):
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         sys.last_type, sys.last_value, sys.last_traceback = found = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
+        drop_our_frames(found[1])
         cut_recursion(found[1])
         if is_of_several(found[1]):  # IPython prints what is being handled, which may be nothing any more
             lines = "".join(traceback.format_exception(found[1])).splitlines()

@@ -260,10 +260,10 @@ ERRORS = {
     "SIGTERM": ("RankDied", "^WHO was terminated by SIGTERM"),
     "SIGSEGV": ("RankDied", r"^WHO crashed in native code \(SIGSEGV\)"),
     "SIGSTOP": ("RunTimeout", "was still running after its timeout"),
-    "result that doesn't pickle": ("PayloadError", r"the value that train returned on rank \d cannot be sent"),
+    "result that doesn't pickle": ("PayloadError", r"the value that train returned on rank \d can't be sent"),
     "interrupt": ("KeyboardInterrupt", ""),
     "rank killed": ("RankDied LaunchError", "WHO was killed by SIGKILL"),
-    "fork server killed": ("RankDied LaunchError", r"exit code 255|could not be started"),
+    "fork server killed": ("RankDied LaunchError", r"exit code 255|couldn't be started"),
     # Or the end of its connection, if torch asks is_alive() a moment too early.
     "worker killed": ("RankError", "WHO failed: (.*DataLoader worker|EOFError|Connection)"),
     "stop": ("KeyboardInterrupt", "train was stopped"),

@@ -19,4 +19,4 @@ def test_a_cell_is_compared_with_itself_where_the_page_tells_which_it_is(own_not
         return own_notebook.ok("print(nbddp.last_run()._before)").shown
 
     assert logs("a") == logs("b") == "None\n"
-    assert logs("a") == "History(x: 1 points)\n"
+    assert logs("a") == "History(x: 1 point)\n"

@@ -9,17 +9,7 @@ import time
 from pathlib import Path
 
 from tests import support
-from tests.support import (
-    GONE_S,
-    Notebook,
-    gone,
-    marked_pids,
-    out,
-    ranks_of,
-    script,
-    wait_until,
-    wait_until_alone,
-)
+from tests.support import GONE_S, Notebook, gone, marked_pids, out, ranks_of, script, wait_until, wait_until_alone
 from tests.test_end import SOON_S, begin_runs, source_of, wait_for_ranks
 
 

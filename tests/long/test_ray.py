@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support import MARK, START_TIMEOUT_S, Notebook, wait_until
+from tests.support import MARK, OUR_FILES, START_TIMEOUT_S, Notebook, wait_until
 from tests.test_notebooks import executed
 
 pytest.importorskip("ray")
@@ -125,7 +125,7 @@ def test_an_exception_has_the_cells_lines_and_the_nodes_name(notebook: Notebook)
     assert "rank 3 of 4 on " in reply.traceback
     assert "KeyError: 'missing'" in reply.traceback
     assert "# this line" in reply.traceback
-    assert "nbddp/" not in reply.traceback
+    assert not OUR_FILES.search(reply.traceback)
 
 
 def test_places_and_environment_are_those_of_torchrun_on_two_nodes(notebook: Notebook) -> None:

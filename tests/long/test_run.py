@@ -51,5 +51,5 @@ def test_a_fork_server_that_ends_while_it_starts_is_named(tmp_path: Path) -> Non
         """,
         PYTHONPATH=f"{os.environ['PYTHONPATH']}:{tmp_path}",
     )
-    why = "the ranks could not be started: the fork server exited unexpectedly; its output on stderr shows why\n"
+    why = "the ranks couldn't be started: the fork server exited unexpectedly; its output on stderr shows why\n"
     assert (ended.stdout, ended.stderr) == (why * 2, "")

@@ -39,7 +39,7 @@ if __name__ == "__main__":
 """
     )
     assert done.returncode == 0, done.stderr
-    first, second = (f"{name}: finished after # · 2 processes · gloo · loss 0.0500" for name in ("train", "second"))
+    first, second = (f"{name}: finished after # · 2 ranks · gloo · loss 0.0500" for name in ("train", "second"))
     lines = [_without_duration(line) for line in done.stdout.splitlines()]
     assert lines == ["only printed", "done", first, "over", second, second]
 

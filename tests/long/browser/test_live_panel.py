@@ -27,7 +27,7 @@ def test_a_failure_is_shown_also_on_a_dark_page(sheet: Sheet) -> None:
     expect(panel.get_by_role("status")).to_contain_text("train: failed, rank 1 of 3 failed: ValueError")
     expect(panel.locator("tr").nth(2)).to_contain_text("failed")
     expect(panel.locator("tr").nth(1)).to_contain_text("stopped")
-    panel.locator("summary", has_text="Worker logs").click()
+    panel.locator("summary", has_text="Rank logs").click()
     expect(panel.get_by_role("button", name="Rank 1")).to_have_attribute("aria-pressed", "true")
     expect(panel.locator(".nbddp-logs pre")).to_contain_text("about to fail <b>now</b>")
     sheet.page.locator('.lm-MenuBar-itemLabel:text-is("Settings")').click()
