@@ -226,7 +226,7 @@ class NanLogged(NbddpError):
     Attributes:
         metric: the name of the metric with the first NaN.
         step: the step of this NaN.
-        ranks: the ranks that logged NaN at this step.
+        ranks: the rank that logged it first, in a list.
     """
 
     def __init__(self, metric: str, step: int, ranks: list[int]) -> None:

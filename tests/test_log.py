@@ -67,7 +67,7 @@ def test_invalid_values_steps_and_weights_are_refused_alike_in_a_rank_and_in_the
     assert [text.split(":")[0] for text in here] == kinds
     assert here[0] == "TypeError: log(step=0.5): a step must be an integer"
     assert here[5] == "ValueError: log(weight=-1): a weight must be finite and at least 0, e.g. the number of samples"
-    assert here[10] == "ValueError: reduce must be None, 'mean', 'sum', 'min' or 'max', not 'median'"
+    assert here[10] == "ValueError: reduce must be None, 'mean', 'sum', 'min', or 'max', not 'median'"
     assert all(text.startswith("TypeError: log(loss=") for text in here[11:])
 
 

@@ -214,6 +214,7 @@ def test_threads_are_divided_among_the_ranks(cell: Cells, monkeypatch: pytest.Mo
         assert run(names.train, nprocs=nprocs).values == [(threads, str(threads))] * nprocs
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert run(names.train).values == [(3, "3")] * 2
+    assert run(names.train, env={"OMP_NUM_THREADS": "4"}).values == [(4, "4")] * 2
 
 
 def test_each_rank_has_its_own_session(cell: Cells) -> None:

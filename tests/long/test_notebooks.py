@@ -47,7 +47,7 @@ def test_from_one_gpu_to_many_ends_with_the_same_weights_after_a_crash(in_folder
     assert all(accuracy > 0.9 for accuracy in found["accuracies"])
     assert len({*found["ends"]}) == 1
     assert found["start"] not in found["ends"]
-    assert "continuing from the snapshot with epoch 3" in found["resumed"]
+    assert "resuming from the snapshot at epoch 3" in found["resumed"]
     assert found["script"] == "rank 1 of 2, arguments ['--epochs', '5']\n"
 
 
