@@ -135,6 +135,8 @@ def test_ddp_stop_ends_a_background_cell_in_time(magic: Notebook) -> None:
 def test_a_fresh_cell_has_the_time_and_the_restarts_of_a_run(magic: Notebook) -> None:
     assert magic.cell("%%ddp --timeout 0.5\nimport time\ntime.sleep(60)").ename == "RunTimeout"
     assert "\n1.0\n" in magic.ok("%%ddp --max-restarts 1\n1 / nbddp.restart_count()").shown
+    timeout = "dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout.seconds"
+    assert magic.ok(f"%%ddp --pg-timeout 7\n{timeout}").shown == "7\n"
 
 
 def test_an_interrupt_ends_the_cell_and_the_next_one_runs(magic: Notebook) -> None:

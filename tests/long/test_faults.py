@@ -21,7 +21,7 @@ import pytest
 
 from tests.long import faults
 from tests.long.faults import GRACE_S, Case, draw
-from tests.support import Notebook, Reply, gone, is_fork_server, marked_pids, ranks_of, wait_until_alone
+from tests.support import Notebook, Reply, gone, is_fork_server, marked_pids, ranks_of, wait_until, wait_until_alone
 
 SEED = int(os.environ.get("NBDDP_SEED", "1"))
 ONLY = os.environ.get("NBDDP_CASE")
@@ -94,6 +94,7 @@ def strike(kernel: Notebook, case: Case) -> None:
     elif victim := find_victim(kernel, case):
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: gone(victim))  # a busy machine takes a while, and the next call would meet a dying server
 
 
 def find_victim(kernel: Notebook, case: Case) -> int | None:
