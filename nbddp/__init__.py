@@ -90,10 +90,11 @@ if not TYPE_CHECKING:  # else every name would be one
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
+            from nbddp.errors import without_our_frames
             from nbddp.text import did_you_mean
 
             hint = f"; did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, __all__)
-            raise AttributeError(f"module 'nbddp' has no attribute {name!r}{hint}")
+            raise without_our_frames(AttributeError(f"module 'nbddp' has no attribute {name!r}{hint}"))
         found = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
         return found
 
@@ -102,7 +103,18 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__", "breakpoint", "print"])
 
 
-if getattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel", None) is not None:
+def _ddp(line: str, cell: str | None = None) -> Any:
+    """Load nbddp's magics, and run the one with this name."""
+    _shell.extension_manager.load_extension("nbddp")
+    return _shell.run_line_magic("ddp", line) if cell is None else _shell.run_cell_magic("ddp", line, cell)
+
+
+_shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+if getattr(_shell, "kernel", None) is not None:
+    from IPython.core.magic import no_var_expand as _no_var_expand
+
     from nbddp.process import server as _server
 
     _server.start_early()
+    if "ddp" not in _shell.magics_manager.magics["cell"]:  # a reload keeps an open session
+        _shell.register_magic_function(_no_var_expand(_ddp), "line_cell", "ddp")  # the one that's loaded does

@@ -22,10 +22,12 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from nbddp.text import bounded, in_a_line, plain, uncolored
 from nbddp.tracebacks import hidden_runs, user_frames
+
+E = TypeVar("E", bound=BaseException)
 
 MESSAGE_CHARS = 64 << 10  # of an error's text
 CAUSE_CHARS = 10_000  # of the text of an exception that a rank raised
@@ -242,9 +244,8 @@ class NanLogged(NbddpError):
         return type(self), (self.metric, self.step, self.ranks), {**self.__dict__, "args": self.args}
 
 
-def interrupt(message: str) -> KeyboardInterrupt:
-    """A plain KeyboardInterrupt, which a cell shows without the frames of nbddp."""
-    error = KeyboardInterrupt(message)
+def without_our_frames(error: E) -> E:
+    """An error of one of Python's own kinds, which a cell shows without the frames of nbddp."""
     render = lambda: _render(type(error), error, user_frames(error.__traceback__), tb_offset=1)  # noqa: E731
     error._render_traceback_ = render  # type: ignore[attr-defined]
     return error

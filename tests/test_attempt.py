@@ -268,6 +268,7 @@ def test_a_machine_that_cannot_start_ranks_fails_the_run_and_ends_those_of_the_o
     [([False, False], "no collective was called, so the 2 ranks"), ([True, False], ""), ([False], "")],
 )
 def test_ranks_that_worked_side_by_side_are_remarked_on(met: Sequence[bool], remark: str) -> None:
+    start._said.clear()  # it's said once per kernel
     run = follow(len(met), [message(rank, Report(1.0, met=it)) for rank, it in enumerate(met)])
     assert (run.state, run.remark.partition(" shared")[0]) == ("finished", remark)
 

@@ -106,7 +106,7 @@ def test_a_cells_traceback_folds_library_frames(notebook: Notebook) -> None:
         def train():
             for _ in torch.utils.data.DataLoader(Data(), 2): pass
         def forward():
-            torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 3))(torch.ones(1, 2))
+            torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(2, 3))(x := torch.ones(1, 2))
         def during():
             try:
                 forward()
@@ -120,6 +120,8 @@ def test_a_cells_traceback_folds_library_frames(notebook: Notebook) -> None:
     assert "__getitem__(" in "".join(lines[fold:])
     assert "-packages/" not in shown
     assert "# the culprit" in shown
+    shown = notebook.cell("nbddp.run(forward, nprocs=1, device='cpu', show=False)").traceback
+    assert re.search(r"on rank 0:\s+x +Tensor \(1, 2\)", shown)  # of the user's line, not of torch's
     shown = notebook.cell("nbddp.run(during, nprocs=1, device='cpu', show=False)").traceback
     assert shown.count("frames in torch]") == 1
     assert shown.count("-packages/torch") == 1  # the line of torch's that raised

@@ -442,8 +442,7 @@ def test_an_interrupt_while_ranks_are_put_right_loses_no_error(
         raise KeyboardInterrupt
 
     with nbddp.Session(nprocs=2, device="cpu", show=False) as session:
-        session.cell("print(rank)\nrank")
-        assert capsys.readouterr().out == ""
+        assert (session.cell("print(rank)\nrank"), capsys.readouterr().out) == (None, "")
         monkeypatch.setattr(nbddp.Session, "_put_right", interrupt)
         with pytest.raises(KeyboardInterrupt):
             session.run(fail)

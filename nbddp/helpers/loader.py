@@ -249,7 +249,9 @@ def gather_for_metrics(x: torch.Tensor) -> torch.Tensor:
     """
     began, share, left, batch, seen = _newest._at if _newest is not None else (0, 0, 0, 0, 0)
     if _newest is None or not left or _newest._place is _newest.batch_sampler:
-        raise ValueError("gather_for_metrics() needs a batch of a loader without batch_sampler; for a stream, use exact=True")
+        raise ValueError(
+            "gather_for_metrics() needs a batch of a loader without batch_sampler; for a stream, exact=True"
+        )
     entries = len(x) if len(x) in (batch, seen) else 0
     shares, places = all_gather(x.detach()), all_gather((began + torch.arange(seen - entries, seen)) % share)
     if [len(each) for each in shares] != [len(each) for each in places]:

@@ -177,10 +177,15 @@ class Run(Generic[R]):
         ranks = f"{self.nprocs} rank{'s' * (self.nprocs != 1)}"
         return f"<Run {self.name}: {self.state}{why}, {ranks}, {duration(self.seconds)}>"
 
-    def _repr_html_(self) -> str | None:
-        """Its picture, but in a cell that shows it anyway."""
+    def _ipython_display_(self) -> None:
+        """Show nothing more in a cell that shows it anyway."""
         cell = frontend.cell_number()
-        if not self.history.latest() or (cell is not None and cell in [view.cell for view in self._views]):
+        if cell is None or cell not in [view.cell for view in self._views]:
+            raise NotImplementedError  # IPython then asks for its texts
+
+    def _repr_html_(self) -> str | None:
+        """Its picture, if there are curves."""
+        if not self.history.latest():
             return None
         return html.picture(self.history, self._status(), self._before)
 

@@ -6,16 +6,17 @@ import contextlib
 import functools
 import inspect
 import os
+import reprlib
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from nbddp.errors import LaunchError
+from nbddp.errors import LaunchError, without_our_frames
 from nbddp.helpers import context
 from nbddp.messages import Settings
 from nbddp.panel import frontend
@@ -103,12 +104,20 @@ def takes_options(function: F) -> F:
     def with_options(*args: Any, **given: Any) -> Any:
         for name in (name for name in given if name not in names):
             hint = f"; did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, names)
+            if args and name in _parameters(args[0]):
+                hint = f'; to pass it to your function, write kwargs={{"{name}": {reprlib.repr(given[name])}}}'
             called = function.__qualname__.removesuffix(".__init__")
-            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}")
+            raise without_our_frames(TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}"))
         return function(*args, **given)
 
     with_options.__signature__ = inspect.Signature([*own, *shown])  # type: ignore[attr-defined]
     return cast(F, with_options)
+
+
+def _parameters(function: Any) -> Iterable[str]:
+    with contextlib.suppress(TypeError, ValueError):  # it's no function, or has no signature
+        return inspect.signature(function).parameters
+    return ()
 
 
 def decide(name: str, options: Options, *, contract: bool = True, cells: bool = False) -> Settings:
@@ -360,7 +369,8 @@ def check_call(fn: Any, args: Any, kwargs: Any, name: str | None) -> str:
     named = getattr(fn, "func", fn)  # functools.partial
     name = str(name or getattr(named, "__name__", type(named).__name__))
     if not callable(fn):
-        raise LaunchError(f"run() takes the function itself: run(train), not run(train()); got {fn!r}"[:200])
+        text = f"run() takes the function itself, so leave out the (): run(train), not run(train()); got {fn!r}"
+        raise LaunchError(text[:200])
     if isinstance(args, (str, bytes)) or not isinstance(args, (tuple, list)):
         of_a_dict = ". For keyword arguments, use kwargs=" if isinstance(args, Mapping) else ""
         raise LaunchError(

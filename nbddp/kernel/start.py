@@ -31,6 +31,7 @@ _SIDE_BY_SIDE = (
     "no collective was called, so the {} ranks shared no gradients. "
     "To train one model on all of them, wrap it: nbddp.wrap(model)"
 )
+_said: list[str] = []  # remarks, once per kernel
 _SEE_PARTIAL = ". Everything else that the ranks returned is in this error's .partial, by rank"
 _RESTARTED = (RankError, RankDied, CellError, LaunchError, errors.NodeLost)
 Machines = Callable[[], Sequence[Any]]
@@ -118,7 +119,7 @@ def launch(settings: Settings, packed: Packed, options: Options, subject: str, w
     if launched.error is not None:
         keep_ipythons_debugger_closed()
     if launched.state == "stopped":
-        raise errors.interrupt(launched._stopped_text())
+        raise errors.without_our_frames(KeyboardInterrupt(launched._stopped_text()))
     return launched
 
 
@@ -282,5 +283,6 @@ def take_values(run: Run[Any], crew: Crew, attempt: Attempt) -> None:
         incomplete.partial = found
         raise incomplete
     run._values = found
-    if len(found) > 1 and not any(rank.report.met for rank in crew.ranks if rank.report):
+    if len(found) > 1 and not _said and not any(rank.report.met for rank in crew.ranks if rank.report):
         run.remark = _SIDE_BY_SIDE.format(len(found))
+        _said.append(run.remark)

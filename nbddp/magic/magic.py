@@ -227,7 +227,8 @@ class DdpMagics(Magics):
         kind, count = device_and_count(Options())
         lines = gauges.describe_gpus(count) if kind == "cuda" else [f"{count} {kind} device{'s' * (count != 1)}"]
         if kind == "cpu":
-            lines = [f"no GPU: runs use {CPU_NPROCS} ranks with gloo on the CPU (cores: {len(os.sched_getaffinity(0))})"]
+            cores = len(os.sched_getaffinity(0))
+            lines = [f"no GPU: runs use {CPU_NPROCS} ranks with gloo on the CPU (cores: {cores})"]
         print("\n".join(lines))
 
     def _status(self, _: list[str]) -> None:

@@ -111,7 +111,7 @@ class Orders:
         report = reports.finished(
             value, f"the value that {order.name} returned on rank {context.rank()} can't be sent to the notebook"
         )
-        return dataclasses.replace(report, met=self._groups.used())
+        return dataclasses.replace(report, met=self._groups.used() or not steps.taken)
 
     def _cell(self, order: messages.Cell) -> Report:
         shell, raised = self._shell, None

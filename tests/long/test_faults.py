@@ -103,9 +103,10 @@ def find_victim(kernel: Notebook, case: Case) -> int | None:
     while time.monotonic() < (deadline if case.steps == faults.ENDLESS else deadline - LONGEST_S + 0.5):
         with contextlib.suppress(psutil.NoSuchProcess):
             ranks = sorted(ranks_of(kernel.pid))
-            if case.fault == "fork server killed":
+            # An endless run may begin after its end, with another server, and would go on.
+            if case.fault == "fork server killed" and (case.steps != faults.ENDLESS or len(ranks) == case.nprocs):
                 return next((each.pid for each in psutil.Process(kernel.pid).children() if is_fork_server(each)), None)
-            if len(ranks) == case.nprocs:
+            if case.fault != "fork server killed" and len(ranks) == case.nprocs:
                 mine = ranks[case.ranks[0]]
                 if case.fault == "rank killed":
                     return mine
