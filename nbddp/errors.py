@@ -1,8 +1,8 @@
 """Every exception that nbddp raises, with its message.
 
     NbddpError
-    ├── LaunchError     bad arguments, no such GPU, a rank ended before it was ready
-    ├── PayloadError    an object that does not pickle, with the user's name for it
+    ├── LaunchError     invalid arguments, no such GPU, a rank ended before it was ready
+    ├── PayloadError    an object that can't be pickled, with the user's name for it
     ├── RankError       the user's code raised on a rank
     ├── RankDied        a rank ended without a result and without a Python exception
     ├── CellError       a cell failed on a rank
@@ -84,15 +84,15 @@ class SessionLost(NbddpError):
 
 
 class LaunchError(NbddpError):
-    """The run could not start: bad arguments, a missing device, or a rank that ended before it was ready."""
+    """The run couldn't start: invalid arguments, a missing device, or a rank that ended before it was ready."""
 
 
 class PayloadError(NbddpError):
-    """An object cannot be sent between the notebook and the ranks.
+    """An object can't be sent between the notebook and the ranks.
 
     Attributes:
         path: how the object was reached, by the user's own names, e.g. ``("train", "helper", "log_file")``.
-        partial: if some return values could not be sent back, the return values by rank, with descriptions in place of
+        partial: if some return values couldn't be sent back, the return values by rank, with descriptions in place of
             the missing ones. None: the error is not about return values.
     """
 
@@ -305,7 +305,7 @@ def _likely_cause(exitcode: int, signal_name: str | None) -> str:
     if signal_name == "SIGKILL":
         return (
             "was killed by SIGKILL without a Python error; most often this is the memory limit: "
-            "try a smaller batch, fewer ranks or fewer DataLoader workers"
+            "try a smaller batch, fewer ranks, or fewer DataLoader workers"
         )
     if signal_name in CRASHES:
         return f"crashed in native code ({signal_name})"

@@ -22,7 +22,7 @@ def new_file(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binary
         mode: of the file; the process's umask takes its bits away.
 
     Raises:
-        NbddpError: the file cannot be written.
+        NbddpError: the file can't be written.
     """
     path = os.path.abspath(path)
     folder = os.path.dirname(path)

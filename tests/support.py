@@ -38,6 +38,8 @@ from jupyter_client.manager import KernelManager
 import nbddp
 
 MARK = f"NBDDP_TESTS={os.getpid()}-{uuid.uuid4().hex}"  # in the environment of all that these tests start
+_FOLDERS = "|".join(each.parent.name for each in Path(nbddp.__file__).parent.glob("*/__init__.py"))
+OUR_FILES = re.compile(rf"nbddp/(?:(?:{_FOLDERS})/)?\w+\.py")  # in a traceback, wherever the clone is
 GONE_S = 4.5  # what goes by itself; a DataLoader's workers would notice after 5 s
 START_TIMEOUT_S = 60.0
 FIRST_MOMENTS_S = 0.25  # of a function or a cell, which may be about to take an optimizer's step: a stop waits for it
@@ -145,10 +147,6 @@ def free_port() -> int:
 
 
 # ---------------------------------------------------------------------------- what is left behind
-
-
-_FOLDERS = "|".join(each.name for each in Path(nbddp.__file__).parent.iterdir() if each.is_dir())
-OUR_FILES = re.compile(rf"nbddp/(?:(?:{_FOLDERS})/)?\w+\.py")  # in a traceback, wherever the clone is
 
 
 def marked_pids() -> set[int]:

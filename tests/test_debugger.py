@@ -72,13 +72,13 @@ def test_nbddp_breakpoint_stops_one_rank_under_a_condition(cell: Notebook) -> No
     source = """\
     %%ddp
     for i in range(6):
-        loss = torch.tensor(float("nan") if i == 4 else 1.0)
-        nbddp.breakpoint(rank=1, when=loss.isnan())
+        loss = torch.tensor(float("nan") if i > 3 else 1.0)
+        nbddp.breakpoint(rank=5 - i, when=loss.isnan())
         dist.barrier()
     i
     """
-    talk = cell.talk(source, ["p i", "c"])
-    assert (talk.prompts, talk.result) == ([ONE] * 2, "5")
+    talk = cell.talk(source, ["p i", "c"] * 2)
+    assert (talk.prompts, talk.result) == ([ONE] * 2 + [ZERO] * 2, "5")
     assert "[rank 1] 4\n" in talk.shown
 
 

@@ -91,7 +91,7 @@ def test_panel_and_picture_of_the_second_run_have_the_curves_of_the_first(notebo
         from nbddp.panel.charts import charts
         source = run._source()
         (chart,), _ = charts(source.history, source.before)
-        print([(line.ghost, line.last) for line in chart.lines], "previous run" in run._repr_html_())
+        print([(line.ghost, line.last) for line in chart.lines], "earlier run" in run._repr_html_())
     """
     assert notebook.ok(look.format(1.0)).shown == "[(False, 4.0)] False\n"
     assert notebook.ok(look.format(2.0)).shown == "[(True, 4.0), (False, 8.0)] True\n"
@@ -107,9 +107,9 @@ def test_a_plot_has_some_metrics_of_a_run_or_a_loaded_history_and_another_runs_c
     done = run(names.train)
     html = done.history.plot("acc", "lr", before=done).data
     assert [f"<b>{title}</b>" in html for title in ("Loss", "Accuracy", "Learning rate")] == [False, True, True]
-    assert "previous run" in html
+    assert "earlier run" in html
     assert done.history.plot(before=done.history).data.count("<img") == 3
-    assert "previous run" not in done.history.plot("acc").data
+    assert "earlier run" not in done.history.plot("acc").data
     with pytest.raises(KeyError, match="no metric 'los' was logged; the metrics are: loss, acc, lr"):
         done.history.plot("los")
     done.history.save("run.metrics")

@@ -248,6 +248,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1.5}, "an integer"),
     ({"env": {"A": 1}}, "strings"),
     ({"args": "abc"}, "tuple"),
+    ({"args": {"a": 1}}, "use kwargs="),
     ({"args": (1, 2, 3)}, "can't be called"),
     ({"kwargs": {"nope": 1}}, "nope"),
     ({"kwargs": [1]}, "dict"),

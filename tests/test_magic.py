@@ -52,7 +52,7 @@ def test_names_asked_for_with_o_come_from_rank_0_and_one_that_cannot_be_sent_is_
     assert magic.ok("weights.tolist(), kept, best").shown == "([0.0, 0.0], [1, 2], 41)\n"
     magic.ok("%%ddp -o both -o one\none = [rank]\nboth = [one, one]")
     assert magic.ok("both[0] is one").shown == "True\n"
-    assert "leave out the spaces: -o a,b" in magic.cell("%%ddp -o a, b\na = b = 1").shown
+    assert "a name is missing: write -o a,b, without spaces" in magic.cell("%%ddp -o a, b\na = b = 1").shown
     reply = magic.cell("%%ddp -o bad,loss\nloss = 0.125\nbad = (i for i in range(3))")
     assert reply.evalue == "a variable can't be sent to the notebook: bad: cannot pickle 'generator' object"
     assert magic.ok("loss").shown == "0.125\n"

@@ -134,7 +134,7 @@ def test_status_shows_each_ranks_memory_and_which_rank_has_ended(notebook: Noteb
     first, *lines = notebook.ok("%ddp status").shown.splitlines()
     assert first.startswith("<Session: rank 1 of 2 was killed by SIGKILL")
     assert (lines[0][:13], lines[1]) == ("  rank 0: pid", "  rank 1: ended")
-    notebook.ok("%ddp close")
+    assert notebook.ok("%ddp close").shown == "the session is closed\n"
 
 
 def test_status_never_fails_while_runs_in_the_background_start_train_die_and_end(notebook: Notebook) -> None:

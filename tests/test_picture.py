@@ -33,7 +33,7 @@ HANG = "rank 0 is waiting in all_reduce\nrank 0 is here:\n  train, line 14"
 def status(state: str = "finished", ranks: int = 1, host: str = "", **more: Any) -> Status:
     rows = tuple(RankStatus(rank, "cpu", state, 600 << 20, host=host) for rank in range(ranks))
     return Status(
-        **{"name": "train", "state": state, "seconds": 62.4, "summary": "1 process · gloo", "ranks": rows} | more
+        **{"name": "train", "state": state, "seconds": 62.4, "summary": "1 rank · gloo", "ranks": rows} | more
     )
 
 
@@ -122,9 +122,9 @@ def test_a_restart_replaces_the_curve_and_is_marked_and_a_new_epoch_replaces_it(
 def test_an_earlier_run_is_gray_behind_the_curves_it_has() -> None:
     before = logged(loss=[3.0, 2.0], old=[1.0])
     (loss, acc), _ = charts(logged(loss=[2.0], acc=[0.5]), before)
-    assert [(line.ghost, line.label) for line in loss.lines] == [(True, "previous run"), (False, "")]
+    assert [(line.ghost, line.label) for line in loss.lines] == [(True, "earlier run"), (False, "")]
     assert len(acc.lines) == 1
-    assert "previous run" in text_of(plot(logged(loss=[2.0]), before=before))
+    assert "earlier run" in text_of(plot(logged(loss=[2.0]), before=before))
 
 
 def test_a_stage_has_its_color_in_every_chart_and_eight_lines_are_drawn() -> None:
@@ -146,7 +146,7 @@ def test_the_picture_has_tiles_and_ranks_with_their_memory_and_what_waits_for_th
     history.add(0, [{"time": 1.0, "bar": [0, "epoch", 5, 5]}])
     page = picture(history, status(ranks=2))
     text = text_of(page)
-    assert "Finished train 1 process · gloo Step 1 Epoch 5 of 5 Train loss 0.5000 Acc" in text
+    assert "Finished train 1 rank · gloo Step 1 Epoch 5 of 5 Train loss 0.5000 Acc" in text
     assert "Total time 1:02" in text
     assert "Loss ━ 0.5000" in text
     assert text.endswith("0 cpu finished 1 100.0 ms 600 MiB 1 cpu finished 1 100.0 ms 600 MiB")
@@ -190,7 +190,7 @@ def test_of_16_ranks_one_sees_that_there_are_more_and_those_in_trouble() -> None
     shown, rest = page.split("<details")
     assert "silent for 60 s" in shown
     assert shown.count("<tr>") == 1 + 8
-    assert "and 8 more" in rest
+    assert "and 8 more</summary>" in rest
     many = text_of(picture(Recorded(500), change(status("stopped", 500), 300, state="failed", host="gpu3")))
     assert "300 gpu3 · cpu failed" in many
     assert many.endswith("and 476 more")

@@ -146,7 +146,7 @@ def test_every_function_has_its_promised_signature() -> None:
         own = {f"{kind.__name__}.{name}" for name in _public(kind) if inspect.isfunction(getattr(kind, name))}
         assert own == {name for name in SIGNATURES if name.startswith(f"{kind.__name__}.")} - {"Session.__init__"}
     assert len(inspect.signature(nbddp.run).parameters) <= 3 + 19, "a new option has to replace one"
-    assert set(re.findall(r"^        (\w+):", str(nbddp.run.__doc__), re.M)) >= Given.__annotations__.keys()
+    assert set(re.findall(r"^    (\w+):", str(inspect.getdoc(nbddp.run)), re.M)) >= Given.__annotations__.keys()
 
 
 def test_a_name_of_another_version_or_library_is_answered_with_the_one_here() -> None:

@@ -442,6 +442,8 @@ def test_an_interrupt_while_ranks_are_put_right_loses_no_error(
         raise KeyboardInterrupt
 
     with nbddp.Session(nprocs=2, device="cpu", show=False) as session:
+        with pytest.raises(ValueError, match="no rank 9"):
+            session.pull("rank", rank=9)
         assert (session.cell("print(rank)\nrank"), capsys.readouterr().out) == (None, "")
         monkeypatch.setattr(nbddp.Session, "_put_right", interrupt)
         with pytest.raises(KeyboardInterrupt):

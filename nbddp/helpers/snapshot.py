@@ -76,7 +76,7 @@ def _checksums() -> Iterator[None]:
 def load_snapshot(
     path: str | os.PathLike[str], map_location: Any = None, *, weights_only: bool = True
 ) -> dict[str, Any] | None:
-    """Load what :func:`save_snapshot` wrote; None if the file does not exist yet.
+    """Load what :func:`save_snapshot` wrote; None if the file doesn't exist yet.
 
     The steps that :func:`nbddp.log` counts continue from the snapshot's.
 

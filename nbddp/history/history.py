@@ -104,7 +104,7 @@ class History(Mapping[str, Series]):
         return cls(recording)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all metrics to a file, for :meth:`load`. Raises NbddpError if it cannot be written."""
+        """Write all metrics to a file, for :meth:`load`. Raises NbddpError if it can't be written."""
         recording = self._recording
         with new_file(path) as file, recording.lock:
             broken_off = recording.generations[-1].broken_off is not False
@@ -217,7 +217,7 @@ class History(Mapping[str, Series]):
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write a CSV file: a line per step, a column per metric; a missing value is an empty field.
 
-        A metric named ``step`` is the column ``step.1``. Raises NbddpError if the file cannot be written.
+        A metric named ``step`` is the column ``step.1``. Raises NbddpError if the file can't be written.
         """
         rows: dict[int, dict[str, float]] = {}
         names = list(self)

@@ -61,6 +61,7 @@ def error_of(rank: RankState, name: str, crew: Crew, where: str = "") -> NbddpEr
         lines = printed.rstrip("\n").split("\n")[-_LAST_LINES:]
         unpacking = rank.ready and not rank.interruptible and rank.exitcode >= 0
         why = f"ended with exit code {rank.exitcode} while unpacking {name} and its data" if unpacking else ""
+        why = why or f"ended with exit code {rank.exitcode}" * (not rank.ready and rank.exitcode >= 0)
         why = _OUT_OF_MEMORY if rank.out_of_memory else why
         died = RankDied(
             rank.number,

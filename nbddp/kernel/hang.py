@@ -204,7 +204,8 @@ def _likely_reason(locations: Sequence[Location]) -> str:
     if finished and (len(steps) > 1 or any(each.exchange for each in waiting)):
         return (
             f". Most likely, {_ranks(finished, 0)} had fewer batches than the others. nbddp.loader without exact=True "
-            "gives every rank the same number; otherwise, use DistributedSampler, drop_last=True, or nbddp.join(model)"
+            "gives every rank the same number. With another one, use DistributedSampler, drop_last=True, or "
+            "nbddp.join(model)"
         )
     if finished or len({(each.waiting_in, each.place) for each in waiting}) > 1:
         return ". Every rank has to call the same collectives in the same order; uneven numbers of batches break that"

@@ -151,7 +151,8 @@ class Run(Generic[R]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the run's error, as ``concurrent.futures.Future`` does."""
         if not self._done.wait(timeout):
-            raise TimeoutError(f"{self.name} is still {self.state} after {timeout} s")
+            doing = self.state if self.state in ("starting", "running") else "sending its metrics"
+            raise TimeoutError(f"{self.name} is still {doing} after {timeout} s")
         with interrupts_held():
             self._draw()  # the thread that follows it may not have, and updates come in while a cell runs
         return self.error

@@ -137,6 +137,7 @@ class Session(Cells):
 
         Raises:
             PayloadError: one of the values can't be sent.
+            SessionLost: the rank has ended. ValueError: there is no such rank.
         """
         return self._pull(names, self._living(rank))
 
@@ -150,7 +151,10 @@ class Session(Cells):
 
     def logs(self, rank: int | None = None) -> str:
         """Return what a rank has printed since its start; for all ranks (None), each line begins with its rank."""
-        return in_lines_of_ranks(self.nprocs, self.logs) if rank is None else self._crew.ranks[rank].output.text()
+        if rank is None:
+            return in_lines_of_ranks(self.nprocs, self.logs)
+        self._require(rank)
+        return self._crew.ranks[rank].output.text()
 
     def close(self) -> None:
         """End the ranks."""
@@ -182,18 +186,22 @@ class Session(Cells):
             raise SessionLost(self.lost)
         if self._busy:
             raise NbddpError("the ranks are busy: wait until the current cell or call is done")
-        if ranks is not None and (wrong := [number for number in ranks if not 0 <= number < self.nprocs]):
-            raise ValueError(f"there is no rank {wrong[0]} (nprocs={self.nprocs})")
+        for number in ranks or ():
+            self._require(number)
         return [rank for rank in self._crew.ranks if ranks is None or rank.number in ranks]
+
+    def _require(self, rank: int) -> None:
+        if not 0 <= rank < self.nprocs:
+            raise ValueError(f"there is no rank {rank} (nprocs={self.nprocs})")
 
     def _living(self, rank: int | None = None) -> RankState:
         """Return this rank, or the lowest, if it lives, also after the session's end."""
         for each in self._crew.ranks:
             if each.alive and rank in (None, each.number):
                 return each
-        if rank is not None and not 0 <= rank < self.nprocs:
-            raise ValueError(f"there is no rank {rank} (nprocs={self.nprocs})")
-        raise SessionLost(self.lost or f"rank {rank} has ended")
+        if rank is not None:
+            self._require(rank)
+        raise SessionLost(self.lost or ("all ranks have ended" if rank is None else f"rank {rank} has ended"))
 
     @contextlib.contextmanager
     def _having_orders(self) -> Iterator[None]:

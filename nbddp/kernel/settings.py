@@ -65,7 +65,7 @@ class Options:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the cell shows nothing of what the ranks print, display, and return."""
+        """Whether the cell shows nothing of what the ranks print, display, or return."""
         return self.show is False or not self.wait
 
 

@@ -36,7 +36,7 @@ _SCRIPT = Parser("%ddp run", _AS, _BACKGROUND, *_TORCHRUN, ("script", {}), ("arg
 _CELL = Parser(
     "%%ddp",
     ("-o --out", {"type": options.names, "action": "extend", "default": [], "metavar": "NAMES"}),
-    ("--ranks", {"type": options.numbers, "default": None, "metavar": "0,1"}),
+    ("--ranks", {"type": options.numbers, "action": "extend", "default": None, "metavar": "0,1"}),
     _AS,
     _BACKGROUND,
 )
@@ -61,7 +61,7 @@ class DdpMagics(Magics):
 
         ::
 
-          %ddp open -n 4           from here on, every cell runs on four ranks; %%local runs one in the notebook
+          %ddp open -n 4           from now on, every cell runs on four ranks; %%local runs one in the notebook
           %ddp push NAMES          send them to the ranks
           %ddp pull NAMES          bring them back, from rank 0
           %ddp close               end the ranks
@@ -87,7 +87,7 @@ class DdpMagics(Magics):
         """Run the cell on every rank: one fresh process per GPU, or the ranks of the open session.
 
         Fresh ranks get copies of the notebook's variables that the cell reads; what it sets stays there, except for the
-        names in -o, which come back from the first rank. nbddp, torch, dist, rank, world_size, and device are
+        names in -o, which come back from the lowest rank. nbddp, torch, dist, rank, world_size, and device are
         predefined. --as keeps the cell's run, --background doesn't wait for it, and --ranks runs the cell on only some
         ranks; the other options are those of nbddp.run().
         ::
@@ -173,7 +173,9 @@ class DdpMagics(Magics):
         if self.session is not None:
             self.session.close()  # it's lost, but its other ranks are there
         DdpMagics.session, DdpMagics._opened_with = Session(**chosen), chosen
-        print(f"cells now run on {self._the_session().nprocs} ranks until %ddp close; %%local runs one in the notebook")
+        nprocs = self._the_session().nprocs
+        ranks = f"{nprocs} rank{'s' * (nprocs != 1)}"
+        print(f"cells now run on {ranks} until %ddp close; %%local runs one in the notebook")
         return self._the_session()
 
     def _close(self, _: list[str]) -> None:

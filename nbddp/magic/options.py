@@ -72,7 +72,7 @@ def numbers(text: str) -> list[int]:
 def names(text: str) -> list[str]:
     """Parse ``model,loss``."""
     if wrong := [each for each in text.split(",") if not each.isidentifier()]:
-        why = f"{wrong[0]!r} isn't a valid name" if wrong[0] else "leave out the spaces: -o a,b"
+        why = f"{wrong[0]!r} isn't a valid name" if wrong[0] else "a name is missing: write -o a,b, without spaces"
         raise argparse.ArgumentTypeError(why)
     return text.split(",")
 

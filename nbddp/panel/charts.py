@@ -144,7 +144,7 @@ def charts(
             chart.left_out += 1
             continue
         if before is not None and name in before and len((old := _ascending(before.points(name))).steps):
-            chart.lines.insert(0, _line(old, "previous run", max(1, points // 2), ghost=True))
+            chart.lines.insert(0, _line(old, "earlier run", max(1, points // 2), ghost=True))
         chart.lines.append(_line(curve, cut(label), points))
         if name in broken:
             step, value, _ = broken[name]

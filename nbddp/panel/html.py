@@ -53,7 +53,7 @@ def caption(chart: Chart) -> str:
         _key(line.color, "" if len(chart.own) == 1 else line.label or "all", numbers.metric(line.last))
         for line in chart.own
     ]
-    keys += [_key(GRAY, "previous run", "")] if len(chart.own) < len(chart.lines) else []
+    keys += [_key(GRAY, "earlier run", "")] if len(chart.own) < len(chart.lines) else []
     more = f' <span style="{_SOFT}">and {chart.left_out} more</span>' if chart.left_out else ""
     return f"<b>{escape(cut(chart.title))}</b>{''.join(keys)}{more}"
 

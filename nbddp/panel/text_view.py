@@ -86,7 +86,7 @@ def progress_line(history: History) -> str:
 
 
 def end_line(history: History, status: Status) -> str:
-    """``train: finished after 0:38 · 4 processes · nccl · 1 restart · loss 0.412``"""
+    """``train: finished after 0:38 · 4 ranks · nccl · 1 restart · loss 0.412``"""
     restarts = f"{status.restarts} restart{'s' * (status.restarts > 1)}" if status.restarts else ""
     parts = [f"{status.name}: {status.state} after {duration(status.seconds)}", status.summary, restarts]
     return plain(" · ".join(filter(None, [*parts, *_metrics(history), status.error])))

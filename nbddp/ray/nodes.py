@@ -112,7 +112,7 @@ class _Group:
         self._sent: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
         self._group = placement_group([{"GPU": gpus} if gpus else {"CPU": 1}] * nnodes, strategy="STRICT_SPREAD")
         self._nodes: list[_Node] = []  # in the order of their ranks
-        each = f" with {gpus} GPU{'s' * (gpus > 1)} each" if gpus else ""
+        each = f" with {gpus} GPU{'s' * (gpus > 1)}{' each' * (nnodes > 1)}" if gpus else ""
         try:
             while not self._group.wait(_POLL_S):
                 waiting(f"waiting for Ray to provide {nnodes} node{'s' * (nnodes > 1)}{each}")
