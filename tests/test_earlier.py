@@ -119,11 +119,10 @@ def test_a_plot_has_some_metrics_of_a_run_or_a_loaded_history_and_another_runs_c
 
 def test_a_run_shows_its_picture_at_a_cells_end_unless_the_cell_shows_it_anyway(notebook: Notebook) -> None:
     notebook.ok(TRAIN)
-    shown = notebook.ok("run = nbddp.run(train, nprocs=2, device='cpu', show='picture')\nrun")
-    assert "text/html" not in shown.data[-1]
+    assert notebook.ok("run = nbddp.run(train, nprocs=2, device='cpu', show='picture')\nrun").result == ""
     assert "<img" in notebook.ok("run").data[-1]["text/html"]
     assert "<img" in notebook.ok("nbddp.run(train, nprocs=2, device='cpu', show=False)").data[-1]["text/html"]
-    assert "text/html" not in notebook.ok("nbddp.run(print, nprocs=1, device='cpu')").data[-1]
+    assert notebook.ok("nbddp.run(print, nprocs=1, device='cpu')").result == ""
 
 
 def test_a_run_stays_in_the_notebook(cell: Cells) -> None:
