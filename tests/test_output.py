@@ -89,4 +89,4 @@ def test_rank_0s_output_is_shown_in_the_cell_while_it_runs(notebook: Notebook) -
     os.unlink(path)
     assert "late 0\n" in shown
     assert "early 1" not in shown
-    assert "<Run train: finished, 2 ranks" in shown
+    assert "<Run" not in shown  # the panel says it

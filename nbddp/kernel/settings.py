@@ -115,8 +115,8 @@ def takes_options(function: F) -> F:
 
 
 def _parameters(function: Any) -> Iterable[str]:
-    with contextlib.suppress(TypeError, ValueError):  # it's no function, or has no signature
-        return inspect.signature(function).parameters
+    with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
+        return inspect.signature(function).parameters if callable(function) else ()
     return ()
 
 
