@@ -226,7 +226,7 @@ def test_a_failure_shows_the_error_the_stacks_and_the_failed_ranks_last_output()
 @pytest.mark.parametrize(
     "nasty",
     [
-        "<img src=x onerror=alert(1)>&\"'</table><script>alert(2)</script>",
+        "\"'<img src=x onerror=alert(1)>&</table><script>alert(2)</script>",
         "]]></svg><script>",
         "\x1b]8;;x\x07\x00\u202e\n\ud800",
     ],
