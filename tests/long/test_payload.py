@@ -10,7 +10,9 @@ import pytest
 from tests.support import Cells, run
 from tests.test_payload import refused
 
-PREPARED = "in the notebook and is tied to its process; send what you passed to {0}(), and call {0}() inside"
+PREPARED = (
+    "in the notebook and is tied to its process; send what you passed to {0}(), and call {0}() inside the function"
+)
 ACCELERATED, SET_UP = "comes from accelerator.prepare() ", "comes from fabric.setup() "
 MADE = "made in the notebook is tied to its process; create it inside the function"
 LAUNCHERS = """

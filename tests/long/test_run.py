@@ -29,7 +29,7 @@ def test_a_script_runs_with_ascii_output_and_all_signals_blocked() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
     shown = re.sub(r"after [\d.:]+( s)?", "after", ended.stdout)
     printed = "gr\\xfc\\xdf \\u96ea\n"
-    assert shown == (printed + "schnee: finished after \\xb7 2 processes \\xb7 gloo \\xb7 gr\\xf6\\xdfe 1\n") * 2
+    assert shown == (printed + "schnee: finished after \\xb7 2 ranks \\xb7 gloo \\xb7 gr\\xf6\\xdfe 1\n") * 2
 
 
 def test_a_script_runs_with_closed_standard_streams() -> None:
