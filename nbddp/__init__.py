@@ -116,5 +116,5 @@ if getattr(_shell, "kernel", None) is not None:
     from nbddp.process import server as _server
 
     _server.start_early()
-    if "ddp" not in _shell.magics_manager.magics["cell"]:  # a reload keeps an open session
-        _shell.register_magic_function(_no_var_expand(_ddp), "line_cell", "ddp")  # the one that's loaded does
+    if "ddp" not in _shell.magics_manager.magics["cell"]:  # nbddp may have been reloaded
+        _shell.register_magic_function(_no_var_expand(_ddp), "line_cell", "ddp")  # else it's expanded twice

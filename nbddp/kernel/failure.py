@@ -59,9 +59,10 @@ def error_of(rank: RankState, name: str, crew: Crew, where: str = "") -> NbddpEr
         if signal_name(rank.exitcode) in CRASHES:  # otherwise a crash in the output is that of a child
             printed, frames = dumps.split_crash(printed)
         lines = printed.rstrip("\n").split("\n")[-_LAST_LINES:]
-        unpacking = rank.ready and not rank.interruptible and rank.exitcode >= 0
-        why = f"ended with exit code {rank.exitcode} while unpacking {name} and its data" if unpacking else ""
-        why = why or f"ended with exit code {rank.exitcode}" * (not rank.ready and rank.exitcode >= 0)
+        why = ""
+        if rank.exitcode >= 0 and not rank.interruptible:  # before the function
+            unpacking = f" while unpacking {name} and its data" if rank.ready else ""
+            why = f"ended with exit code {rank.exitcode}{unpacking}"
         why = _OUT_OF_MEMORY if rank.out_of_memory else why
         died = RankDied(
             rank.number,

@@ -46,7 +46,7 @@ class Run(Generic[R]):
         state: ``"starting"``, ``"running"``, ``"finished"``, ``"failed"``, or ``"stopped"``.
         error: the error of a failed run; None otherwise.
         restarts: how many times all ranks were restarted.
-        remark: a possible mistake in a finished run; "" for none.
+        remark: a possible mistake in a finished run, said once per kernel; "" for none.
     """
 
     def __init__(

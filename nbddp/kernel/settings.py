@@ -102,7 +102,8 @@ def takes_options(function: F) -> F:
 
     @functools.wraps(function)
     def with_options(*args: Any, **given: Any) -> Any:
-        for name in (name for name in given if name not in names):
+        if unknown := [name for name in given if name not in names]:
+            name = unknown[0]
             hint = f"; did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, names)
             if args and name in _parameters(args[0]):
                 hint = f'; to pass it to your function, write kwargs={{"{name}": {reprlib.repr(given[name])}}}'

@@ -32,8 +32,8 @@ class Parser(argparse.ArgumentParser):
         for field in dataclasses.fields(Options):
             if field.name not in _NOT_HERE:
                 parse_it = next((parse for kind, parse in _TYPES.items() if kind in str(field.type)), str)
-                how = {"action": "store_true"} if parse_it is bool else {"type": parse_it}
-                how |= {"action": "extend"} if parse_it is numbers else {}  # -g 0 -g 1
+                several = "extend" if parse_it is numbers else "store"  # -g 0 -g 1
+                how = {"action": "store_true"} if parse_it is bool else {"action": several, "type": parse_it}
                 names = *_SHORT.get(field.name, ()), f"--{field.name.replace('_', '-')}"
                 self.add_argument(*names, dest=field.name, **how)
 
