@@ -26,6 +26,9 @@ def test_the_first_cells_of_a_new_kernel_work_or_say_what_to_write() -> None:
         reply = new.cell("nbddp.run(train, epochs=3)")
         assert (reply.evalue[-20:], OUR_FILES.search(reply.traceback)) == ('kwargs={"epochs": 3}', None)
         assert new.ok("nbddp.run(train, nprocs=2, device='cpu')").shown == ""  # below its panel
+        new.ok("import torch\ndef fit(): torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1).step()")
+        remarks = [new.ok(f"nbddp.run({f}, nprocs=2, device='cpu').remark") for f in ("train", "fit", "fit")]
+        assert [each.result[:14] for each in remarks] == ["''", "'no collective", "''"]  # only of training, and once
 
 
 def test_the_cell_reads_the_notebooks_names_and_sets_none_of_them(magic: Notebook) -> None:
