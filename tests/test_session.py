@@ -65,7 +65,7 @@ def test_names_from_before_are_sent_by_push_and_come_back_by_pull(ranks: Noteboo
     ranks.ok("%ddp pull net lr")
     assert ranks.ok("%%local\nlr, type(net) is Net").shown == "(6, True)\n"
     assert ranks.cell("%ddp pull nope").evalue == "rank 0 has no variable nope"
-    assert "did you mean" not in ranks.cell("%ddp push opeen").shown  # open(), IPython's own name
+    assert "did you mean open?" not in ranks.cell("%ddp push opeen").shown  # open(), IPython's own name
 
 
 def test_option_o_brings_names_back_and_says_which_cannot_be_sent_or_are_mistyped(ranks: Notebook) -> None:
