@@ -290,6 +290,7 @@ def _ends(book: Notebook, tmp_path: Path, figure: Figure, ranks: int, end: str) 
     wait_until(lambda: len(os.listdir(tmp_path)) == ranks)
     pids = ranks_of(book.pid) if mode == "stay" else []
     assert mode != "stay" or used(pids) - before > 0.9 * ranks * HELD
+    time.sleep(FIRST_MOMENTS_S if end == "Stop" else 0)
     began = time.monotonic()
     if end == "Stop":
         book.interrupt()
@@ -324,8 +325,8 @@ def test_status_and_panel_have_the_gpus_memory_as_nvidia_smi_has_it(
             assert abs(total - smi_total) < 64, (total, smi_total)
         waits = "while not going.history.latest(): time.sleep(0.05)"
         (panel,) = (data["text/html"] for data in book.ok(f"{waits}\ndisplay(going)").data)
-        gauges_shown = re.findall(r"([\d.]+) / (\d+) GB", panel)
-        figure("the panel's gauges, GB", " ".join(map("/".join, gauges_shown)))
+        gauges_shown = re.findall(r"([\d.]+) / (\d+) GiB", panel)
+        figure("the panel's gauges, GiB", " ".join(map("/".join, gauges_shown)))
         assert len(gauges_shown) == ranks
         for shown_used, shown_total in gauges_shown:
             assert abs(float(shown_used) - smi_used / 1024) < 0.1, (shown_used, smi_used)
@@ -389,7 +390,7 @@ def test_stop_ends_a_rank_that_waits_for_a_long_kernel(book: Notebook, tmp_path:
 def test_a_gpu_that_is_not_there_and_nccl_on_a_shared_one_are_refused(book: Notebook) -> None:
     assert "there is no GPU 1 here, only [0]" in book.cell("nbddp.run(net, gpus=[0, 1])").evalue
     assert "NCCL needs a GPU for each rank" in book.cell("nbddp.run(net, gpus=[0, 0])").evalue
-    assert "this machine has 1 cuda devices" in book.cell("nbddp.run(net, nprocs=2)").evalue
+    assert "torch sees 1 cuda device here" in book.cell("nbddp.run(net, nprocs=2)").evalue
     assert out(book.ok("nbddp.run(lambda: str(nbddp.device()), show=False).value")) == "'cuda:0'"
 
 
