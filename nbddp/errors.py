@@ -16,6 +16,8 @@ A kernel interrupt is ``KeyboardInterrupt`` and none of these, so that "Run All"
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
 import signal
 import sys
@@ -24,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from nbddp.text import bounded, in_a_line, plain, uncolored
+from nbddp.text import bounded, in_a_line, plain, ranks_text, uncolored
 from nbddp.tracebacks import hidden_runs, user_frames
 
 E = TypeVar("E", bound=BaseException)
@@ -32,6 +34,7 @@ E = TypeVar("E", bound=BaseException)
 MESSAGE_CHARS = 64 << 10  # of an error's text
 CAUSE_CHARS = 10_000  # of the text of an exception that a rank raised
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
+_FIELDS = ("rank", "world_size", "cause", "where", "host", "alike", "advice", "locals")  # of a RankError
 _CAUSE = "run.error.cause"  # where the rest of a cut text is
 _IPYTHON_HIDDEN = re.compile(r"\[\.\.\. skipping hidden \d+ frames?\]")
 
@@ -47,12 +50,11 @@ class NbddpError(Exception):
     restarts: int = 0
     first: NbddpError | None = None
 
-    def after_restarts(self, restarts: int, first: NbddpError) -> None:
-        """Add the number of restarts and the first failure to the message."""
-        self.restarts, self.first = restarts, first
-
     def __str__(self) -> str:
-        return "\n".join([bounded(super().__str__(), MESSAGE_CHARS, "error.args"), *self._restarts_text()])
+        return "\n".join([bounded(Exception.__str__(self), MESSAGE_CHARS, "error.args"), *self._restarts_text()])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Exception.__new__, (type(self), *self.args), vars(self)  # whatever __init__ takes
 
     def _restarts_text(self) -> list[str]:
         if self.first is None:
@@ -103,7 +105,7 @@ class PayloadError(NbddpError):
 
 
 class RankError(NbddpError):
-    """The user's code raised an exception on a rank.
+    """The user's code raised an exception on a rank. It's an instance of that one's class, too: ``except ValueError``.
 
     Attributes:
         rank: the rank that failed first in time.
@@ -116,6 +118,10 @@ class RankError(NbddpError):
         locals: the names on the failing line of your code, each with a description such as
             ``"Tensor (64, 10) float32 cuda:1"``.
     """
+
+    def __new__(cls, *args: Any, **_: Any) -> RankError:
+        made = _also_of_its_class(args[2]) if cls is RankError and len(args) == 3 else None
+        return made or super().__new__(cls, *args)
 
     def __init__(
         self,
@@ -132,36 +138,43 @@ class RankError(NbddpError):
         what = bounded("".join(traceback.format_exception_only(type(cause), cause)).strip(), CAUSE_CHARS, _CAUSE)
         self._header = _header(rank, world_size, host, where, alike)
         first = f"{self._header}\n{what}" if where else f"{self._header}: {what}"
-        super().__init__("\n".join([first, *([advice] if advice else [])]))
-        self.rank = rank
-        self.world_size = world_size
-        self.cause = cause
-        self.where = where
-        self.host = host
-        self.alike = alike
-        self.advice = advice
-        self.locals = dict(locals or {})
-        self.__cause__ = cause
+        Exception.__init__(self, "\n".join([first, *filter(None, [advice])]))  # the cause's class has its own
+        self.rank, self.world_size, self.host = rank, world_size, host
+        self.cause = self.__cause__ = cause
+        self.where, self.alike, self.advice, self.locals = where, alike, advice, dict(locals or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rank, self.world_size, self.cause), {**self.__dict__, "args": self.args}
+        return RankError, (self.rank, self.world_size, self.cause), {**self.__dict__, "args": self.args}
 
     def _render_traceback_(self) -> list[str]:
         shown = _render(type(self.cause), self.cause, self.cause.__traceback__, tb_offset=0)
         shown = [_cut(part) for part in _naming_libraries(shown, self.cause)]
-        return [
-            self._header,
-            *shown,
-            *self._locals_text(),
-            *([self.advice] if self.advice else []),
-            *self._restarts_text(),
-        ]
+        return [self._header, *shown, *self._locals_text(), *filter(None, [self.advice]), *self._restarts_text()]
 
     def _locals_text(self) -> list[str]:
         if not self.locals:
             return []
         width = max(map(len, self.locals))
         return ["", f"on rank {self.rank}:", *(f"  {name:{width}}  {text}" for name, text in self.locals.items())]
+
+
+def _also_of_its_class(cause: BaseException) -> RankError | None:
+    """Make an empty RankError that an ``except`` for the cause's class catches, with the cause's fields."""
+    if not isinstance(cause, Exception) or isinstance(cause, (NbddpError, StopIteration, StopAsyncIteration)):
+        return None  # the last two end loops
+    if any(inspect.isdatadescriptor(getattr(type(cause), name, None)) for name in _FIELDS):
+        return None
+    with contextlib.suppress(Exception):  # of a class that can't be a second base, or whose __new__ needs arguments
+        kind = type("RankError", (RankError, type(cause)), {"__module__": __name__})
+        made: RankError = super(RankError, kind).__new__(kind)  # type: ignore[misc]
+        bases = set(type(cause).__mro__) - {*Exception.__mro__}
+        slots = [name for base in bases for name, what in vars(base).items() if inspect.isdatadescriptor(what)]
+        fields = vars(cause) | {name: getattr(cause, name) for name in slots if hasattr(cause, name)}
+        for name in fields.keys() - {*dir(NbddpError)}:
+            with contextlib.suppress(AttributeError):  # a property
+                setattr(made, name, fields[name])
+        return made
+    return None
 
 
 class RankDied(NbddpError):
@@ -193,14 +206,7 @@ class RankDied(NbddpError):
         parts += [f"It was here (most recent call last):\n{stack}"] if stack else []
         parts += [f"Its last lines of output:\n{last_lines}"] if last_lines else []
         super().__init__("\n".join(parts))
-        self.rank = rank
-        self.world_size = world_size
-        self.exitcode = exitcode
-        self.where = where
-        self.host = host
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rank, self.world_size, self.exitcode), {**self.__dict__, "args": self.args}
+        self.rank, self.world_size, self.exitcode, self.where, self.host = rank, world_size, exitcode, where, host
 
 
 class NodeLost(NbddpError):
@@ -213,9 +219,6 @@ class NodeLost(NbddpError):
     def __init__(self, node: str, why: str) -> None:
         super().__init__(f"node {node} was lost: {why}")
         self.node, self.why = node, why
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.node, self.why), {**self.__dict__, "args": self.args}
 
 
 class RunTimeout(NbddpError):
@@ -232,16 +235,11 @@ class NanLogged(NbddpError):
     """
 
     def __init__(self, metric: str, step: int, ranks: list[int]) -> None:
-        where = ", ".join(map(str, ranks))
         super().__init__(
-            f"{plain(metric)} became NaN at step {step} on rank{'s' * (len(ranks) > 1)} {where}; the run has "
-            "stop_on_nan=True, so all ranks were stopped. Try a lower learning rate, clip the gradients, or look at "
-            "that step's batch"
+            f"{plain(metric)} became NaN at step {step} on {ranks_text(ranks)}; the run has stop_on_nan=True, so all "
+            "ranks were stopped. Try a lower learning rate, clip the gradients, or look at that step's batch"
         )
         self.metric, self.step, self.ranks = metric, step, ranks
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.metric, self.step, self.ranks), {**self.__dict__, "args": self.args}
 
 
 def without_our_frames(error: E) -> E:
@@ -256,8 +254,7 @@ def _render(etype: type[BaseException], error: BaseException, tb: TracebackType 
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None or tb is None:
         return "".join(traceback.format_exception(etype, error, tb)).splitlines()
-    lines: list[str] = shell.InteractiveTB.structured_traceback(etype, error, tb, tb_offset=tb_offset)
-    return lines
+    return list(shell.InteractiveTB.structured_traceback(etype, error, tb, tb_offset=tb_offset))
 
 
 def _cut(part: str) -> str:
@@ -295,10 +292,9 @@ def signal_name(exitcode: int) -> str | None:
     """Return the name of the signal that ended a process; None if none did."""
     if exitcode >= 0:
         return None
-    try:
+    with contextlib.suppress(ValueError):  # it has no name
         return signal.Signals(-exitcode).name
-    except ValueError:
-        return f"signal {-exitcode}"
+    return f"signal {-exitcode}"
 
 
 def _likely_cause(exitcode: int, signal_name: str | None) -> str:

@@ -22,13 +22,10 @@ class Job:
         printed: the file with all that it prints.
     """
 
-    def __init__(
-        self, folder: Path, *words: object, main: Callable[[], object] = launched.main, **environ: str
-    ) -> None:
-        self.printed = folder / f"printed{environ.get('RANK', '')}"
-        self._process = ForkedProcess(
-            target=_main, args=(str(self.printed), os.getcwd(), list(map(str, words)), main, environ)
-        )
+    def __init__(self, folder: Path, *words: object, main: Callable[[], object] = launched.main, **env: str) -> None:
+        self.printed = folder / f"printed{env.get('RANK', '')}"
+        args = str(self.printed), os.getcwd(), list(map(str, words)), main, env
+        self._process = ForkedProcess(target=_main, args=args)
         self._process.start()
 
     def end(self) -> tuple[int, str]:

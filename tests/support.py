@@ -288,10 +288,8 @@ def _kind(target: str) -> str:
 def _temporary_files() -> set[str]:
     """Also the folders of runs, which lie in multiprocessing's."""
     found = set(os.listdir(tempfile.gettempdir())) | {path.name for path in Path(get_temp_dir()).glob("r-*")}
-    torchs = {
-        path.parent.name for path in Path(tempfile.gettempdir()).glob("tmp*/_remote_module_*")
-    }  # created by torch 2.6
-    return {name for name in found - torchs if not name.startswith(("pytest-of-", "torchinductor"))}
+    # "tmp": made by torch, in processes that were killed, or by torch 2.6; ours have other prefixes.
+    return {name for name in found if not name.startswith(("pytest-", "torchinductor", "pytorch-errorfile-", "tmp"))}
 
 
 def _environ() -> dict[str, str]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import itertools
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 import pytest
 from torch.distributed import distributed_c10d
 
 import nbddp
 from nbddp import payload
-from nbddp.kernel import attempt, crew, failure, prompt, start
+from nbddp.kernel import advice, attempt, crew, failure, prompt, start
 from nbddp.kernel.attempt import OF_A_RUN, OF_A_SESSION, Attempt, Patience
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.page import Page
@@ -39,7 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Windows of milliseconds. A case in which one must not end, or that waits for another, sets it to NEVER_S."""
     for module in (attempt, crew):
         monkeypatch.setattr(module, "POLL_S", 0.002)
-    for name in ("_CONSEQUENCE_WINDOW_S", "_COUNT_S", "_SAME_STEP_S", "_OWN_INTERRUPT_S"):
+    for name in ("_CONSEQUENCE_WINDOW_S", "_COUNT_S", "_SAME_STEP_S", "_FIRST_STEP_S", "_OWN_INTERRUPT_S"):
         monkeypatch.setattr(attempt, name, 0.003)
     monkeypatch.setattr(attempt, "_RELEASE_S", 0.001)
     monkeypatch.setattr(attempt, "_AGAIN_S", NEVER_S)
@@ -128,9 +130,7 @@ CONSEQUENCES = (
         ([exited(1, 1), failed(0, math.inf, "boom")], 1),
     ],
 )
-def test_the_cause_is_the_earliest_failure_that_does_not_follow_from_another_ranks_end(
-    script: list[Event], rank: int
-) -> None:
+def test_the_cause_is_the_earliest_failure_that_follows_from_no_other_ranks_end(script: list[Event], rank: int) -> None:
     run = follow(1 + max(event.rank for event in script), script)
     assert (run.state, run.error.rank) == ("failed", rank)
     first = next(event.data for event in script if event.rank == rank)
@@ -142,13 +142,8 @@ def test_the_cause_is_the_earliest_failure_that_does_not_follow_from_another_ran
 
 def test_a_consequence_waits_for_its_cause(quick: pytest.MonkeyPatch) -> None:
     quick.setattr(attempt, "_CONSEQUENCE_WINDOW_S", NEVER_S)
-    machine, looks = FakeMachine(failed(0, 1.0, CLOSED)), []
-
-    def look(_: Attempt) -> None:
-        looks.append(1)
-        if len(looks) == 5:
-            machine.tell(failed(1, 2.0, "boom"))
-
+    machine, looks = FakeMachine(failed(0, 1.0, CLOSED)), itertools.count(1)
+    look = lambda _: next(looks) == 5 and machine.tell(failed(1, 2.0, "boom"))  # noqa: E731
     _, crew, signals = followed(machine, look=look)
     assert (failure.first(crew.ranks).number, signals) == (1, [])
 
@@ -231,9 +226,7 @@ def unable(phase: str) -> Event:
         ("ready", unable("unpack"), nbddp.PayloadError, "rank 1 couldn't unpickle train and its data: OSError"),
     ],
 )
-def test_a_failure_before_the_function_says_how_far_the_rank_had_come(
-    comes_to: str, event: Event, kind: type, text: str
-) -> None:
+def test_a_failure_before_the_function_says_how_far_it_came(comes_to: str, event: Event, kind: type, text: str) -> None:
     machine = FakeMachine(event, comes_to=comes_to)
     error = follow(2, machine).error
     assert type(error) is kind
@@ -268,7 +261,7 @@ def test_a_machine_that_cannot_start_ranks_fails_the_run_and_ends_those_of_the_o
     [([False, False], "no collective was called, so the 2 ranks"), ([True, False], ""), ([False], "")],
 )
 def test_ranks_that_worked_side_by_side_are_remarked_on(met: Sequence[bool], remark: str) -> None:
-    start._said.clear()  # it's said once per kernel
+    advice._said.clear()  # it's said once per kernel
     run = follow(len(met), [message(rank, Report(1.0, met=it)) for rank, it in enumerate(met)])
     assert (run.state, run.remark.partition(" shared")[0]) == ("finished", remark)
 
@@ -317,9 +310,7 @@ def test_a_timeout_ends_a_run_and_is_not_restarted(comes_to: str, state: str, nu
 
 
 @pytest.mark.parametrize(("deaf", "grace_s"), [(False, NEVER_S), (True, 0.005)])
-def test_a_stop_interrupts_kills_what_does_not_end_in_its_grace_and_is_not_restarted(
-    deaf: bool, grace_s: float
-) -> None:
+def test_a_stop_interrupts_kills_what_does_not_end_in_grace_and_is_not_restarted(deaf: bool, grace_s: float) -> None:
     machine, run = FakeMachine(deaf=deaf), nbddp.Run(TWO_RANKS)
     thread = threading.Thread(target=functools.partial(carry_out_on, run, machine, max_restarts=3))
     thread.start()
@@ -400,15 +391,13 @@ def test_a_flood_of_metrics_does_not_hold_up_a_stop() -> None:
 # ---------------------------------------------------------------------------- after the same optimizer step
 
 
-@pytest.mark.parametrize("taken", [(10, 12), (0, 1), (0, 0)], ids=["amid", "first step", "no step yet"])
-def test_ranks_that_train_stop_after_the_same_step_without_an_interrupt(
-    quick: pytest.MonkeyPatch, taken: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize("at", [(10, 12), (0, 1), (0, 0)], ids=["amid", "first step", "no step yet"])
+def test_training_ranks_stop_after_the_same_step_uninterrupted(quick: pytest.MonkeyPatch, at: tuple[int, int]) -> None:
     quick.setattr(attempt, "_COUNT_S", NEVER_S)
     quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
-    machine = FakeMachine(when={CountSteps: [*map(steps, (0, 1), taken)], StopAfter: interrupted(1, 0)})
+    machine = FakeMachine(when={CountSteps: [*map(steps, (0, 1), at)], StopAfter: interrupted(1, 0)})
     assert followed(machine, called=stop)[2] == []
-    assert machine.sent == [CountSteps(), StopAfter(taken[1] + 1)]
+    assert machine.sent == [CountSteps(), StopAfter(at[1] + 1)]
 
 
 @pytest.mark.parametrize(
@@ -433,13 +422,8 @@ def test_a_rank_that_is_done_is_not_waited_for_and_does_not_count(quick: pytest.
     quick.setattr(attempt, "_COUNT_S", NEVER_S)
     quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
     machine = FakeMachine(when={CountSteps: [steps(0, 90), finished(0), steps(1, 10)], StopAfter: interrupted(1, 2)})
-    looks = []
-
-    def look(_: Attempt) -> None:
-        looks.append(1)
-        if len(looks) == 8:
-            machine.tell(steps(2, 12))
-
+    looks = itertools.count(1)
+    look = lambda _: next(looks) == 8 and machine.tell(steps(2, 12))  # noqa: E731
     assert followed(machine, 3, called=stop, look=look)[2] == []
     assert machine.sent == [CountSteps(), StopAfter(13)]
 
@@ -477,15 +461,11 @@ def test_ranks_that_swallow_an_interrupt_get_another_one(quick: pytest.MonkeyPat
 # ---------------------------------------------------------------------------- prompts
 
 
-def no_frontend(prompt: str) -> str:
-    raise EOFError
-
-
 @pytest.mark.parametrize(("asked", "line"), [("name? ", None), ("(Pdb) ", "c"), ("ipdb> ", "c")])
 def test_where_nobody_can_answer_a_debugger_goes_on_and_input_fails(
     quick: pytest.MonkeyPatch, asked: str, line: str | None
 ) -> None:
-    quick.setattr(builtins, "input", no_frontend)
+    quick.setattr(builtins, "input", mock.Mock(side_effect=EOFError))
     machine = FakeMachine(message(0, Asks(asked)), when={Answer: [finished(0), finished(1)]})
     followed(machine)
     assert machine.sent == [Answer(line)]

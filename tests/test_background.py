@@ -12,22 +12,22 @@ import nbddp
 from tests.support import OUR_FILES, Cells, run, start, wait_until
 
 
-def test_wait_false_returns_at_once_and_wait_gives_the_value(cell: Cells, in_folder: Path) -> None:
+def test_wait_false_returns_at_once_and_wait_and_result_give_the_values(cell: Cells, in_folder: Path) -> None:
     names = cell("""
         import os, time, nbddp
         def train():
-            while not os.path.exists("go"):
-                time.sleep(0.01)
+            while not os.path.exists("go"): time.sleep(0.01)
             return nbddp.rank()
     """)
     going = run(names.train, wait=False)
-    assert going.state in ("starting", "running")
-    with pytest.raises(TimeoutError, match="still"):
-        going.wait(0.05)
+    assert (going.state in ("starting", "running"), going.done()) == (True, False)
+    for wait in (going.wait, going.result):
+        with pytest.raises(TimeoutError, match="still"):
+            wait(timeout=0.05)
     (in_folder / "go").touch()
-    assert going.wait(20) is going
-    assert (going.state, going.values) == ("finished", [0, 1])
-    assert going.wait() is going
+    assert going.result() == 0
+    assert going.wait(20) is going.wait() is going
+    assert (going.state, going.values, going.done(), going.exception()) == ("finished", [0, 1], True, None)
 
 
 def test_twenty_launches_at_once_do_not_collide(cell: Cells) -> None:
@@ -78,32 +78,20 @@ def test_stacks_show_where_each_rank_is(cell: Cells, in_folder: Path) -> None:
         def in_c(): collections.deque(itertools.count(), maxlen=0)  # rank 2 holds the GIL here
         def train():
             open(f"rank-{nbddp.rank()}", "w").close()
-            if nbddp.rank() == 0:
-                nbddp.barrier()  # rank 0 waits for the others
-            elif nbddp.rank() == 1:
-                wait_here()
-            else:
-                in_c()
+            if nbddp.rank() == 1: wait_here()
+            if nbddp.rank() == 2: in_c()
+            nbddp.barrier()  # rank 0 waits for the others
     """)
     going = start(names.train, nprocs=3)
     wait_until(lambda: len(list(in_folder.iterdir())) == 3)
-    wait_until(
-        lambda: going.stacks().startswith(
-            "rank 0 is waiting in barrier (train, line 8); rank 1 is in wait_here, line 3; "
-        )
-    )
+    where = "rank 0 is waiting in barrier (train, line 9); rank 1 is in wait_here, line 3; rank 2 is in in_c, line 4"
+    wait_until(lambda: going.stacks().startswith(where), what=going.stacks)
     text = going.stacks()
     summary, *parts = text.split("\n\n")
-    assert summary == (
-        "rank 0 is waiting in barrier (train, line 8); rank 1 is in wait_here, line 3; rank 2 is in in_c, line 4"
-    )
-    assert len(parts) == 3
+    assert summary == where
     assert parts[0].startswith("rank 0")
-    assert "# rank 0 waits for the others" in parts[0]
-    assert "in wait_here" in parts[1]
-    assert "# rank 1 is here" in parts[1]
-    assert "in in_c" in parts[2]
-    assert "# rank 2 holds the GIL here" in parts[2]
+    marks = ("rank 0", "# rank 0 waits"), ("in wait_here", "# rank 1 is"), ("in in_c", "# rank 2 holds")
+    assert [[mark in part for mark in each] for part, each in zip(parts, marks, strict=True)] == [[True, True]] * 3
     assert "multiprocessing" not in text
     assert not OUR_FILES.search(text)
     assert going.state == "running"  # looking changes nothing

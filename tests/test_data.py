@@ -89,9 +89,8 @@ def test_samplers_that_draw_differently_or_split_themselves_are_errors_with_a_re
         assert "RuntimeError: loader(): rank " in said
         assert "'s sampler drew different samples than rank" in said
         assert "pass the sampler you'd use on one GPU, or use torch's DataLoader" in said
-    for said in run(names.train, "torch's split").values:
-        assert len(said) == 1
-        assert said[0].startswith("TypeError: loader() already distributes the samples. Since DistributedSampler")
+    for (said,) in run(names.train, "torch's split").values:
+        assert said.startswith("TypeError: loader() already distributes the samples. Since DistributedSampler")
 
 
 def test_a_stream_can_be_profiled_and_a_loader_that_one_rank_makes_in_addition_disturbs_no_other(cell: Cells) -> None:
@@ -105,8 +104,7 @@ def test_a_stream_can_be_profiled_and_a_loader_that_one_rank_makes_in_addition_d
             def __iter__(self): return iter(torch.randperm(self.length).tolist())
         def train():
             found = cProfile.Profile().runcall(list, nbddp.loader(Stream(), 2))
-            if nbddp.is_primary():
-                next(iter(nbddp.loader(range(3), sampler=Own(3))))
+            if nbddp.is_primary(): next(iter(nbddp.loader(range(3), sampler=Own(3))))
             return torch.cat(found).tolist(), [x.item() for x in nbddp.loader(range(4), sampler=Own(4))]
     """)
     (one, first), (two, second) = run(names.train, seed=0).values
@@ -216,14 +214,11 @@ def test_an_evaluation_is_the_same_to_the_bit_with_any_number_of_ranks(cell: Cel
     # Whole numbers: torch adds floats of a row in an order that depends on the batch's size.
     x, y = torch.randint(-99, 99, (2_003, 8)).float(), torch.randint(0, 2, (2_003,))
     alone = (x * torch.arange(8.0)).sum(1) / 7
-    for nprocs in (1, 2, 3, 4):
-        for scores, targets, _ in run(names.evaluate, x, y, True, nprocs=nprocs).values:
+    for nprocs, exact in (1, True), (2, True), (3, True), (4, True), (3, False):
+        for scores, targets, each in run(names.evaluate, x, y, exact, nprocs=nprocs).values:
             assert torch.equal(scores, alone)
             assert torch.equal(targets, y)
-    for scores, targets, each in run(names.evaluate, x, y, nprocs=3).values:
-        assert torch.equal(scores, alone)
-        assert torch.equal(targets, y)
-        assert torch.equal(each, y)
+            assert exact or torch.equal(each, y)
     (shuffled, *_), other = run(names.evaluate, x, y, True, True, seed=5).values
     assert torch.equal(shuffled, other[0])
     assert torch.equal(shuffled.sort().values, alone.sort().values)
@@ -249,8 +244,7 @@ def test_join_lets_ranks_have_different_numbers_of_batches(cell: Cells) -> None:
     """)
     first, second = run(names.train, timeout=60).values
     assert all(torch.equal(a, b) for a, b in zip(first, second))
-    (alone,) = run(names.train, nprocs=1).values
-    assert len(alone) == 2
+    assert len(run(names.train, nprocs=1).value) == 2
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])
@@ -280,7 +274,7 @@ def test_accumulated_gradients_equal_those_of_the_big_batch(cell: Cells, nprocs:
     """)
     torch.manual_seed(1)
     x, y = torch.randn(48, 6), torch.randn(48, 1)
-    (whole,) = [run(names.gradients, x, y, 1, nprocs=1).value[0][0]]
+    whole = run(names.gradients, x, y, 1, nprocs=1).value[0][0]
     for k in (1, 3, 4):
         for found, complete, reduced in run(names.gradients, x, y, k, nprocs=nprocs, timeout=60).values:
             for step in found:

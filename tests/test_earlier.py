@@ -20,13 +20,10 @@ TRAIN = """
 import nbddp, time
 def train(value=1.0, stop_at=None, forever=False):
     for step in range(5):
-        if step == stop_at:
-            raise ValueError("bad batch")
+        if step == stop_at: raise ValueError("bad batch")
         nbddp.log(loss=value * step)
-    while forever:
-        time.sleep(0.01)
-def other():
-    nbddp.log(loss=9.0)
+    while forever: time.sleep(0.01)
+def other(): nbddp.log(loss=9.0)
 """
 
 
@@ -100,9 +97,7 @@ def test_panel_and_picture_of_the_second_run_have_the_curves_of_the_first(notebo
 # ---------------------------------------------------------------------------- pictures
 
 
-def test_a_plot_has_some_metrics_of_a_run_or_a_loaded_history_and_another_runs_curves_in_gray(
-    cell: Cells, in_folder: Path
-) -> None:
+def test_a_plot_has_metrics_of_a_run_or_loaded_history_and_another_runs_in_gray(cell: Cells, in_folder: Path) -> None:
     names = cell("import nbddp\ndef train(): nbddp.log(loss=1.0, acc=0.5, lr=0.1)")
     done = run(names.train)
     html = done.history.plot("acc", "lr", before=done).data

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import textwrap
 import time
 import weakref
 from collections import Counter
@@ -18,32 +19,14 @@ import torch
 
 import nbddp
 from nbddp.process import server
-from tests.support import (
-    FIRST_MOMENTS_S,
-    GONE_S,
-    Cells,
-    Notebook,
-    error_of,
-    gone,
-    is_fork_server,
-    marked_pids,
-    ranks_of,
-    run,
-    start,
-    wait_until,
-    wait_until_alone,
-)
+from tests import support
+from tests.support import FIRST_MOMENTS_S, GONE_S, Cells, Notebook, gone, run, start, wait_until, wait_until_alone
 
 SOON_S = 10.0  # on a machine with other work
 # What the ranks do while the end comes. Each says so in a file of its own first.
 BODIES = {
     "sleep": "time.sleep(1000)",
-    "swallow everything": """
-while True:
-    try:
-        time.sleep(1000)
-    except BaseException:
-        pass""",
+    "swallow everything": "while True:\n    try: time.sleep(1000)\n    except BaseException: pass",
     "hold the GIL in C": "collections.deque(itertools.count(), maxlen=0)",
     "DataLoader workers": "list(torch.utils.data.DataLoader(Slow(), num_workers=2))",
     "subprocess": "subprocess.run(['sleep', '1000'])",
@@ -54,7 +37,6 @@ while True:
 
 def source_of(body: str) -> str:
     """A cell: ``train`` does that, after it has announced itself in the current folder."""
-    lines = "\n".join("    " + line for line in BODIES[body].strip("\n").splitlines())
     return f"""
 import collections, itertools, os, signal, subprocess, time, nbddp, torch
 class Slow(torch.utils.data.Dataset):
@@ -65,7 +47,7 @@ class Slow(torch.utils.data.Dataset):
 def train():
     nbddp.barrier()
     open(f"rank-{{nbddp.rank()}}", "w").close()
-{lines}
+{textwrap.indent(BODIES[body], "    ")}
 """
 
 
@@ -83,8 +65,7 @@ def test_stop_ends_ranks_in_time_whatever_they_do(cell: Cells, in_folder: Path, 
     began = time.monotonic()
     going.stop(0.5)
     assert time.monotonic() - began < 0.5 + GONE_S
-    assert going.state == "stopped"
-    assert going.error is None
+    assert (going.state, going.error) == ("stopped", None)
 
 
 def test_stop_runs_finally_blocks_and_keeps_what_was_logged(cell: Cells, in_folder: Path) -> None:
@@ -197,18 +178,14 @@ def test_an_interrupt_of_an_idle_kernel_does_not_touch_background_ranks(notebook
     assert notebook.ok("print(going.state); going.stop(0); print(going.state)").shown == "running\nstopped\n"
 
 
-def test_the_kernels_handlers_environment_and_threads_are_as_before_the_runs(
-    notebook: Notebook, in_folder: Path
-) -> None:
+def test_the_kernels_handlers_environment_and_threads_are_as_before_runs(notebook: Notebook, in_folder: Path) -> None:
     notebook.ok(source_of("sleep"))
     notebook.ok(f"""
         import json, signal, sys, threading
         os.chdir({str(in_folder)!r})
         def fd_kind(fd):
-            try:
-                return os.readlink(f"/proc/self/fd/{{fd}}").split(":[")[0]
-            except OSError:
-                return "gone"
+            try: return os.readlink(f"/proc/self/fd/{{fd}}").split(":[")[0]
+            except OSError: return "gone"
         def look():
             return dict(
                 environ=dict(os.environ), cwd=os.getcwd(), path=list(sys.path),
@@ -251,21 +228,21 @@ def begin_runs(notebook: Notebook, folder: Path, bodies: Iterable[str]) -> None:
 
 def test_a_killed_kernels_ranks_end_in_time_whatever_they_do(in_folder: Path) -> None:
     """SIGKILL leaves no code to run: ranks, their children, sockets and folders must go by themselves."""
-    before = marked_pids()
+    before = support.marked_pids()
     *others, last = BODIES
     with Notebook() as notebook:
         # killed here and not by a fixture: what is left must be looked at with the kernel gone
         notebook.ok("import nbddp")
-        assert any(map(is_fork_server, psutil.Process(notebook.pid).children()))  # it imports torch meanwhile
+        assert any(map(support.is_fork_server, psutil.Process(notebook.pid).children()))  # it imports torch meanwhile
         notebook.ok("open_session = nbddp.Session(nprocs=2, device='cpu')")
         begin_runs(notebook, in_folder, others)
         notebook.ok(f"os.chdir({str(in_folder)!r})" + source_of(last))
         notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
         wait_for_ranks(in_folder, last)
-        assert len(ranks_of(notebook.pid)) >= 2 * len(BODIES) + 2
+        assert len(support.ranks_of(notebook.pid)) >= 2 * len(BODIES) + 2
         began = time.monotonic()
         notebook.kill()
-        wait_until(lambda: not {p for p in marked_pids() - before if not gone(p) and p != notebook.pid}, 10)
+        wait_until(lambda: not {p for p in support.marked_pids() - before if not gone(p) and p != notebook.pid}, 10)
         assert time.monotonic() - began < GONE_S
 
 
@@ -281,7 +258,8 @@ def test_a_failure_leaves_the_users_own_children_and_handlers_alone_and_the_next
             def good(): return 1
         """)
         for bad in (names.raises, names.dies):
-            error_of(bad, kind=nbddp.NbddpError)
+            with pytest.raises(nbddp.NbddpError):
+                run(bad)
             assert run(names.good).values == [1, 1]
         assert mine.poll() is None
     finally:
@@ -311,34 +289,31 @@ def test_a_run_names_one_folder_in_tmp_and_nothing_in_shared_memory(cell: Cells,
     assert not {name for name in during[0] - before[0] if str(os.getpid()) in name}
 
 
-_MAKES = """
-import multiprocessing, os, time, torch, nbddp
-from multiprocessing.shared_memory import SharedMemory
-def left_by_torch():
-    open(f"/dev/shm/torch_{os.getpid()}_1_0", "w").close()
-class Data(torch.utils.data.Dataset):
-    def __len__(self): return 100
-    def __getitem__(self, i):
-        if i == 0: left_by_torch()
-        return i
-def train(name):
-    kept = [SharedMemory(create=True, size=1 << 20), multiprocessing.get_context("spawn").Semaphore()]
-    kept.append(SharedMemory(f"{name}-{nbddp.rank()}", create=True, size=1 << 20))
-    left_by_torch()
-    for _ in torch.utils.data.DataLoader(Data(), num_workers=1): break
-    if not os.fork():
-        left_by_torch()
-        os._exit(0)
-    os.wait()
-    open(f"rank-{nbddp.rank()}", "w").close()
-    time.sleep(1000)
-"""
-
-
 def test_shared_memory_and_semaphores_of_a_stopped_run_are_removed(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        import multiprocessing, os, time, torch, nbddp
+        from multiprocessing.shared_memory import SharedMemory
+        def left_by_torch(): open(f"/dev/shm/torch_{os.getpid()}_1_0", "w").close()
+        class Data(torch.utils.data.Dataset):
+            def __len__(self): return 100
+            def __getitem__(self, i):
+                if i == 0: left_by_torch()
+                return i
+        def train(name):
+            kept = [SharedMemory(create=True, size=1 << 20), multiprocessing.get_context("spawn").Semaphore()]
+            kept.append(SharedMemory(f"{name}-{nbddp.rank()}", create=True, size=1 << 20))
+            left_by_torch()
+            for _ in torch.utils.data.DataLoader(Data(), num_workers=1): break
+            if not os.fork():
+                left_by_torch()
+                os._exit(0)
+            os.wait()
+            open(f"rank-{nbddp.rank()}", "w").close()
+            time.sleep(1000)
+    """)
     name = f"nbddp-test-{os.getpid()}-{time.monotonic_ns()}"
     before = set(os.listdir("/dev/shm"))
-    going = run(cell(_MAKES).train, name, wait=False)
+    going = run(names.train, name, wait=False)
     wait_for_ranks(in_folder, "sleep")
     made = set(os.listdir("/dev/shm")) - before
     kinds = {"psm_": 2, "sem.mp-": 2, "torch_": 6, name: 2}

@@ -52,8 +52,7 @@ def test_a_crash_in_another_thread_says_where_the_rank_was(cell: Cells, thread: 
         import ctypes, nbddp, threading
         def train(thread):
             libc, number = ctypes.CDLL(None), ctypes.byref(ctypes.c_ulong())
-            if thread == "of Python":
-                threading.Thread(target=ctypes.string_at, args=(0,)).start()
+            if thread == "of Python": threading.Thread(target=ctypes.string_at, args=(0,)).start()
             else:  # strlen(NULL)
                 libc.pthread_create(number, None, ctypes.cast(libc.strlen, ctypes.c_void_p), None)
             libc.sleep(100)
@@ -82,8 +81,7 @@ def test_a_crash_of_a_ranks_child_is_in_the_ranks_output_and_does_not_locate_its
         import ctypes, os, signal
         def train(killed):
             pid = os.fork()
-            if not pid:
-                ctypes.string_at(0)
+            if not pid: ctypes.string_at(0)
             code = os.WTERMSIG(os.waitpid(pid, 0)[1])
             if killed: os.kill(os.getpid(), signal.SIGKILL)
             return code
@@ -139,8 +137,7 @@ def test_what_cannot_be_sent_is_shown_with_the_users_lines_only(notebook: Notebo
     assert "direct cause" not in shown.traceback
     shown = notebook.cell("""
         class Model:
-            def __getstate__(self):
-                raise ValueError("not yet")
+            def __getstate__(self): raise ValueError("not yet")
         nbddp.run(print, (Model(),), nprocs=2, show=False)
     """)
     for text in ('raise ValueError("not yet")', "direct cause", "PayloadError"):

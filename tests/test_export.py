@@ -61,15 +61,11 @@ def train(seed, steps=24):
 """
 
 
-def test_a_job_gives_what_the_run_gives_bit_for_bit(
-    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a_job_gives_what_the_run_gives(cell, tmp_path, monkeypatch, launch)
+def test_a_job_gives_what_a_run_gives_bit_for_bit(cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_equals_run(cell, tmp_path, monkeypatch, launch)
 
 
-def a_job_gives_what_the_run_gives(
-    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Callable[..., None]
-) -> None:
+def job_equals_run(cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Callable[..., None]) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("sys.argv", ["train.py", "5"])
     names = cell(TRAIN)
@@ -87,12 +83,10 @@ def a_job_gives_what_the_run_gives(
     assert loaded.ranks[1].bars[0].done == 24
 
 
-def test_without_a_launcher_a_job_is_one_rank(
-    cell: Cells, tmp_path: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_launcher_a_job_is_one_rank(cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real ``python -m nbddp``, with a module next to the notebook that hides an installed one."""
-    (tmp_path / "hydra.py").write_text("where = 'next to the notebook'\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    (in_folder / "hydra.py").write_text("where = 'next to the notebook'\n")
+    monkeypatch.syspath_prepend(in_folder)
     monkeypatch.setattr("sys.argv", ["main.py"])
     names = cell("""
         import sys, torch, torch.distributed as dist, nbddp
@@ -126,10 +120,8 @@ def test_without_a_launcher_a_job_is_one_rank(
 FAILS = """
 import sys
 def helper(how):
-    if how == "raise":
-        raise ValueError("bad batch")  # this line
-    if how == "interrupt":
-        raise KeyboardInterrupt
+    if how == "raise": raise ValueError("bad batch")  # this line
+    if how == "interrupt": raise KeyboardInterrupt
     sys.exit({"exit": 3, "leave": None, "text": "no data"}[how])
 
 def train(how): helper(how)
@@ -144,7 +136,7 @@ def test_an_exception_shows_only_the_users_frames(cell: Cells, tmp_path: Path) -
     assert code == 1
     file = names.train.__code__.co_filename
     for text in (printed, json.loads(told.read_text())["message"]["extraInfo"]["py_callstack"]):
-        assert re.findall(r'File "(.*?)", line (\d+), in (\w+)', text) == [(file, "10", "train"), (file, "5", "helper")]
+        assert re.findall(r'File "(.*?)", line (\d+), in (\w+)', text) == [(file, "8", "train"), (file, "4", "helper")]
         assert 'raise ValueError("bad batch")  # this line' in text
         assert text.rstrip().endswith("ValueError: bad batch")
 
@@ -152,9 +144,7 @@ def test_an_exception_shows_only_the_users_frames(cell: Cells, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("how", "code", "says"), [("exit", 3, ""), ("leave", 0, ""), ("text", 1, "no data\n"), ("interrupt", -2, None)]
 )
-def test_a_job_exits_with_the_codes_of_a_script(
-    cell: Cells, tmp_path: Path, how: str, code: int, says: str | None
-) -> None:
+def test_a_job_exits_with_a_scripts_codes(cell: Cells, tmp_path: Path, how: str, code: int, says: str | None) -> None:
     nbddp.export(cell(FAILS).train, tmp_path / "job.nbddp", (how,))
     ended, printed = Job(tmp_path, tmp_path / "job.nbddp", "--result", tmp_path / "r").end()
     assert ended == code
@@ -165,9 +155,7 @@ def test_a_job_exits_with_the_codes_of_a_script(
         assert not (tmp_path / "r").exists()
 
 
-def test_threads_and_exit_handlers_finish_and_the_part_of_a_result_that_pickles_is_kept(
-    cell: Cells, tmp_path: Path
-) -> None:
+def test_threads_and_exit_handlers_finish_and_what_pickles_of_a_result_is_kept(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import atexit, threading, time
         def slow():
@@ -277,6 +265,17 @@ def test_a_damaged_file_is_refused_or_whole(seed: int) -> None:
             assert (found[0].view(), found[1]) == (block.view(), described)
 
 
+def test_damage_at_the_end_of_a_large_file_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "result"
+    with nbddp.payload.pack(torch.arange(1_000_000.0)).block as block:
+        job_file.write(path, job_file.RESULT, block)
+    whole = bytearray(path.read_bytes())
+    whole[-500_000] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(nbddp.NbddpError, match="is damaged"):
+        job_file.read(path, job_file.RESULT)
+
+
 def test_what_a_result_raises_when_it_is_unpickled_arrives_as_one_error(cell: Cells, in_folder: Path) -> None:
     with nbddp.payload.pack({"x": Planted("gone/away")}).block as block:
         job_file.write("result", job_file.RESULT, block)
@@ -287,9 +286,7 @@ def test_what_a_result_raises_when_it_is_unpickled_arrives_as_one_error(cell: Ce
 MISSING = "train and its data can't be unpickled here: ModuleNotFoundError: No module named 'datautils_of_job'"
 
 
-def test_what_cannot_run_is_refused_in_one_line_before_the_training(
-    cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_run_is_refused_in_one_line(cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (in_folder / "datautils_of_job.py").write_text("def size(): return 42\n")
     monkeypatch.syspath_prepend(in_folder)
     nbddp.export(cell("import datautils_of_job as d\ndef train(): return d.size()").train, "lacks.nbddp")

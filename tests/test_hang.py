@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -94,9 +95,7 @@ def test_ranks_in_different_places_are_named_and_a_late_one_is_not_called_uneven
     going.stop(0)
 
 
-def test_a_stall_is_reported_unasked_and_withdrawn_when_it_is_over(
-    cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stall_is_reported_until_it_is_over(cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = cell("""
         import nbddp, os, time
         def train():
@@ -121,8 +120,7 @@ def test_a_stall_is_reported_unasked_and_withdrawn_when_it_is_over(
     again = wait_until(lambda: going._status().hang)
     assert "both ranks are in train, line 8\n\nranks 0 and 1 are here (most recent call last)" in again
     Path("leave").touch()
-    assert going.wait().state == "finished"
-    assert not going._status().hang
+    assert (going.wait().state, going._status().hang) == ("finished", "")
 
 
 def test_a_collective_that_times_out_names_the_missing_rank(cell: Cells) -> None:
@@ -178,8 +176,7 @@ RESTORES = """
             while not os.path.exists("go_on"): time.sleep(0.01)
             if nbddp.rank() and in_c: nbddp.barrier()
             while True: time.sleep(0.01)
-        finally:
-            pathlib.Path(f"ended {nbddp.rank()}").touch()
+        finally: pathlib.Path(f"ended {nbddp.rank()}").touch()
 """
 
 
@@ -204,6 +201,29 @@ def test_a_rank_without_a_handler_for_stacks_gives_no_answer_and_lives_on(cell: 
         wait_until(lambda: going.stacks().split("\n")[0] == expected, what=going.stacks)
     going.stop()
     assert (going.state, len(list(in_folder.glob("ended*")))) == ("stopped", 2)
+
+
+def test_a_break_is_told_from_fewer_batches_and_a_worker_that_hangs_is_named_with_its_line(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, time, torch
+        class Data(torch.utils.data.Dataset):
+            def __len__(self): return 16
+            def __getitem__(self, i):
+                if i == 9 and nbddp.rank() == 1: time.sleep(1000)
+                return torch.ones(2)
+        def train(workers, data=range(16)):
+            for step, x in enumerate(torch.utils.data.DataLoader(data, 4, num_workers=workers)):
+                if step == 2 and nbddp.rank() == 1: break
+                nbddp.barrier()
+    """)
+    waits = "rank 0 is waiting in barrier (train, line 11); rank 1 "
+    for workers, args, what in [
+        (0, (), "finished. Most likely, rank 1 left the loop early, by break or return after batch 3. All ranks"),
+        (2, (names.Data(),), "is waiting for a DataLoader worker, which is in __getitem__, line 6"),
+    ]:
+        going = start(names.train, workers, *args)
+        wait_until(functools.partial(lambda run, text: text in run.stacks(), going, waits + what), what=going.stacks)
+        going.stop(0)
 
 
 def test_an_interrupt_says_where_each_rank_was(notebook: Notebook) -> None:
@@ -239,6 +259,12 @@ BARRIER = ALL_REDUCE._replace(function="barrier")
         (
             [_called(rank, "train", 6, ALL_REDUCE) for rank in range(3)] + [Location(3, "ended")],
             "ranks 0 to 2 are waiting in all_reduce (train, line 6); rank 3 ended",
+        ),
+        (
+            [_called(0, "train", 6, ALL_REDUCE), Location(1, "finished", left_after=2)],
+            "rank 0 is waiting in all_reduce (train, line 6); rank 1 finished. Most likely, rank 1 left the loop "
+            "early, by break or return after batch 2. All ranks have to leave it after the same batch: let them agree, "
+            "nbddp.all_reduce(float(stop), 'max')",
         ),
         (
             [_called(0, "<module>", 1, BARRIER), Location(1, "outside")],

@@ -18,8 +18,7 @@ import nbddp
 from nbddp.history.history import History, Restart
 from nbddp.history.points import Series
 from nbddp.history.records import RecordReader, Start
-from nbddp.text import fold
-from tests.curves import Recorded
+from tests.curves import Recorded, logged
 
 
 def feed(history: Recorded, rank: int, *records: Any) -> None:
@@ -27,19 +26,9 @@ def feed(history: Recorded, rank: int, *records: Any) -> None:
     history.add(rank, RecordReader().feed(b"".join(map(msgpack.packb, records))))
 
 
-def log(
-    history: Recorded, rank: int, name: str, steps: Iterable[int], offset: float = 0.0, reduce: str | None = None
-) -> None:
+def log(to: Recorded, rank: int, name: str, steps: Iterable[int], offset: float = 0.0, reduce: Any = None) -> None:
     """Each value tells its step and its offset."""
-    feed(history, rank, *([100.0 + s, s, False, reduce, 1, {name: s + offset}] for s in steps))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("a\rb", "b"), ("1%\r2%\nnext", "2%\nnext"), ("a\r\nb\r\n", "a\nb\n"), ("plain", "plain"), ("x\r", "x"), ("", "")],
-)
-def test_carriage_returns_are_folded_as_in_a_terminal(text: str, expected: str) -> None:
-    assert fold(text) == expected
+    feed(to, rank, *([100.0 + s, s, False, reduce, 1, {name: s + offset}] for s in steps))
 
 
 # ---------------------------------------------------------------------------- a mapping from names to series
@@ -51,9 +40,14 @@ def two_metrics() -> Recorded:
     return history
 
 
-def test_a_history_is_a_mapping_from_names_to_series() -> None:
-    history = Recorded()
-    assert (len(history), list(history), dict(history), history.get("loss")) == (0, [], {}, None)
+def test_a_history_is_a_mapping_from_names_to_series_and_an_empty_one_writes_an_empty_csv(tmp_path: Path) -> None:
+    empty = Recorded(2)
+    assert (len(empty), list(empty), dict(empty), empty.get("loss")) == (0, [], {}, None)
+    assert (empty.latest(), empty.notices, "nothing logged" in repr(empty)) == ({}, [], True)
+    with pytest.raises(KeyError, match="none"):
+        empty["loss"]
+    empty.to_csv(tmp_path / "h.csv")
+    assert (tmp_path / "h.csv").read_text().strip() == "step"
     history = two_metrics()
     assert isinstance(history, Mapping)
     assert list(history) == list(history.keys()) == list(dict(history)) == ["loss", "acc"]
@@ -82,16 +76,6 @@ def test_returned_columns_are_copies() -> None:
             column[0] = 99
     feed(history, 0, [1.0, 1, True, None, 1, {"loss": 2.0}])
     assert [column.tolist() for column in history["loss"]] == [[0, 1], [0.5, 2.0]]
-
-
-def test_an_empty_history_has_no_names_and_writes_an_empty_csv(tmp_path: Path) -> None:
-    history = Recorded(2)
-    assert (list(history), history.latest(), history.notices) == ([], {}, [])
-    assert "nothing logged" in repr(history)
-    with pytest.raises(KeyError, match="none"):
-        history["loss"]
-    history.to_csv(tmp_path / "h.csv")
-    assert (tmp_path / "h.csv").read_text().strip() == "step"
 
 
 def test_the_first_thousand_names_of_a_run_are_kept_and_the_others_counted_once() -> None:
@@ -209,8 +193,7 @@ def test_steps_that_are_repeated_after_a_restart_replace_the_old_ones(reduce: st
     for rank in range(2):
         log(history, rank, "loss", range(5, 7), 0.5, reduce)
     steps, values = history["loss"]
-    assert steps.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert values.tolist() == [0, 1, 2, 3, 4, 5.5, 6.5]
+    assert (steps.tolist(), values.tolist()) == ([0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5.5, 6.5])
     assert [r.step for r in history.restarts] == [5]
     for series in history.by_rank("loss").values():
         assert series.values.tolist() == values.tolist()
@@ -247,6 +230,14 @@ def test_a_restart_replaces_each_metrics_steps_from_its_first_new_one_in_the_new
     for each in (history, History.load(tmp_path / "h")):
         assert each["loss"].values.tolist() == values, "earlier epochs are kept"
         assert each["val"].values.tolist() == [0, 50, 90.5]
+
+
+def test_a_history_that_is_saved_while_ranks_log_has_the_points_that_all_have_passed(tmp_path: Path) -> None:
+    history = logged(history=Recorded(2), rank=0, reduce="mean", loss=[1.0] * 5)
+    logged(history=history, rank=1, reduce="mean", loss=[2.0] * 3)
+    history.save(tmp_path / "h")
+    for each in (history, History.load(tmp_path / "h")):
+        assert each["loss"].values.tolist() == [1.5] * 3
 
 
 def test_restarts_without_metrics_between_them_share_the_next_step_and_each_resets_progress() -> None:

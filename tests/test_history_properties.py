@@ -72,9 +72,7 @@ def arrive(history: Recorded, by_rank: list[list[Call]], data: st.DataObject) ->
 
 @FEW
 @given(st.text(CHARACTERS, max_size=120), st.lists(VALUES, min_size=1, max_size=40), CUTS)
-def test_bytes_cut_anywhere_give_the_same_columns_under_any_name(
-    name: str, values: list[float], cuts: list[int]
-) -> None:
+def test_bytes_cut_anywhere_give_equal_columns_under_any_name(name: str, values: list[float], cuts: list[int]) -> None:
     data, history, reader = sent([Call({name: value}) for value in values]), Recorded(1), RecordReader()
     for cut in [*cuts, len(data)]:
         history.add(0, reader.feed(data[:cut]))
@@ -82,10 +80,6 @@ def test_bytes_cut_anywhere_give_the_same_columns_under_any_name(
     assert list(history) == [name]
     np.testing.assert_array_equal(history[name].values, values)
     assert history[name].steps.tolist() == list(range(len(values)))
-
-
-def rows_of(series: Any) -> list[tuple[Any, ...]]:
-    return list(zip(*(column.tolist() for column in series)))
 
 
 # ---------------------------------------------------------------------------- the rules of log
@@ -258,7 +252,7 @@ def test_the_history_is_bit_for_bit_the_same_in_any_order_of_arrival(
     for name, (series, columns) in reference.items():
         np.testing.assert_array_equal(history[name].steps, [step for step, _ in series])
         np.testing.assert_array_equal(history[name].values, [value for _, value in series])
-        found = {rank: rows_of(each) for rank, each in history.by_rank(name).items()}
+        found = {rank: list(zip(*(c.tolist() for c in each))) for rank, each in history.by_rank(name).items()}
         assert repr(found) == repr(dict(sorted(columns.items())))
 
 

@@ -15,8 +15,7 @@ from IPython.display import HTML, display
 assert "matplotlib" not in sys.modules
 display(HTML(f"<b>{nbddp.rank()}</b>"))
 import matplotlib.pyplot as plt
-for name in (None, "named"):
-    plt.figure(name), plt.plot([1, 2])
+for name in (None, "named"): plt.figure(name), plt.plot([1, 2])
 plt.show()
 print(plt.get_fignums())
 """
@@ -81,10 +80,8 @@ def test_what_cannot_be_displayed_is_an_error_where_it_is_displayed(notebook: No
         import sys, threading, types
         def shows():
             lock = threading.Lock()
-            try:
-                display({"text/plain": lock}, raw=True)
-            except TypeError as error:
-                return str(error)
+            try: display({"text/plain": lock}, raw=True)
+            except TypeError as error: return str(error)
         nbddp.run(shows, nprocs=1, device="cpu").value
     """).shown
     assert "cannot pickle '_thread.lock' object" in shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import re
 import uuid
@@ -23,7 +22,7 @@ from nbddp.panel.live import CellView
 from nbddp.panel.status import RankStatus, Source, Status
 from nbddp.panel.text_view import TextView
 from tests.curves import Recorded
-from tests.support import Cells, Notebook, wait_until_alone
+from tests.support import Cells, Notebook, answer_to, wait_until_alone
 
 MIME = {"text/html", "text/plain"}
 JUPYTERLAB, VS_CODE = "8f1c", "vscode-notebook-cell:/home/user/train.ipynb#W0sZmlsZQ%3D%3D"
@@ -33,8 +32,7 @@ import nbddp, nbddp.panel.widget
 def train(steps=40, quiet_s=0.0):
     for step in nbddp.progress(range(steps), desc="step"):
         nbddp.log({"train/loss": 1 / (step + 1) + nbddp.rank(), "train/acc": step / 40}, reduce="mean")
-        if step % 10 == 0:
-            nbddp.log({"val/loss": 0.5, "val/acc": 0.5}, reduce="mean")
+        if step % 10 == 0: nbddp.log({"val/loss": 0.5, "val/acc": 0.5}, reduce="mean")
         time.sleep(0.02)
     print("trained", flush=True)
     time.sleep(quiet_s)
@@ -64,9 +62,7 @@ class Page:
         """Run a cell; returns its status."""
         message = self.begin(source)
         self.read(lambda kind, content, of: (kind, content.get("execution_state"), of) == ("status", "idle", message))
-        while (reply := self._client.get_shell_msg(timeout=60))["parent_header"].get("msg_id") != message:
-            pass
-        return str(reply["content"]["status"])
+        return str(answer_to(self._client, message, 60)["status"])
 
     def read(self, until: Callable[[str, dict[str, Any], str | None], bool]) -> None:
         while True:
@@ -141,11 +137,9 @@ def test_a_run_in_the_background_is_drawn_in_its_own_cell_to_its_end(page: Page)
     assert len(page.displays) == 1
     assert page.state["frame"]["over"]
     assert page.run("run.show()") == "ok"
-    shown = list(page.displays.values())[1]
-    assert len(shown) == 1
-    assert "Finished" in shown[0]["text/html"]
-    assert len(page.opened) == 2
-    assert page.text == "free\n"
+    (shown,) = list(page.displays.values())[1]
+    assert "Finished" in shown["text/html"]
+    assert (len(page.opened), page.text) == (2, "free\n")
 
 
 def test_the_panels_stop_ends_a_run_in_the_background(page: Page) -> None:
@@ -166,8 +160,7 @@ def test_an_interrupt_while_the_panel_opens_stops_the_run(page: Page, notebook: 
     page.read(lambda kind, content, of: "opens" in page.text)
     notebook.interrupt("kill")
     reply = notebook.end_of(cell)
-    assert reply.ename == "KeyboardInterrupt"
-    assert reply.evalue.startswith("train was stopped")
+    assert (reply.ename, reply.evalue[:17]) == ("KeyboardInterrupt", "train was stopped")
     assert "Stopped" in reply.data[-1]["text/html"]
     wait_until_alone(notebook.pid)
 
@@ -244,9 +237,7 @@ def test_frames_of_many_points_and_much_output_stay_small() -> None:
     panel.leave()
 
 
-def test_the_first_picture_shows_the_run_as_it_is_after_the_import_of_the_widget(
-    told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_picture_is_of_the_run_after_the_widgets_import(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     told.be("starting")
     monkeypatch.setattr(frontend, "kernel_id", lambda: told.be("running") or "")
     told.view().update()
@@ -264,8 +255,7 @@ def test_a_panel_that_stays_keeps_its_last_frame_and_lets_run_and_history_go(tol
     told.history = Recorded(2)
     gc.collect()
     assert gone() is None
-    assert panel.frame["state"] == "finished"
-    assert panel.logs["1"] == "the last line"
+    assert (panel.frame["state"], panel.logs["1"]) == ("finished", "the last line")
     view._hear(panel, {"kind": "stop"}, [])
 
 
@@ -295,24 +285,18 @@ def test_a_view_that_raises_is_given_up_and_the_run_goes_on(
 # ---------------------------------------------------------------------------- Colab, Kaggle, Databricks
 
 
-@pytest.fixture
-def ticks(told: Told, monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
-    """Looks at the run, as often as the kernel does."""
+def test_a_picture_is_a_few_seconds_old_ten_minutes_are_at_most_5_mb_and_none_is_sent_while_nothing_changes(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live.time, "monotonic", lambda: told.now)
 
-    def tick() -> Iterator[float]:
-        while True:
-            told.now += 0.1
-            yield told.now
+    def looks(until: float) -> Iterator[None]:  # as often as the kernel does
+        while (now := told.now + 0.1) < until:
+            told.now = now
+            yield
 
-    return tick()
-
-
-def test_a_picture_is_a_few_seconds_old_ten_minutes_are_at_most_5_mb_and_none_is_sent_while_nothing_changes(
-    told: Told, ticks: Iterator[float]
-) -> None:
     view, random = told.view(is_live=False), np.random.default_rng(0)
-    for step, _ in enumerate(itertools.takewhile(lambda now: now < 40, ticks)):
+    for step, _ in enumerate(looks(40)):
         values = np.exp(-step / 500) + 0.2 * random.random(4)
         told.log(step, **dict(zip(("loss_train", "loss_val", "acc", "lr"), values.tolist())))
         view.update()
@@ -322,7 +306,7 @@ def test_a_picture_is_a_few_seconds_old_ten_minutes_are_at_most_5_mb_and_none_is
     assert sum(len(text) for data in told.shown for text in data.values()) <= 5_000_000 * 40 / 600
     shown = []
     for until in (45, 50):
-        for _ in itertools.takewhile(lambda now: now < until, ticks):  # noqa: B023
+        for _ in looks(until):
             view.update()
         shown.append(len(told.shown))
     assert shown == [len(ages) + 2] * 2, "the newest values, and then nothing"

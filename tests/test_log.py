@@ -13,11 +13,9 @@ def test_validation_on_rank_0_alone_does_not_shift_the_loss_of_other_ranks(cell:
         import nbddp
         def train():
             for epoch in range(4):
-                for batch in range(3):
-                    nbddp.log(loss=100.0 * epoch + batch + nbddp.rank(), reduce="mean")
+                for batch in range(3): nbddp.log(loss=100.0 * epoch + batch + nbddp.rank(), reduce="mean")
                 if nbddp.rank() == 0:
-                    for batch in range(3):
-                        nbddp.log(val=1.0)
+                    for batch in range(3): nbddp.log(val=1.0)
     """)
     history = run(names.train).history
     assert history["loss"].values.tolist() == [100 * epoch + batch + 0.5 for epoch in range(4) for batch in range(3)]
@@ -28,33 +26,17 @@ def test_validation_on_rank_0_alone_does_not_shift_the_loss_of_other_ranks(cell:
     assert history.notices == []
 
 
-def test_steps_that_restart_every_epoch_are_combined_by_epoch(cell: Cells) -> None:
-    names = cell("""
-        import nbddp
-        def train():
-            for epoch in range(3):
-                for batch in range(4):
-                    nbddp.log(loss=100.0 * epoch + batch + nbddp.rank(), step=batch, reduce="max")
-    """)
-    history = run(names.train).history
-    assert history["loss"].steps.tolist() == [0, 1, 2, 3] * 3
-    assert history["loss"].values.tolist() == [100.0 * epoch + batch + 1 for epoch in range(3) for batch in range(4)]
-
-
 def test_invalid_values_steps_and_weights_are_refused_alike_in_a_rank_and_in_the_notebook(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch, numpy as np
         def said(loss=1.0, **options):
-            try:
-                nbddp.log({"acc": 0.5, "loss": loss}, **options)
-            except (TypeError, ValueError) as error:
-                return f"{type(error).__name__}: {error}"
+            try: nbddp.log({"acc": 0.5, "loss": loss}, **options)
+            except (TypeError, ValueError) as error: return f"{type(error).__name__}: {error}"
         def train():
             found = [said(step=step) for step in (0.5, "3", torch.tensor(3.0), 2**53 + 1, -2**63 - 1)]
             found += [said(weight=weight) for weight in (-1, float("nan"), float("inf"), "3", None)]
             found += [said(reduce="median"), *map(said, ("0.5", [1, 2], None, torch.ones(2), object))]
-            for step in (4, np.int64(5), np.uint8(6), torch.tensor(7), True + 7):
-                nbddp.log(loss=float(step), step=step)
+            for step in (4, np.int64(5), np.uint8(6), torch.tensor(7), True + 7): nbddp.log(loss=float(step), step=step)
             nbddp.log(loss=9.0, weight=np.float32(2))
             return found
     """)
@@ -108,22 +90,18 @@ def test_a_device_that_fails_does_not_hide_the_functions_error(cell: Cells) -> N
         run(names.train, nprocs=1)
 
 
-LOGS_NAN = """
-    import nbddp, time
-    def train(forever):
-        for step in range(10):
-            bad = step == 6 and nbddp.rank() == 1
-            nbddp.log(loss=float("nan") if bad else float("inf") if step == 2 else 1.0)
-            if bad: nbddp.log(loss=float("nan")), nbddp.log(loss=float("nan"))  # in one batch of records
-        while forever:
-            time.sleep(0.05)
-"""
-
-
 def test_the_first_nan_ends_the_run_and_names_metric_step_and_rank(cell: Cells) -> None:
-    train = cell(LOGS_NAN).train
+    names = cell("""
+        import nbddp, time
+        def train():
+            for step in range(10):
+                bad = step == 6 and nbddp.rank() == 1
+                nbddp.log(loss=float("nan") if bad else float("inf") if step == 2 else 1.0)
+                if bad: nbddp.log(loss=float("nan")), nbddp.log(loss=float("nan"))  # in one batch of records
+            while True: time.sleep(0.05)
+    """)
     with pytest.raises(nbddp.NanLogged, match=r"loss became NaN at step 6 on rank 1; .*lower learning rate") as caught:
-        run(train, True, nprocs=2, stop_on_nan=True, max_restarts=1)
+        run(names.train, stop_on_nan=True, max_restarts=1)
     assert (caught.value.metric, caught.value.step, caught.value.ranks) == ("loss", 6, [1])
     failed = nbddp.last_run()
     assert (failed.state, failed.restarts) == ("failed", 0)

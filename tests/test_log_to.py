@@ -145,7 +145,7 @@ def test_everything_logged_is_sent_after_a_failure_and_a_stop(cell: Cells, end: 
     wait_until(lambda: "loss" in going.history and len(going.history["loss"].steps) == 50)
     if end == "is stopped":
         going.stop()
-    assert (type(going.exception()) is nbddp.RankError) == (end == "fails")
+    assert isinstance(going.exception(), nbddp.RankError) == (end == "fails")
     assert got == list(range(50))
 
 

@@ -51,12 +51,11 @@ def test_the_first_failure_has_its_cause(cell: Cells, machines: Machines) -> Non
     names = cell("""
         import nbddp
         def train():
-            if nbddp.rank() == 3:
-                raise KeyError("missing")
+            if nbddp.rank() == 3: raise KeyError("missing")
             nbddp.barrier()
     """)
     error = run_on(machines, names.train).error
-    assert (type(error), error.rank, error.cause.args) == (nbddp.RankError, 3, ("missing",))
+    assert (isinstance(error, nbddp.RankError), error.rank, error.cause.args) == (True, 3, ("missing",))
 
 
 def test_output_and_metrics_come_before_the_report(cell: Cells, machines: Machines) -> None:

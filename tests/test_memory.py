@@ -194,16 +194,13 @@ OOM_KILLER = "by the system's OOM killer: the machine or container ran out of me
 
 
 @pytest.mark.parametrize(("after", "text"), [(3, OOM_KILLER), (2, "by SIGKILL without")])
-def test_it_was_the_oom_killer_if_it_has_killed_since_the_run_began(
-    cell: Cells, cgroups: Path, after: int, text: str
-) -> None:
+def test_it_was_the_oom_killer_if_it_killed_during_the_run(cell: Cells, cgroups: Path, after: int, text: str) -> None:
     (cgroups / "cgroup").write_text("0::/\n")
     (cgroups / "memory.events").write_text("oom_kill 2\n")
     names = cell("""
         import os, signal
         def train(file, kills):
-            with open(file, "w") as events:
-                events.write(f"oom_kill {kills}\\n")
+            with open(file, "w") as events: events.write(f"oom_kill {kills}\\n")
             os.kill(os.getpid(), signal.SIGKILL)
     """)
     with pytest.raises(nbddp.RankDied, match=f"rank 0 of 1 was killed {text}"):

@@ -55,9 +55,7 @@ def needed(metadata: email.message.Message) -> list[Requirement]:
     return [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
 
 
-def test_the_wheel_holds_the_package_and_nothing_else_in_at_most_one_megabyte(
-    built: Path, wheel: zipfile.ZipFile
-) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else_in_one_megabyte(built: Path, wheel: zipfile.ZipFile) -> None:
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nbddp").rglob("*") if path.is_file()}
     assert files == {name for name in package if "__pycache__" not in name}
@@ -100,7 +98,6 @@ def test_metadata_and_readme_agree_on_versions_and_on_what_is_installed(
 ) -> None:
     text = (ROOT / "README.md").read_text()
     told = re.search(r"Python 3\.(\d+) to 3\.(\d+),?(?: and)? torch ([\d.]+) or newer", " ".join(text.split()))
-    assert told is not None
     assert metadata["Requires-Python"] == f">=3.{told[1]}"
     assert f"torch>={told[3]}" in map(str, needed)
     classifiers = metadata.get_all("Classifier", [])

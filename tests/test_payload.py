@@ -54,8 +54,7 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
             x: int
             y: int = 7
 
-        class OneSlot:
-            __slots__ = "name"
+        class OneSlot: __slots__ = "name"
     """)
     names = cell("""
         def even(n): return n == 0 or odd(n - 1)
@@ -101,9 +100,7 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
     assert names.step() == 2  # the ranks' counting is not the notebook's
 
 
-def test_an_edited_cell_or_module_next_to_the_notebook_runs_its_new_code(
-    cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_edited_cell_or_module_runs_as_edited(cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork server that imported the module's old text would run it forever."""
     monkeypatch.syspath_prepend(str(in_folder))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -151,13 +148,11 @@ def test_tied_weights_stay_tied_and_come_back_tied(cell: Cells) -> None:
         class Tied(torch.nn.Module):
             def __init__(self):
                 super().__init__()
-                self.embed = torch.nn.Embedding(50, 8)
-                self.head = torch.nn.Linear(8, 50, bias=False)
+                self.embed, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50, bias=False)
                 self.head.weight = self.embed.weight
         def train(model):
             tied = model.head.weight is model.embed.weight
-            with torch.no_grad():
-                model.embed.weight.fill_(3)
+            torch.nn.init.constant_(model.embed.weight, 3)
             return tied, model
     """)
     model = names.Tied()
@@ -192,24 +187,19 @@ def test_a_class_arrives_without_its_bases_hook_being_called_again(cell: Cells) 
         class Registered(typing.Generic[typing.TypeVar("T")]):
             def __init_subclass__(cls, *, key, **options):
                 super().__init_subclass__(**options)
-                if key in models:
-                    raise KeyError(f"{key} is there already")
+                if key in models: raise KeyError(f"{key} is there already")
                 models[key] = cls
                 cls.key, cls.width = key, cls.layers[0]
-        class Small(Registered[int], key="small"):
-            layers = (8, 4)
+        class Small(Registered[int], key="small"): layers = (8, 4)
         class Smaller(Small, key="smaller"): ...
         class Kind(enum.Enum):
             def __init_subclass__(cls): cls.made = True
-        class Mode(Kind):
-            TRAIN = 1
+        class Mode(Kind): TRAIN = 1
         def train(kind):
-            class Large(Registered[int], key="large"):
-                layers = (64,)
+            class Large(Registered[int], key="large"): layers = (64,)
             try:
                 class Again(Large, key="large"): ...
-            except KeyError as error:
-                refused = str(error)
+            except KeyError as error: refused = str(error)
             large = Large()
             return kind.width, sorted(models), Smaller().key, Mode.TRAIN, refused, large
     """)
@@ -282,9 +272,7 @@ def test_a_mapped_file_is_mapped_by_the_ranks_and_not_copied(cell: Cells, in_fol
     cell.main.__dict__.clear()  # each memmap has a descriptor
 
 
-def test_a_mapped_file_may_be_larger_than_the_memory_and_must_be_the_one_that_was_sent(
-    cell: Cells, in_folder: Path
-) -> None:
+def test_a_mapped_file_may_be_larger_than_the_memory_and_must_be_the_one_sent(cell: Cells, in_folder: Path) -> None:
     with open("sparse.bin", "wb") as file:
         file.truncate(1 << 38)
     np.ones(1 << 18).tofile("small.bin")
@@ -332,8 +320,7 @@ def test_exit_in_a_function_ends_its_rank_and_not_the_notebook(cell: Cells) -> N
     names = cell("""
         import nbddp
         def train(code):
-            if code is not None:
-                exit(code)
+            if code is not None: exit(code)
             return nbddp.rank()
     """)
     assert run(names.train, None).values == [0, 1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import importlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -48,25 +49,16 @@ ODD = (  # what has a way of its own to pickle
     lambda: np.rec.array([(1, 2.0)], dtype=[("a", int), ("b", ">f8")]),
     lambda: np.float32(1.5),
     lambda: bytearray(b"abc"),
-    lambda: _frame(),
+    lambda: importlib.import_module("pandas").DataFrame({"x": range(3), "kind": [*"aba"]}).astype({"kind": "category"}),
 )
 
 
-def _frame() -> Any:
-    import pandas
-
-    return pandas.DataFrame({"x": range(3), "kind": pandas.Categorical(["a", "b", "a"])})
-
-
 class Pair(NamedTuple):
-    """A named tuple."""
-
     left: Any
     right: Any
 
 
-class SubTensor(torch.Tensor):
-    """A subclass of torch's tensors."""
+class SubTensor(torch.Tensor): ...
 
 
 @st.composite

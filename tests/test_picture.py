@@ -24,8 +24,7 @@ from nbddp.panel.run_progress import lagging
 from nbddp.panel.status import RankStatus, Status
 from tests.curves import Recorded, logged
 
-CASES = settings().max_examples
-FEW = settings(max_examples=max(1, CASES // 5))  # 5 ms each; NBDDP_CASES scales them all
+FEW = settings(max_examples=max(1, settings().max_examples // 5))  # 5 ms each; NBDDP_CASES scales them all
 GREEN, BLUE = "#22994f", "#3b7df0"
 HANG = "rank 0 is waiting in all_reduce\nrank 0 is here:\n  train, line 14"
 
@@ -93,6 +92,13 @@ def test_every_edge_of_the_band_was_logged_and_the_extremes_are_kept(data: st.Da
         assert np.nanmin(line.low) <= alike.min()
         assert np.nanmax(line.high) >= alike.max()
     assert (line.x[0], line.x[-1], line.count) == (0, count - 1, count)
+
+
+def test_a_bucket_is_the_mean_of_its_numbers_and_none_where_there_is_only_nan() -> None:
+    history = logged(loss=[4.0, math.nan] * 40 + [math.nan] * 80)
+    (line,) = charts(history, points=20)[0][0].lines
+    assert [*line.y[:10]] == [4.0] * 10
+    assert np.isnan(line.y[10:]).all()
 
 
 def test_the_band_is_the_lowest_and_highest_over_the_ranks() -> None:

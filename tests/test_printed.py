@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,14 +34,6 @@ def terminal(text: str) -> str:
     return "\n".join(lines)
 
 
-def pieces(data: bytes, cuts: list[int]) -> Iterator[bytes]:
-    position = 0
-    for cut in cuts:
-        yield data[position : position + cut]
-        position += cut
-    yield data[position:]
-
-
 @given(TEXT)
 def test_folded_text_is_what_a_terminal_shows(text: str) -> None:
     assert fold(text) == terminal(text)
@@ -55,8 +45,9 @@ def test_the_cell_and_the_logs_have_all_output_wherever_it_is_cut(before: bytes,
     output, page, shown = Output(), Page([RankState(0)]), []
     page.write = shown.append  # type: ignore[method-assign]
     output.add(before)
-    begin = output.size
-    for piece in pieces(data, cuts):
+    begin, left = output.size, data
+    for cut in [*cuts, len(data)]:
+        piece, left = left[:cut], left[cut:]
         output.add(piece)
         page.take(Event("output", 0, piece))
     whole = data.decode("utf-8", "replace")

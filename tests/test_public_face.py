@@ -37,7 +37,7 @@ SIGNATURES = {
     "accumulate": "(model, k, *, last=False)", "all_reduce": "(x, op='sum')",
     "breakpoint": "(*, rank=None, when=True)", "broadcast": "(x, src=0)", "export": "(fn, path, args=(), kwargs=None)",
     "join": "(model)", "preload": "(*modules)",
-    "print": "(*args, **kwargs)", "progress": "(iterable, total=None, desc=None)",
+    "print": "(*args, **kwargs)", "progress": "(iterable, total=None, desc=None, *, leave=True, disable=False)",
     "run": f"(fn, args=(), kwargs=None, *, {OPTIONS})", "save_snapshot": "(path, **state)", "wrap": "(model, **ddp)",
     "Run.stop": "(self, grace=5.0)", "Session.__init__": f"(self, *, {OPTIONS})",
     "Session.pull": "(self, *names, rank=None)", "Session.push": "(self, **values)",
@@ -56,14 +56,15 @@ ERRORS = {
     "SessionLost",
 }
 OF_A_RUN = {
-    *("name", "nprocs", "history", "state", "error", "restarts", "remark", "value", "values", "seconds", "pids"),
-    *("logs", "stacks", "stop", "show", "wait", "result", "exception", "done", "cancel"),
+    *("name", "nprocs", "history", "state", "error", "restarts", "remark", "partial", "value", "values", "seconds"),
+    *("pids", "logs", "stacks", "stop", "show", "wait", "result", "exception", "done", "cancel"),
 }
 
 # What is used and private: where it is, and why.
 PRIVATE = {
     # the fork server: its address, its end, and a start without the user's __main__
-    "multiprocessing.forkserver:ForkServer": "_forkserver_address _forkserver_alive_fd _stop connect_to_new_process",
+    "multiprocessing.forkserver:ForkServer": "_forkserver_address _forkserver_alive_fd _forkserver_pid _stop "
+    "connect_to_new_process",
     "multiprocessing.forkserver": "_forkserver",
     "multiprocessing.popen_forkserver:Popen": "_launch _fds",
     "multiprocessing.context": "_default_context",  # no start method is chosen for the user
@@ -82,7 +83,7 @@ PRIVATE = {
     "torch:TypedStorage": "_untyped_storage",
     "torch.storage": "_new_dtypes",
     "torch": "_library",  # where custom operators are, which can't be sent
-    "torch._utils": "_rebuild_tensor_v3",
+    "torch._utils": "_rebuild_parameter _rebuild_parameter_with_state _rebuild_tensor_v3",
     "torch/_dynamo/eval_frame.py": "_torchdynamo_orig_callable _dynamic",
     # groups: their store, and the number of collectives, by which ranks that wait are told apart
     "torch._C._distributed_c10d": "FileStore HashStore PrefixStore set_debug_level_from_env _register_comm_hook",
@@ -95,7 +96,8 @@ PRIVATE = {
     "_comm_hooks _static_graph_delay_allreduce_enqueued _pre_forward _post_forward _sync_buffers",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.nn:Module": "_parameters _buffers _modules",
-    "torch.utils.data.dataloader": "_MultiProcessingDataLoaderIter",
+    "torch.utils.data.dataloader": "_BaseDataLoaderIter _MultiProcessingDataLoaderIter",
+    "torch.utils.data.dataloader:_BaseDataLoaderIter": "_dataset _index_sampler _num_yielded",  # whose batches train
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_workers _persistent_workers",
     "numpy": "_core",  # of pickles from numpy 2
     "numpy._core.multiarray": "_reconstruct",
@@ -141,7 +143,7 @@ _FUNCTIONS = [name for name in SIGNATURES if "." not in name]
 
 def test_every_function_has_its_promised_signature() -> None:
     assert {name: _bare(operator.attrgetter(name)(nbddp)) for name in SIGNATURES} == SIGNATURES
-    assert {name for name in dir(nbddp) if inspect.isfunction(getattr(nbddp, name))} == {*_FUNCTIONS}
+    assert {name for name in dir(nbddp) if inspect.isfunction(getattr(nbddp, name))} == {*_FUNCTIONS} - {"progress"}
     for kind in (nbddp.Run, nbddp.Session):
         own = {f"{kind.__name__}.{name}" for name in _public(kind) if inspect.isfunction(getattr(kind, name))}
         assert own == {name for name in SIGNATURES if name.startswith(f"{kind.__name__}.")} - {"Session.__init__"}
@@ -159,11 +161,14 @@ def test_a_name_of_another_version_or_library_is_answered_with_the_one_here() ->
             getattr(nbddp, name)
     for option, here in [
         *(("to", "log_to"), ("init", "init_process_group"), ("listen", "autolog"), ("world_size", "nprocs")),
-        *(("num_processes", "nprocs"), ("nproc_per_node", "nprocs")),
+        *(("num_processes", "nprocs"), ("nproc_per_node", "nprocs"), ("nproc", "nprocs")),
         *(("hosts", "nnodes"), ("min_hosts", "nnodes"), ("num_machines", "nnodes"), ("num_nodes", "nnodes")),
     ]:
         with pytest.raises(TypeError, match=rf"^run\(\) got an .* argument '{option}'; did you mean {here}\?$"):
             nbddp.run(print, **{option: 1, "z": 1})  # type: ignore[arg-type]
+    for call, option, here in (nbddp.run_script, "sed", "seed"), (nbddp.Session, "gpu", "gpus"):
+        with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) got an .* '{option}'; did you mean {here}\?$"):
+            call(**{option: 1})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^loader\(\) got an .* argument 'split_batch'; did you mean split_batches\?$"):
         nbddp.loader([1, 2], split_batch=True)
 

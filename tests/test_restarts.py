@@ -12,30 +12,13 @@ import pytest
 import nbddp
 from tests.support import Cells, error_of, run, start, wait_until
 
-RESUMING = """
-    import nbddp, os, signal, torch
-    def train(deaths, steps=12):
-        found = nbddp.load_snapshot("s.pt") or {"step": -1, "weights": torch.zeros(3)}
-        weights = found["weights"]
-        for step in range(found["step"] + 1, steps):
-            weights += 1
-            nbddp.log(loss=float(weights[0]))
-            nbddp.barrier()
-            if step in deaths[nbddp.restart_count():nbddp.restart_count() + 1] and nbddp.rank() == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            nbddp.barrier()  # a rank must not be beyond the step in which another dies
-            if step % 5 == 4:
-                nbddp.save_snapshot("s.pt", step=step, weights=weights)
-                nbddp.barrier()
-        return float(weights[0]), nbddp.restart_count()
-"""
-
 
 def test_the_last_error_is_raised_and_names_the_first(cell: Cells) -> None:
     names = cell("""
         import nbddp, os
         def train():
             if nbddp.rank() == 1:
+                print("attempt", nbddp.restart_count())
                 if nbddp.restart_count() == 0: os._exit(7)
                 raise ValueError(f"attempt {nbddp.restart_count()}")
             nbddp.barrier()
@@ -48,6 +31,7 @@ def test_the_last_error_is_raised_and_names_the_first(cell: Cells) -> None:
     assert told in str(error)
     assert told in "\n".join(error._render_traceback_())
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert nbddp.last_run().logs(1) == "attempt 0\nattempt 1\nattempt 2\n"
 
 
 def test_one_killed_rank_of_four_restarts_all_four(cell: Cells, in_folder: Path) -> None:
@@ -68,12 +52,28 @@ def test_one_killed_rank_of_four_restarts_all_four(cell: Cells, in_folder: Path)
 
 
 def test_a_resumed_run_has_every_step_once(cell: Cells, in_folder: Path) -> None:
-    finished = run(cell(RESUMING).train, [7, 11], max_restarts=3)
+    names = cell("""
+        import nbddp, os, signal, torch
+        def train(deaths, steps=12):
+            found = nbddp.load_snapshot("s.pt") or {"step": -1, "weights": torch.zeros(3)}
+            weights = found["weights"]
+            for step in range(found["step"] + 1, steps):
+                weights += 1
+                nbddp.log(loss=float(weights[0]))
+                nbddp.barrier()
+                if step in deaths[nbddp.restart_count():nbddp.restart_count() + 1] and nbddp.rank() == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                nbddp.barrier()  # a rank must not be beyond the step in which another dies
+                if step % 5 == 4:
+                    nbddp.save_snapshot("s.pt", step=step, weights=weights)
+                    nbddp.barrier()
+            return float(weights[0]), nbddp.restart_count()
+    """)
+    finished = run(names.train, [7, 11], max_restarts=3)
     assert finished.values == [(12.0, 2)] * 2
     # log() counted on from the snapshot, and what was logged twice counts once.
-    steps, values = finished.history["loss"]
-    assert steps.tolist() == list(range(12))
-    assert values.tolist() == [step + 1.0 for step in range(12)]
+    found = [column.tolist() for column in finished.history["loss"]]
+    assert found == [[*range(12)], [step + 1.0 for step in range(12)]]
     assert [restart.step for restart in finished.history.restarts] == [5, 10]
     assert "RankDied: rank 1 of 2 was killed by SIGKILL" in finished.history.restarts[0].reason
 
@@ -82,8 +82,7 @@ def test_what_a_restart_cannot_heal_is_not_restarted(cell: Cells, in_folder: Pat
     Path("s.pt").write_bytes(b"no snapshot")
     with pytest.raises(nbddp.RankError, match="can't be read as a snapshot"):
         run(cell("import nbddp\ndef train(): nbddp.load_snapshot('s.pt')").train, max_restarts=3)
-    last = nbddp.last_run()
-    assert last.restarts == 0
+    assert nbddp.last_run().restarts == 0
 
 
 def test_a_timeout_is_that_of_all_attempts_together_and_names_the_first_failure(cell: Cells) -> None:

@@ -4,48 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import nbddp
 from nbddp.messages import Settings
-from tests.support import Cells, run, start, wait_until
-
-SLEEPS = """
-    import time
-    def train(seconds):
-        time.sleep(seconds)
-        return "slept"
-"""
+from tests.support import Cells, run, wait_until
 
 
-@pytest.fixture
-def often() -> Iterator[None]:
-    """Threads take turns as often as possible."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def test_a_run_has_the_methods_of_a_future_and_its_result_waits_for_rank_0s_value(cell: Cells) -> None:
-    going = start(cell(SLEEPS).train, 0.2)
-    assert not going.done()
-    with pytest.raises(TimeoutError, match="still"):
-        going.result(timeout=0.01)
-    assert going.result() == "slept"
-    assert (going.done(), going.exception()) == (True, None)
-    assert {"result", "exception", "done", "cancel"} <= set(dir(concurrent.futures.Future)) & set(dir(going))
-
-
-def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go(often: None) -> None:
+def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go() -> None:
     kept = [nbddp.Run(Settings("kept", 1)) for _ in range(30)]
     over, listed = threading.Event(), []
 
@@ -53,7 +27,9 @@ def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go(often: None
         while not over.is_set():
             listed.append([run.name for run in nbddp.runs()].count("kept"))
 
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(1e-6)  # threads take turns as often as possible
         listing = pool.submit(list_them)
         for _ in range(500):
             nbddp.Run(Settings("passing", 1))
@@ -90,15 +66,6 @@ def test_a_run_may_have_any_name(cell: Cells, name: str) -> None:
     assert going.name == name
 
 
-def test_an_unknown_option_is_refused_with_the_one_that_was_meant(cell: Cells) -> None:
-    with pytest.raises(TypeError, match=r"run\(\) got an unexpected keyword argument 'nproc'; did you mean nprocs\?"):
-        nbddp.run(cell(SLEEPS).train, (0.0,), nproc=2)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"run_script\(\) got an unexpected keyword argument 'sed'; did you mean seed"):
-        nbddp.run_script("train.py", sed=2)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"Session\(\) got an unexpected keyword argument 'gpu'; did you mean gpus\?"):
-        nbddp.Session(gpu=[0])  # type: ignore[call-arg]
-
-
 def test_the_end_of_what_a_rank_has_printed_is_as_a_terminal_shows_it_without_colors(cell: Cells) -> None:
     def bar() -> None:
         print("old\n10 %\r20 %\r\x1b[1mend\x1b[0m")
@@ -118,7 +85,7 @@ def test_an_interrupt_while_metrics_are_sent_changes_no_outcome() -> None:
     with pytest.raises(KeyboardInterrupt):
         nbddp.run(fail, nprocs=1, device="cpu", log_to=send)
     run = nbddp.last_run()
-    assert (run.state, run.done(), type(run.error)) == ("failed", True, nbddp.RankError)
+    assert (run.state, run.done(), isinstance(run.error, nbddp.RankError)) == ("failed", True, True)
 
 
 @pytest.mark.parametrize("fn", [str.upper, dict.get], ids=["upper", "get"])

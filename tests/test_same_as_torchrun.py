@@ -49,9 +49,7 @@ def train(seed, epochs=3):
         sampler.set_epoch(epoch)
         for x, y in DataLoader(dataset, batch_size=32, sampler=sampler):
             loss = torch.nn.functional.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
             losses.append(loss.item())
     return first, model.module.state_dict(), losses, dist.get_world_size(), torch.get_num_threads()
 """
@@ -76,9 +74,7 @@ def _digest(state: dict[str, torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
 
 
-def test_weights_equal_those_of_plain_processes_bit_for_bit(
-    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_equal_plain_processes_to_the_bit(cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def launcher(folder: Path, path: Path) -> None:
         launch(folder, 2, main=functools.partial(runpy.run_path, str(path)))
 
@@ -86,11 +82,7 @@ def test_weights_equal_those_of_plain_processes_bit_for_bit(
 
 
 def weights_equal(
-    cell: Cells,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    world_size: int,
-    launcher: Callable[[Path, Path], None],
+    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, launcher: Callable[[Path, Path], None]
 ) -> None:
     """Those of a script, of a cell with its own seed or nbddp's, and of one with the helpers, which are thin names."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -101,17 +93,17 @@ def weights_equal(
         + f"torch.save(result, r'{tmp_path}/%d.pt' % dist.get_rank())\ndist.destroy_process_group()\n"
     )
     launcher(tmp_path, path)
-    theirs = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
-    nbddp.run_script(path, nprocs=world_size, device="cpu", show=False)
-    scripts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
+    theirs = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
+    nbddp.run_script(path, nprocs=size, device="cpu", show=False)
+    scripts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
     names = cell(TRAIN)
-    ours = run(names.train, 7, nprocs=world_size).values
+    ours = run(names.train, 7, nprocs=size).values
     seeded = run(cell(TRAIN.replace("torch.manual_seed(seed + dist.get_rank())", "")).train, 7,
-                 nprocs=world_size, seed=7).values  # fmt: skip
-    helped = run(cell(TRAIN + WITH_HELPERS).train_with_helpers, 7, nprocs=world_size)
+                 nprocs=size, seed=7).values  # fmt: skip
+    helped = run(cell(TRAIN + WITH_HELPERS).train_with_helpers, 7, nprocs=size)
     assert len(helped.history["loss"].values) == len(ours[0][2])
-    for rank in range(world_size):
-        assert ours[rank][3:] == theirs[rank][3:] == (world_size, 1)
+    for rank in range(size):
+        assert ours[rank][3:] == theirs[rank][3:] == (size, 1)
         assert ours[rank][2] == theirs[rank][2] == seeded[rank][2] == scripts[rank][2]
         # BatchNorm's running statistics are rank 0's own, broadcast before each forward.
         assert _digest(ours[rank][0]) == _digest(theirs[rank][0])
@@ -123,9 +115,7 @@ def weights_equal(
     assert sum(ours[0][2][-4:]) < sum(ours[0][2][:4]) / 2  # and learned
 
 
-def test_the_official_tutorial_series_trains_and_resumes_in_a_notebook(
-    cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_official_tutorials_train_and_resume(cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper module, a relative path, a snapshot, and the resume that repeats no finished epoch."""
     monkeypatch.syspath_prepend("")
     (in_folder / "datautils.py").write_text(TRAIN)
@@ -135,10 +125,9 @@ def test_the_official_tutorial_series_trains_and_resumes_in_a_notebook(
         class Trainer:
             def __init__(self, path):
                 from datautils import MyTrainDataset
-                self.rank = int(os.environ["LOCAL_RANK"])
-                self.path, self.epochs_run = path, 0
+                self.rank, self.path, self.epochs_run = int(os.environ["LOCAL_RANK"]), path, 0
                 torch.manual_seed(0)
-                model = torch.nn.Linear(20, 1)
+                model, data = torch.nn.Linear(20, 1), MyTrainDataset(256)
                 if os.path.exists(path):
                     snapshot = torch.load(path)
                     model.load_state_dict(snapshot["model"])
@@ -146,9 +135,8 @@ def test_the_official_tutorial_series_trains_and_resumes_in_a_notebook(
                 dist.barrier()
                 self.model = DDP(model)
                 self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
-                data = MyTrainDataset(256)
-                self.data = torch.utils.data.DataLoader(
-                    data, batch_size=32, sampler=torch.utils.data.DistributedSampler(data))
+                sampler = torch.utils.data.DistributedSampler(data)
+                self.data = torch.utils.data.DataLoader(data, batch_size=32, sampler=sampler)
             def train(self, max_epochs):
                 ran = []
                 for epoch in range(self.epochs_run, max_epochs):

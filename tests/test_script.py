@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,9 @@ def test_a_script_is_main_with_arguments_import_path_and_process_group_of_its_ow
 import json, os, pickle, sys
 import sibling, torch, torch.distributed as dist
 names = sorted(k for k in globals() if not k.startswith("__"))
-class Thing:
-    pass
+class Thing: number: int
 assert isinstance(pickle.loads(pickle.dumps(Thing())), Thing)
+assert Thing.__annotations__ == {"number": int}
 assert not dist.is_initialized()
 dist.init_process_group("gloo")
 dist.all_reduce(total := torch.ones(1))
@@ -57,8 +56,7 @@ def test_a_module_is_main_as_with_python_m(in_folder: Path) -> None:
     file.write_text("""\
 import json, os, pickle, sys, torch.distributed as dist
 from .sibling import X
-class Thing:
-    pass
+class Thing: pass
 assert isinstance(pickle.loads(pickle.dumps(Thing())), Thing)
 print(json.dumps([__name__, __spec__.name, sys.argv, X, dist.is_initialized(), os.environ["RANK"]]))
 if len(sys.argv) == 1: raise ValueError("no arguments")
@@ -70,7 +68,7 @@ if len(sys.argv) == 1: raise ValueError("no arguments")
     assert run.name == "own_package"
     with pytest.raises(nbddp.RankError, match="no arguments") as caught:
         script("own_package", module=True)
-    assert _frames(caught.value.cause) == [(str(file), 7)]
+    assert _frames(caught.value.cause) == [(str(file), 6)]
     with pytest.raises(nbddp.RankError, match="No module named gone"):
         script("gone", module=True)
 
@@ -105,16 +103,13 @@ def test_exit_code_0_is_a_success_and_3_a_failure(in_folder: Path) -> None:
     for ending in ("", "sys.exit()", "sys.exit(0)", "raise SystemExit"):
         (in_folder / "a.py").write_text(f"import sys\nprint('worked')\n{ending}\n")
         run = script("a.py")
-        assert run.state == "finished"
-        assert run.logs(1) == "worked\n"
+        assert (run.state, run.logs(1)) == ("finished", "worked\n")
     (in_folder / "a.py").write_text(
-        "import os, sys\nif os.environ['RANK'] == '1': sys.exit(3)\nimport time\ntime.sleep(60)"
+        "import os, sys\nif os.environ['RANK'] == '1': sys.exit(3)\nimport time\ntime.sleep(1000)"
     )
-    began = time.monotonic()
     with pytest.raises(nbddp.RankDied, match=r"rank 1 of 2 called sys.exit\(3\)") as caught:
         script("a.py")
     assert caught.value.exitcode == 3
-    assert time.monotonic() - began < 30
     (in_folder / "a.py").write_text("import sys\nsys.exit('no data')")
     with pytest.raises(nbddp.RankDied, match="no data"):
         script("a.py")
@@ -124,9 +119,7 @@ def _frames(error: BaseException) -> list[tuple[str, int | None]]:
     return [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def test_a_scripts_error_shows_only_the_scripts_frames_and_nothing_of_pythons_import_system(
-    in_folder: Path, cell: Cells
-) -> None:
+def test_a_scripts_error_shows_only_its_frames_and_none_of_pythons_import_system(in_folder: Path, cell: Cells) -> None:
     file, import_module = str(in_folder / "a.py"), importlib.__file__
     Path("bad.py").write_text("1 / 0\n")
     found = []

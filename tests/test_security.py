@@ -30,23 +30,6 @@ from tests.support import Cells, Planted, listening_ports, marked_pids, open_fds
 
 SECRET = f"hunter2-{secrets.token_hex(8)}"  # in no file: copies of this one lie in temporary folders
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-_MEETS = """
-    import os, time, torch, torch.distributed as dist
-    def meet(how, path):
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        where = dict(rank=rank, world_size=world_size)
-        if how == "file":
-            where["init_method"] = f"file://{path}/store"
-        if how != "ours":
-            dist.init_process_group("gloo", **where)
-        dist.new_group([0, 1])
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        open(f"{path}/{rank}", "w").close()
-        while not os.path.exists(f"{path}/go"):
-            time.sleep(0.01)
-        return total.item()
-"""
 
 
 @pytest.mark.parametrize(
@@ -54,7 +37,20 @@ _MEETS = """
 )
 def test_a_run_listens_only_on_loopback(cell: Cells, tmp_path: Path, how: str, init: bool) -> None:
     """torch's own store listens on all interfaces."""
-    names = cell(_MEETS)
+    names = cell("""
+        import os, time, torch, torch.distributed as dist
+        def meet(how, path):
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            where = dict(rank=rank, world_size=world_size)
+            if how == "file": where["init_method"] = f"file://{path}/store"
+            if how != "ours": dist.init_process_group("gloo", **where)
+            dist.new_group([0, 1])
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            open(f"{path}/{rank}", "w").close()
+            while not os.path.exists(f"{path}/go"): time.sleep(0.01)
+            return total.item()
+    """)
     started = run(names.meet, how, str(tmp_path), init_process_group=init, wait=False)
     wait_until(lambda: started.error or all((tmp_path / str(rank)).exists() for rank in range(2)))
     heard = _heard_beyond_loopback({os.getpid(), *marked_pids()})
@@ -89,21 +85,17 @@ _STRANGER = """
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
     done = []
     def attempt(what, function):
-        try:
-            function()
-        except PermissionError:
-            return
+        try: function()
+        except PermissionError: return
         done.append(what)
     def take(pid, fd):
         pidfd = os.pidfd_open(pid)
         try:
             if libc.syscall(438, pidfd, fd, 0) == -1:  # pidfd_getfd
                 raise OSError(ctypes.get_errno(), "pidfd_getfd")
-        finally:
-            os.close(pidfd)
+        finally: os.close(pidfd)
     def trace(pid):
-        if libc.ptrace(16, pid, None, None) == -1:
-            raise OSError(ctypes.get_errno(), "ptrace")
+        if libc.ptrace(16, pid, None, None) == -1: raise OSError(ctypes.get_errno(), "ptrace")
     attempt("connect to the fork server", lambda: socket.socket(socket.AF_UNIX).connect(address))
     for path in paths:
         attempt(f"list {path}", lambda: os.listdir(path))
@@ -233,7 +225,9 @@ def test_no_signal_reaches_a_process_that_reused_a_ranks_pid() -> None:
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as stranger:
         try:
             rank.process._popen._number = stranger.pid  # as if Linux had given the stranger the rank's number
-            rank.itself = _of_a_process_before(stranger.pid)
+            rank.itself = psutil.Process(stranger.pid)
+            rank.itself.create_time()
+            rank.itself._ident = (stranger.pid, rank.itself._ident[1] - 1000)  # of a process that started earlier
             rank.signal(signal.SIGINT)
             rank.signal(signal.SIGKILL)
             rank._end_children()
@@ -248,14 +242,6 @@ def test_no_signal_reaches_a_process_that_reused_a_ranks_pid() -> None:
             machine.end()
             wait_until(lambda: any(event.kind == "exit" for event in machine.events(0.1)))
             machine.close()
-
-
-def _of_a_process_before(pid: int) -> psutil.Process:
-    """The same pid, of a process that started earlier."""
-    earlier = psutil.Process(pid)
-    earlier.create_time()
-    earlier._ident = (pid, earlier._ident[1] - 1000)
-    return earlier
 
 
 def _torchs(content: Any, **options: Any) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import nbddp
+from tests import support
 from tests.support import FIRST_MOMENTS_S, OUR_FILES, Notebook, Reply, out, ranks_of, tab, wait_until, wait_until_alone
 
 BEGIN = """
@@ -43,9 +44,7 @@ def interrupted(notebook: Notebook, source: str, until: str) -> Reply:
     return notebook.end_of(running)
 
 
-def test_names_stay_and_a_cells_value_is_rank_0s_followed_by_what_others_return_or_print_differently(
-    ranks: Notebook,
-) -> None:
+def test_names_stay_and_a_cells_value_is_rank_0s_then_what_others_return_or_print_differently(ranks: Notebook) -> None:
     ranks.ok("x = rank * 10 + 1")
     assert ranks.ok("x").shown.splitlines()[0] == "1"
     assert ranks.ok("_ + 1, x").shown.splitlines()[0] == "(2, 1)"
@@ -126,16 +125,10 @@ def test_cells_have_the_notebooks_numbers(ranks: Notebook) -> None:
 def test_tab_and_shift_tab_ask_rank_0(ranks: Notebook) -> None:
     ranks.ok("only_on_the_ranks = 1")
     assert "only_on_the_ranks" in tab(ranks, "only_on_")
-    client = ranks._client
-    message = client.inspect("only_on_the_ranks", 5)
-    while (reply := client.get_shell_msg(timeout=20))["parent_header"].get("msg_id") != message:
-        pass
-    assert reply["content"]["found"]
+    assert support.answer_to(ranks._client, ranks._client.inspect("only_on_the_ranks", 5))["found"]
 
 
-def test_a_failure_of_one_rank_ends_the_cell_with_its_lines_and_the_panel_shows_who_was_stopped(
-    ranks: Notebook,
-) -> None:
+def test_a_failure_of_one_rank_ends_a_cell_with_its_lines_and_the_panel_shows_who_was_stopped(ranks: Notebook) -> None:
     ranks.ok("kept = [rank]")
     reply = ranks.cell("if rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(t)")
     assert (reply.ename, reply.evalue) == ("ValueError", "boom")
@@ -220,6 +213,22 @@ def test_failures_in_ddp_leave_the_training_as_if_they_had_never_been(ranks: Not
     assert ranks.ok("torch.allclose(weights_True, weights_False, rtol=1e-12)").shown == "True\n"
 
 
+def test_a_communication_hook_without_a_state_is_called_after_a_failure_too(ranks: Notebook) -> None:
+    ranks.ok("""
+        called = []
+        def hook(state, bucket):
+            called.append(bucket.index())
+            return hooks.allreduce_hook(state, bucket)
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
+        hooked = nbddp.wrap(torch.nn.Linear(1, 1))
+        hooked.register_comm_hook(None, hook)
+        def step(): hooked(torch.ones(1, 1)).sum().backward()
+        step()
+    """)
+    ranks.cell("hooked(torch.ones(1, 1))\nif rank == 1: raise ValueError\nstep()")
+    assert ranks.ok("before = len(called)\nstep()\nnbddp.all_gather(len(called) - before)").shown == "[1, 1, 1]\n"
+
+
 def test_an_interrupt_in_training_leaves_equal_models(ranks: Notebook) -> None:
     ranks.ok("""
         model = nbddp.wrap(torch.nn.Linear(4, 1))
@@ -239,8 +248,7 @@ def test_an_interrupt_in_training_leaves_equal_models(ranks: Notebook) -> None:
 def test_a_cell_that_catches_the_interrupt_and_ends_by_itself_leaves_a_group_that_works(ranks: Notebook) -> None:
     source = """
         print("begun", flush=True)
-        try:
-            dist.all_reduce(t) if rank else time.sleep(60)
+        try: dist.all_reduce(t) if rank else time.sleep(60)
         except BaseException as error:
             time.sleep(0.2)  # it saves the model
             kept = type(error).__name__
@@ -265,8 +273,7 @@ def test_functions_return_the_notebooks_classes_and_what_they_bind_stays_in_the_
         session = get_ipython().magics_manager.registry["DdpMagics"].session
         class First: pass
         class Second: pass
-        def fails():
-            raise ValueError("boom")
+        def fails(): raise ValueError("boom")
         def bind(value):
             import __main__
             __main__.bound = value
@@ -449,5 +456,4 @@ def test_an_interrupt_while_ranks_are_put_right_loses_no_error(
         with pytest.raises(KeyboardInterrupt):
             session.run(fail)
         run = nbddp.last_run()
-        assert run is not None
         assert (run.state, str(run.error.__cause__)) == ("failed", "the error")

@@ -95,9 +95,7 @@ def _dealt(shares: list[list[Any]]) -> list[Any]:
 
 @FEW
 @given(st.sampled_from(sorted(MAKERS)), SIZES, RANKS, st.integers(0, 3))
-def test_shares_are_the_order_of_one_process_exactly_or_padded_to_one_length(
-    kind: str, size: int, ranks: int, epoch: int
-) -> None:
+def test_shares_are_the_order_of_one_process_exactly_or_padded(kind: str, size: int, ranks: int, epoch: int) -> None:
     expected = _one_process(kind, size, epoch)
     shares, lengths = _shares(kind, size, ranks, epoch, exact=True)
     assert _dealt(shares) == expected

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nbddp
-from tests.support import CHARACTERS, Cells, Planted, damaged, run, start, wait_until
+from tests.support import CHARACTERS, Cells, Planted, damaged, open_fds, run, start, wait_until
 
 
 def test_rank_0_writes_a_snapshot_and_every_rank_reads_the_same(in_folder: Path, cell: Cells) -> None:
@@ -54,44 +54,34 @@ def test_a_rank_killed_while_it_writes_leaves_a_whole_snapshot(in_folder: Path, 
         import itertools, nbddp, torch
         def save_for_ever():
             big = torch.zeros(4_000_000)
-            for i in itertools.count():
-                nbddp.save_snapshot("s.pt", big=big + i, i=i)
+            for i in itertools.count(): nbddp.save_snapshot("s.pt", big=big + i, i=i)
     """)
+
+    def writes(pid: int) -> bool:  # to a file without a name
+        return any(each.startswith(str(in_folder)) and each.endswith("(deleted)") for each in open_fds(pid).values())
+
     for _ in range(2):
         going = start(names.save_for_ever)
-        wait_until(lambda pid=going.pids[0]: os.path.exists("s.pt") and _writes_in(in_folder, pid))
+        wait_until(lambda pid=going.pids[0]: os.path.exists("s.pt") and writes(pid))
         os.kill(going.pids[0], signal.SIGKILL)
         with pytest.raises(nbddp.RankDied):
             going.wait()
         found = nbddp.load_snapshot("s.pt")
-        assert found is not None
         assert found["big"].unique().tolist() == [found["i"]]
         assert os.listdir() == ["s.pt"]
-
-
-def _writes_in(folder: Path, pid: int) -> bool:
-    """Whether the process has a file without a name open there."""
-    files = []
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            files.append(os.readlink(link))
-    return any(file.startswith(str(folder)) and file.endswith("(deleted)") for file in files)
 
 
 def test_two_runs_that_save_at_one_path_at_once_leave_the_whole_snapshot_of_one(in_folder: Path, cell: Cells) -> None:
     names = cell("""
         import os, nbddp, torch
         def save(number, unnamed):
-            if not unnamed:
-                os.O_TMPFILE = 0  # as on a disk without unnamed files
-            for _ in range(10):
-                nbddp.save_snapshot("s.pt", numbers=torch.full((100_000,), number), number=number)
+            if not unnamed: os.O_TMPFILE = 0  # as on a disk without unnamed files
+            for _ in range(10): nbddp.save_snapshot("s.pt", numbers=torch.full((100_000,), number), number=number)
     """)
     for unnamed in (True, False):
         for going in [run(names.save, number, unnamed, nprocs=1, wait=False) for number in range(2)]:
             going.wait()
         found = nbddp.load_snapshot("s.pt")
-        assert found is not None
         assert found["numbers"].unique().tolist() == [found["number"]]
         assert os.listdir() == ["s.pt"]
 
@@ -168,11 +158,8 @@ def _containers(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     named = st.dictionaries(_NAMES, items, max_size=3)
     many = st.lists(items, max_size=3)
     twice = many.map(lambda shared: {"one": shared, "again": shared})
-    return many | many.map(tuple) | named | twice | named.map(collections.OrderedDict) | named.map(_namespace)
-
-
-def _namespace(items: dict[str, Any]) -> argparse.Namespace:
-    return argparse.Namespace(**items)
+    spaces = named.map(lambda items: argparse.Namespace(**items))
+    return many | many.map(tuple) | named | twice | named.map(collections.OrderedDict) | spaces
 
 
 @settings(max_examples=max(1, settings().max_examples // 6))
@@ -211,35 +198,11 @@ def test_a_state_that_holds_itself_comes_back_holding_itself(in_folder: Path) ->
     state["itself"] = [state]
     nbddp.save_snapshot("s.pt", it=state)
     found = nbddp.load_snapshot("s.pt")
-    assert found is not None
     assert found["it"]["itself"][0] is found["it"]
     assert list(found["it"]["model"]) == ["weight", "bias"]
 
 
-def test_restarted_ranks_continue_from_the_snapshot(in_folder: Path, cell: Cells) -> None:
-    names = cell("""
-        import nbddp
-        def train():
-            found = nbddp.load_snapshot("s.pt")
-            first = found["epoch"] + 1 if found else 0
-            nbddp.barrier()  # rank 0 must not save the next one while another still loads
-            for epoch in range(first, 5):
-                nbddp.save_snapshot("s.pt", epoch=epoch)
-                nbddp.barrier()
-                if epoch == 1 + 2 * nbddp.restart_count() and nbddp.rank() == 1:
-                    raise RuntimeError(f"in epoch {epoch}")
-                nbddp.barrier()  # rank 0 must not be an epoch ahead
-            return first, nbddp.restart_count()
-    """)
-    assert run(names.train, max_restarts=2).values == [(4, 2), (4, 2)]
-    Path("s.pt").unlink()
-    with pytest.raises(nbddp.RankError, match="in epoch 3"):
-        run(names.train, max_restarts=1)
-
-
-def test_ranks_load_equal_files_from_different_disks_and_different_ones_are_an_error(
-    cell: Cells, tmp_path: Path
-) -> None:
+def test_ranks_load_equal_files_from_two_disks_and_different_ones_are_an_error(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import os, nbddp
         def load(folders):
@@ -269,12 +232,9 @@ def test_one_rank_can_load_a_snapshot_before_the_others(cell: Cells, tmp_path: P
     names = cell("""
         import os, time, nbddp
         def train(path, told):
-            if nbddp.is_primary() and nbddp.load_snapshot(path) is None:
-                nbddp.save_snapshot(path, epoch=0)
-            if told == "by a collective":
-                nbddp.barrier()
-            while not os.path.exists(path):
-                time.sleep(0.01)
+            if nbddp.is_primary() and nbddp.load_snapshot(path) is None: nbddp.save_snapshot(path, epoch=0)
+            if told == "by a collective": nbddp.barrier()
+            while not os.path.exists(path): time.sleep(0.01)
             own = nbddp.load_snapshot(f"{path}.{nbddp.rank()}")  # each its own
             return own, nbddp.load_snapshot(path)["epoch"]
     """)

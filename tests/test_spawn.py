@@ -26,12 +26,10 @@ def test_the_signature_is_torchs() -> None:
 def test_an_exception_and_any_other_end_are_worded_as_torch_does(cell: Cells) -> None:
     names = cell("""
         import os, sys, time
-        def train(i, arg):
-            raise ValueError(f"legitimate exception from process {i}: {arg}")
+        def train(i, arg): raise ValueError(f"legitimate exception from process {i}: {arg}")
         def leave(i, code): sys.exit(code)
         def die(i, number):
-            if i == 1:
-                os.kill(os.getpid(), number)
+            if i == 1: os.kill(os.getpid(), number)
             time.sleep(60)
     """)
     with pytest.raises(torch.multiprocessing.ProcessRaisedException) as caught:
@@ -40,9 +38,7 @@ def test_an_exception_and_any_other_end_are_worded_as_torch_does(cell: Cells) ->
     assert re.search(r"-- Process \d+ terminated with the following error:\nTraceback", str(error))
     assert f"legitimate exception from process {error.error_index}: x" in str(error)
     assert 'raise ValueError(f"legitimate' in str(error)  # the cell's line
-    assert isinstance(error, nbddp.RankError)
-    assert type(error.cause) is ValueError
-    assert error.error_pid > 0
+    assert (isinstance(error, nbddp.RankError), type(error.cause), error.error_pid > 0) == (True, ValueError, True)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.error_pid) == (type(error), str(error), error.error_pid)
     with pytest.raises(torch.multiprocessing.ProcessExitedException, match=r"^process 0 .* exit code 123$") as ended:
@@ -54,9 +50,7 @@ def test_an_exception_and_any_other_end_are_worded_as_torch_does(cell: Cells) ->
     assert (ended.value.error_index, ended.value.exit_code, ended.value.signal_name) == (1, -9, "SIGKILL")
 
 
-def test_join_false_gives_a_context_whose_join_has_a_timeout_and_takes_no_stop_for_a_success(
-    cell: Cells, tmp_path: Path
-) -> None:
+def test_join_false_gives_a_context_whose_join_times_out_and_no_stop_is_a_success(cell: Cells, tmp_path: Path) -> None:
     names = cell("""
         import os, time
         def train(i, go):
@@ -76,8 +70,7 @@ def test_join_false_gives_a_context_whose_join_has_a_timeout_and_takes_no_stop_f
             with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="-- Process 1 terminated"):
                 context.join(timeout=20)
         else:
-            assert context.join(timeout=20) is True
-            assert context.join() is True
+            assert context.join(timeout=20) is context.join() is True
         assert context.pids() == pids
         wait_until(lambda pids=pids: not any(psutil.pid_exists(pid) for pid in pids))
     going = nbddp.spawn(names.train, (str(tmp_path / "never"),), nprocs=2, join=False)
@@ -93,27 +86,19 @@ def test_the_official_tutorial_trains_after_changing_one_word(cell: Cells, tmp_p
         import os, torch, torch.distributed as dist
         wanted = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID".split()
         from torch.nn.parallel import DistributedDataParallel as DDP
-        def setup(rank, world_size, port):
-            os.environ["MASTER_ADDR"] = "localhost"
-            os.environ["MASTER_PORT"] = str(port)
-            dist.init_process_group("gloo", rank=rank, world_size=world_size)
-        class ToyModel(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.net1 = torch.nn.Linear(10, 10)
-                self.net2 = torch.nn.Linear(10, 5)
-            def forward(self, x): return self.net2(torch.relu(self.net1(x)))
+        class ToyModel(torch.nn.Linear): ...
         def demo_basic(rank, world_size, port, folder):
             assert not dist.is_initialized()
             assert not [key for key in wanted if key in os.environ]
-            setup(rank, world_size, port)
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
+            dist.init_process_group("gloo", rank=rank, world_size=world_size)
             torch.manual_seed(rank)
-            model = DDP(ToyModel())
-            before = model.module.net2.weight.detach().clone()
+            model = DDP(ToyModel(10, 5))
+            before = model.module.weight.detach().clone()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             loss = torch.nn.functional.mse_loss(model(torch.randn(20, 10)), torch.randn(20, 5))
             loss.backward(); optimizer.step()
-            weight = model.module.net2.weight.detach()
+            weight = model.module.weight.detach()
             assert dist.get_world_size() == world_size and not torch.equal(weight, before)
             torch.save(weight, f"{folder}/{rank}.pt")
             dist.destroy_process_group()

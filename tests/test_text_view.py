@@ -21,8 +21,7 @@ REASON = "RankDied: rank 1 of 2 was killed by SIGKILL"
 TRAIN = """
 import nbddp
 def train():
-    for step in range(20):
-        nbddp.log(loss=1 / (step + 1), reduce="mean")
+    for step in range(20): nbddp.log(loss=1 / (step + 1), reduce="mean")
     nbddp.barrier()
     print("done")
 """
@@ -147,8 +146,9 @@ def test_a_view_shows_in_which_line_a_rank_has_stopped(cell: Cells, monkeypatch:
     names = cell("""
         def train():
             name = input("name? ")
-            breakpoint()
+            stop()
             return name
+        def stop(): breakpoint()
     """)
     seen = []
 
@@ -160,4 +160,4 @@ def test_a_view_shows_in_which_line_a_rank_has_stopped(cell: Cells, monkeypatch:
     monkeypatch.setattr(builtins, "input", answer)
     run = nbddp.run(names.train, nprocs=2, device="cpu", show="text")
     assert run.values == ["Ada", "Ada"]
-    assert seen == [["for input"] * 2, ["at line 4"] * 2]
+    assert seen == [["for input"] * 2, ["at line 6"] * 2]

@@ -136,9 +136,8 @@ class _StreamShare(_Place, IterableDataset[Any]):
         if self.start and (splits or (worker is not None and worker.num_workers > 1)):
             raise TypeError(_NOT_RESUMED)
         if splits and reads and self.rank == 0:
-            warnings.warn(
-                f"loader(): the stream reads {reads[0]}, so it's assumed to split itself among the ranks", stacklevel=1
-            )
+            text = f"loader(): the stream reads {reads[0]}, so it's assumed to split itself among the ranks"
+            warnings.warn(text, stacklevel=1)
         first = list(itertools.islice(samples, self.ranks))
         left = itertools.islice(itertools.chain(first, samples), self.start, None)
         while round_ := list(itertools.islice(left, 1 if splits else self.ranks)):
@@ -173,6 +172,16 @@ class _Loader(DataLoader[Any]):
     # Of the newest batch: where in the share its pass began; the share's samples; all ranks' without repeated ones; the
     # samples of the batch; those of its pass so far.
     _at = (0, 0, 0, 0, 0)
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """accelerate asks in ``prepare()``, before it deals the share of this rank to the ranks once more."""
+        if context.world_size() > 1:
+            raise TypeError(
+                "accelerator.prepare() and nbddp.loader() would both split the data among the ranks: prepare the plain "
+                "DataLoader, or leave nbddp's out of prepare() and write x.to(nbddp.device())"
+            )
+        return False
 
     @property
     def _place(self) -> Any:
@@ -223,10 +232,8 @@ class _Loader(DataLoader[Any]):
         place = self._place
         if getattr(place, "splits", False):
             raise TypeError(_NOT_RESUMED)
-        if state.get("length") != place.length:
-            raise ValueError(
-                f"the state was saved with {state.get('length')} samples, but the data now has {place.length}"
-            )
+        if (saved := state.get("length")) != place.length:
+            raise ValueError(f"the state was saved with {saved} samples, but the data now has {place.length}")
         place.set_epoch(state["epoch"])
         place.start = state["taken"]
 

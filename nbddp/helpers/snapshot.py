@@ -109,10 +109,10 @@ def _read(path: str, map_location: Any, **options: Any) -> Any:
 
 def _reason(error: Exception) -> str:
     """What the error says; of torch's page about ``weights_only``, the one line that is about this file."""
-    about = re.search(
+    line = re.search(
         r"^(?:\s*WeightsUnpickler error: )?(.+)\s+Check the documentation of torch\.load", str(error), re.M
     )
-    return about[1].strip().rstrip(".") if about else str(error)
+    return line[1].strip().rstrip(".") if line else str(error)
 
 
 def _agreed(path: str, found: str, state: dict[str, Any] | None) -> dict[str, Any] | None:

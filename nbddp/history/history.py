@@ -150,15 +150,13 @@ class History(Mapping[str, Series]):
         ranks that logged it"``
         """
         with self._recording.lock:
-            metrics = self._recording.metrics
-            found = [
-                f"{name}: {text}" for name in self._recording.names() for text in _logged_differently(metrics[name])
-            ]
+            metrics, names = self._recording.metrics, self._recording.names()
+            found = [f"{name}: {text}" for name in names for text in _logged_differently(metrics[name])]
             left_out = len(self._recording.left_out)
         if left_out:
             more = "1 more name was" if left_out == 1 else f"{left_out:,} more names were"
-            limit = f"only the first {MAX_METRICS:,} metrics are kept; {more} logged"
-            found.insert(0, f"{limit}. Do the names include a step?")
+            limit = f"only the first {MAX_METRICS:,} metrics are kept"
+            found.insert(0, f"{limit}; {more} logged. Do the names include a step?")
         return found
 
     def __getitem__(self, name: str) -> Series:
@@ -234,14 +232,11 @@ class History(Mapping[str, Series]):
 def _logged_differently(metric: Metric) -> Iterator[str]:
     """Yield where the ranks have logged this metric differently, without its name."""
     first, op = min(metric.ops), metric.op
-    for rank, other in [(rank, op) for rank, ops in sorted(metric.ops.items()) for op in ops]:
-        if other != op:
-            who, used = ("later", "the first") if rank == first else (f"rank {rank}", f"rank {first}'s")
-            yield (
-                f"rank {first} logged it with reduce={op!r} and {who} with reduce={other!r}; "
-                f"{used} is used for the whole run"
-            )
-            break
+    if others := [(rank, each) for rank, ops in sorted(metric.ops.items()) for each in ops if each != op]:
+        rank, other = others[0]
+        who, used = ("later", "the first") if rank == first else (f"rank {rank}", f"rank {first}'s")
+        both = f"rank {first} logged it with reduce={op!r} and {who} with reduce={other!r}"
+        yield f"{both}; {used} is used for the whole run"
     if op is None:
         return
     steps, ranks, of = metric.counts()

@@ -120,10 +120,6 @@ class Block:
         self._op: str | None = None
         self._current = 0  # how many rows are combined with that op, and have not changed since
 
-    @property
-    def nbytes(self) -> int:
-        return self.rows.nbytes
-
     def add(self, rank: int, records: np.ndarray) -> None:
         column = self._column(rank)
         lap, place, count, start = self._at.get(rank, (0, -np.inf, 0, 0))
@@ -198,7 +194,7 @@ class Block:
     def by_rank(self, rank: int, rows: slice) -> np.ndarray:
         """That rank's records."""
         column = self.ranks.index(rank)
-        there = self._there(rows)[:, column]
+        there = np.signbit(self.rows["weight"][rows, column])
         found = np.empty(int(there.sum()), RECORD)
         for name in ("time", "step"):
             found[name] = self.rows[name][rows][there]
@@ -207,13 +203,9 @@ class Block:
         found["value"] = self.rows["value"][rows, column][there]
         return found
 
-    def _there(self, rows: slice) -> np.ndarray:
-        """Which ranks have logged these rows."""
-        there: np.ndarray = np.signbit(self.rows["weight"][rows])
-        return there
-
     def _combine(self, rows: slice, op: str | None) -> None:
-        values, weights, there = self.rows["value"][rows], -self.rows["weight"][rows], self._there(rows)
+        values, weights = self.rows["value"][rows], -self.rows["weight"][rows]
+        there = np.signbit(self.rows["weight"][rows])  # which ranks have logged them
         low = np.minimum.reduce(np.where(there, values, np.inf), axis=1)
         high = np.maximum.reduce(np.where(there, values, -np.inf), axis=1)
         with np.errstate(all="ignore"):
@@ -265,9 +257,7 @@ class Metric:
     def op(self) -> str | None:
         return self.ops[min(self.ops)][0]
 
-    def add(
-        self, rank: int, ops: Iterable[str | None], records: np.ndarray, generation: Generation, first: int
-    ) -> None:
+    def add(self, rank: int, ops: Iterable[str | None], rows: np.ndarray, generation: Generation, first: int) -> None:
         """Add what a rank has logged. ``first`` is the step of its first value in this generation."""
         known = self.ops.setdefault(rank, [])
         known += [op for op in ops if op not in known]
@@ -276,7 +266,7 @@ class Metric:
         block = self.blocks[-1]
         if rank not in block.ranks:
             block.first_steps[rank] = self._repeat_from(first)
-        block.add(rank, records)
+        block.add(rank, rows)
 
     def points(self) -> Points:
         return Points(*_joined([block.points(self.op) for block in self.blocks]))

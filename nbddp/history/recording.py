@@ -74,7 +74,7 @@ class Recording:
     def nbytes(self) -> int:
         """The memory of its arrays."""
         with self.lock:
-            return sum(block.nbytes for metric in self.metrics.values() for block in metric.blocks)
+            return sum(block.rows.nbytes for metric in self.metrics.values() for block in metric.blocks)
 
     def names(self) -> list[str]:
         names = dict.fromkeys(name for rank in sorted(self.named) for name in self.named[rank])
@@ -111,8 +111,7 @@ class Recording:
 
     def _add_other(self, rank: int, record: dict[str, Any]) -> None:
         if bar := record.get("bar"):
-            level, name, done, total = bar
-            self.ranks[rank].add_bar(level, name, total, done, record["time"])
+            self.ranks[rank].add_bar(bar[0], bar[1:], record["time"])
         elif "samples" in record:
             self.ranks[rank].add_samples(record["samples"], record["time"])
         elif "saved" in record:

@@ -43,6 +43,7 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[Block, dict[str, Any]
         OSError: the file can't be opened.
         NbddpError: it isn't of this kind, is truncated or damaged, or was written with other versions.
     """
+    path = os.fspath(path)
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _LINE_BYTES))
@@ -55,15 +56,13 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[Block, dict[str, Any]
         except (ValueError, TypeError, KeyError, RecursionError):
             fits = []
         if fits != [kind, nbytes]:
-            raise NbddpError(f"{os.fspath(path)} wasn't written by {_WRITER[kind]}, or is truncated")
+            raise NbddpError(f"{path} wasn't written by {_WRITER[kind]}, or is truncated")
         if versions != _VERSIONS:
-            raise NbddpError(
-                f"{os.fspath(path)} was written with {versions}; this machine has {_VERSIONS}: use the same versions"
-            )
+            raise NbddpError(f"{path} was written with {versions}; this machine has {_VERSIONS}: use the same versions")
         block = Block(os.dup(file.fileno()), nbytes)
         if b"%08x" % _checksum(block, line) != checksum:
             block.close()
-            raise NbddpError(f"{os.fspath(path)} is damaged: its checksum doesn't match")
+            raise NbddpError(f"{path} is damaged: its checksum doesn't match")
         return block, described
 
 

@@ -1,8 +1,33 @@
-"""Advice for well-known errors whose own text does not say what to do."""
+"""Advice for well-known errors whose own text does not say what to do, and for runs that did what nobody wanted."""
 
 from __future__ import annotations
 
+import dis
 import re
+from collections.abc import Iterable, Sequence
+from types import CodeType
+
+from nbddp.errors import LaunchError
+from nbddp.messages import Report
+
+_FORKING = re.compile(r"ddp_(notebook|spawn|fork)(_\w+)?")  # strategies of Lightning
+_SIDE_BY_SIDE = (
+    "no collective was called, so the {} ranks shared no gradients. "
+    "To train one model on all of them, wrap it: nbddp.wrap(model)"
+)
+_READ_WHOLE = (
+    "every rank trained on a DataLoader of {} samples without a DistributedSampler. If they are the same samples, "
+    "nbddp.loader(dataloader) gives each rank its share"
+)
+_TRAINED_A_COPY = (
+    "{} trained a copy of the notebook's model: here it's as before. Return the model or its state_dict(), or train it "
+    "in the cells of a session"
+)
+_WEAK = "what {} returned came without its weak references, which refer to objects of the rank's process"
+_SAVES = {"save", "save_file", "save_model", "save_pretrained", "save_snapshot", "save_checkpoint"}
+_said: set[str] = set()  # remarks, each once per kernel
+_LAUNCHER = "notebook_launcher"  # of accelerate
+_STARTS_MORE = "every rank would start processes of its own with"
 
 _ON_THE_CPU = {
     r"not compiled with CUDA|No CUDA GPUs are available|Found no NVIDIA driver|has no attribute '_cuda_": (
@@ -25,14 +50,80 @@ _ANYWHERE = {
         "An earlier call may have caused it: with env={'CUDA_LAUNCH_BLOCKING': '1'}, the traceback ends at the right "
         "one. This rank can't use its GPU anymore: in a session, run %ddp close, then %ddp open"
     ),
+    r"'DistributedDataParallel' object has no attribute '(\w+)'": (
+        r"Your model is in the attribute module of what nbddp.wrap() returns: write model.module.\1"
+    ),
+    r"(?s)key\(s\) in state_dict:.*\"module\.": (
+        "DDP's names begin with 'module.'. Use model.module.state_dict() and model.module.load_state_dict(state)"
+    ),
+    r"received \d+ items of ancdata": (
+        "Too many files are open: each tensor that a DataLoader worker sends takes one. Begin the function with "
+        "torch.multiprocessing.set_sharing_strategy('file_system'), or raise the limit, ulimit -n"
+    ),
+    r"EADDRINUSE|[Aa]ddress already in use": (
+        "Another process listens on this port. A function for nbddp.run() needs none: don't set MASTER_PORT"
+    ),
+    r"mark(ed)? (a variable )?(as )?ready (only once|twice)": (
+        "With checkpoint(), pass use_reentrant=False. If all steps are alike: nbddp.wrap(model, static_graph=True)"
+    ),
+}
+_EXISTS = {"FileExistsError": "Another rank may have made it: os.makedirs(path, exist_ok=True) works on every rank"}
+_IS_NOT_WHOLE = {
+    r"FileNotFoundError|Parent directory .* does not exist|No such file or directory": (
+        "If rank 0 makes it, let this rank wait: call nbddp.barrier() on all ranks after that"
+    ),
+    r"PytorchStreamReader failed|EOFError|JSONDecodeError|pickle data was truncated|HeaderTooSmall": (
+        "If rank 0 is still writing this file, let this rank wait: call nbddp.barrier() on all ranks after that"
+    ),
 }
 
 
-def advice(text: str, device: str) -> str:
+def advice(text: str, device: str, rank: int = 0, *, alike: bool = True) -> str:
     """Return what to do about an exception of a rank with this text, or "".
 
     Args:
         device: the type of the ranks' devices.
+        rank: which one failed first.
+        alike: all ranks failed with it.
     """
     known = {**(_ON_THE_CPU if device == "cpu" else {}), **_ANYWHERE}
-    return next((advice for pattern, advice in known.items() if re.search(pattern, text)), "")
+    if not alike:
+        known |= _EXISTS | (_IS_NOT_WHOLE if rank else {})
+    found = ((re.search(pattern, text), advice) for pattern, advice in known.items())
+    return next((match.expand(advice) for match, advice in found if match), "")
+
+
+def refuse_launchers(name: str, codes: Iterable[CodeType]) -> None:
+    """Raise LaunchError for code from a notebook that starts ranks itself, in another library's way."""
+    codes = list(codes)
+    for code in codes:  # grows
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        named = _LAUNCHER in code.co_names + code.co_varnames + code.co_freevars
+        # An import binds the name only.
+        if named and any(each.argval == _LAUNCHER and "LOAD" in each.opname for each in dis.get_instructions(code)):
+            raise LaunchError(f"{_STARTS_MORE} {_LAUNCHER}() in {name}: call its function instead")
+        for each in filter(None, (_FORKING.fullmatch(each) for each in code.co_consts if isinstance(each, str))):
+            raise LaunchError(f"{_STARTS_MORE} {each[0]!r} in {name}: write {'ddp' + (each[2] or '')!r} instead")
+
+
+def remark(name: str, reports: Sequence[Report], codes: Iterable[CodeType]) -> str:
+    """Return what is likely wrong with a run that has finished, or "".
+
+    Args:
+        name: of its function.
+        codes: of the functions that the ranks were sent.
+    """
+    first, ranks, found = reports[0], len(reports), list[tuple[str, object]]()
+    if ranks > 1 and not any(report.met for report in reports):
+        found.append((_SIDE_BY_SIDE, ranks))
+    if ranks > 1 and first.read_whole and {report.read_whole for report in reports} == {first.read_whole}:
+        found.append((_READ_WHOLE, first.read_whole.split()[0]))
+    if first.trained_copy and not _SAVES & {used for code in codes for used in code.co_names}:
+        found.append((_TRAINED_A_COPY, name))
+    if any(report.weak_references for report in reports):
+        found.append((_WEAK, name))
+    for text, about in found:
+        if text not in _said:
+            _said.add(text)
+            return text.format(about)
+    return ""

@@ -25,6 +25,7 @@ from nbddp.kernel.rank_state import RankState
 from nbddp.messages import CountSteps, Release, Steps, StopAfter
 from nbddp.payload import Block
 from nbddp.process.machine import Event
+from nbddp.text import ranks_text
 
 _CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
 _LOSS_NOTICED_S = 5.0  # the same on several machines: it takes Ray 2 s to notice that one is gone
@@ -33,6 +34,7 @@ _WHERE_S = 0.1  # for the ranks to say where they are, when somebody waits for t
 _COUNT_S = 0.5  # for the ranks to say how many optimizer steps they have taken
 _OWN_INTERRUPT_S = 0.5  # for the cell's, after the ranks'
 _SAME_STEP_S = 1.0  # and twice what a step takes: for the ranks to come to the step after which they stop
+_FIRST_STEP_S = 0.5  # the same, if none has taken one yet: they may never
 _RELEASE_S = 0.03  # between failure, release, and interrupt: a rank that waits for others may fail with a better text
 _AGAIN_S = 1.0  # until ranks that have swallowed an interrupt get another one
 
@@ -77,6 +79,7 @@ class Attempt:
         interrupts: how often the cell was interrupted.
         released: ranks have been asked to leave what they were doing, so the default group has to be replaced.
         where: where the ranks were when they were stopped, or a collective timed out; "" if nobody asked.
+        cut: who was killed while it saved a file; "" if nobody was.
     """
 
     def __init__(
@@ -95,8 +98,7 @@ class Attempt:
         self._crew, self._ranks, self._page, self._patience = crew, ranks, page, patience
         self._order, self._block = order, block
         self.printed_before = [rank.output.size for rank in crew.ranks]
-        self._deadline = deadline
-        self._look = look
+        self._deadline, self._look = deadline, look
         self._prompt = Prompt(crew, ranks, page)
         self._plan: _Plan = []
         self._taken: dict[int, Steps] = {}
@@ -104,11 +106,12 @@ class Attempt:
         self._grace_s: float | None = None  # of stop(), as soon as it's asked for
         self.ending, self.interrupts, self.released = "", 0, False
         self.locator = Locator(crew, ranks, steps)
-        self.where = ""
+        self.where = self.cut = ""
 
     def follow(self) -> None:
         """Give the order. Return when every rank has reported or ended."""
         with interrupts_to(self._interrupted), contextlib.ExitStack() as stack:
+            stack.callback(self._page.finish)
             stack.callback(self._replace_plan, [])  # it refers to this attempt, which would live until gc comes
             self._crew.give(self._order, self._block, self._ranks)
             while self._waiting():
@@ -123,7 +126,7 @@ class Attempt:
                     self._prompt.serve(self.stop)
                 while self._plan and self._plan[0][0] <= time.monotonic():
                     self._plan.pop(0)[1](self._waiting())
-            if all(rank.was_interrupted for rank in self._ranks):
+            if all(rank.raised == "KeyboardInterrupt" for rank in self._ranks):
                 self._wait_for_own_interrupt()
 
     @property
@@ -178,29 +181,26 @@ class Attempt:
             self._note(self._crew.take(left))
 
     def _note(self, event: Event | None) -> None:
-        if event is None:
-            return
-        if isinstance(event.data, Steps):
+        if event is not None and isinstance(event.data, Steps):
             self._note_taken(event.rank, event.data)
-        else:
+        elif event is not None:
             self._page.take(event)
 
     def _note_taken(self, rank: int, taken: Steps) -> None:
         self._taken[rank] = taken
-        waiting = self._waiting()
-        grace_s = self._grace_s
+        waiting, grace_s = self._waiting(), self._grace_s
         if grace_s is None or self.released or not {rank.number for rank in waiting} <= self._taken.keys():
             return
         steps, patience_s = [self._taken[rank.number] for rank in waiting], 0.0
         pace_s = max((each.pace_s for each in steps if each.taken), default=0.0)
         if all(each.ago_s < 2 * pace_s + 0.2 for each in steps):  # they train, or have just begun
-            patience_s = 2 * pace_s + _SAME_STEP_S
+            patience_s = 2 * pace_s + _SAME_STEP_S if any(each.taken for each in steps) else _FIRST_STEP_S
             self._crew.send(StopAfter(max(each.taken for each in steps) + 1), waiting)
         self._replace_plan(self._to_stop(patience_s, grace_s))
 
     def _end_what_has_failed(self) -> None:
         failed = [rank for rank in self._ranks if rank.failed]
-        if any(rank.has_quit for rank in failed) and not self.ending:
+        if any(rank.raised == "BdbQuit" for rank in failed) and not self.ending:  # q in a debugger stops all
             self.stop()
         if not failed or self.ending:
             return
@@ -227,11 +227,19 @@ class Attempt:
     def _to_stop(self, after_s: float, grace_s: float) -> _Plan:
         kill_s = grace_s and after_s + grace_s
         actions = [(0.0, self._interrupt), (_RELEASE_S, self._release), (_RELEASE_S + _AGAIN_S, self._interrupt)]
-        return [*((after_s + later_s, action) for later_s, action in actions), (kill_s, self._crew.kill)]
+        kill = self._kill if grace_s else self._crew.kill
+        return [*((after_s + later_s, action) for later_s, action in actions), (kill_s, kill)]
 
     def _replace_plan(self, plan: _Plan) -> None:
         now = time.monotonic()
         self._plan = sorted(((now + later_s, action) for later_s, action in plan), key=lambda each: each[0])
+
+    def _kill(self, ranks: Sequence[RankState]) -> None:
+        waiting = {rank.number for rank in ranks}
+        if saving := [each for each in self.locator.locate(_WHERE_S) if each.saves and each.rank in waiting]:
+            who = f"{ranks_text([each.rank for each in saving])} {'were' if len(saving) > 1 else 'was'}"
+            self.cut = f"{who.capitalize()} killed while saving ({saving[0].place}), so that file may be incomplete"
+        self._crew.kill(ranks)
 
     def _release(self, ranks: Sequence[RankState]) -> None:
         self.released = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import ast
 import contextlib
 import linecache
 import re
@@ -10,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from IPython.core.compilerop import code_name
+from IPython.core.inputtransformer2 import TransformerManager
 
 from nbddp.errors import CellError, LaunchError, NbddpError, PayloadError
 from nbddp.kernel import earlier, failure
-from nbddp.kernel.advice import advice
+from nbddp.kernel.advice import advice, refuse_launchers
 from nbddp.kernel.attempt import OF_AN_ANSWER, Attempt, Patience
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import interrupts_to
@@ -149,13 +151,13 @@ class Cells(abc.ABC):
             with contextlib.suppress(NbddpError):  # it dies meanwhile
                 shown = self._ask(Render(), [first])[first.number]
         notes += self._put_right()
-        notes += filter(None, [advice(text, crew.device)])
+        notes += filter(None, [advice(f"{name}: {text}", crew.device, first.number, alike=len(alike) == len(ranks))])
         shell = ipython()
         if (missing := _UNDEFINED.match(text)) and shell is not None and missing[1] in shell.user_ns:
             has = f"The notebook has {missing[1]}, but rank {first.number} doesn't"
             notes.append(f"{has}: run %ddp push {missing[1]}, or run its cell again")
-        kind = KeyboardInterrupt if name == "KeyboardInterrupt" else CellError
-        raised: CellError = type(name, (CellError, kind) if kind is KeyboardInterrupt else (CellError,), {})(text)
+        bases = (CellError, KeyboardInterrupt) if name == "KeyboardInterrupt" else (CellError,)
+        raised: CellError = type(name, bases, {})(text)
         raised.rank = first.number
         raised.shown = [*(shown or [f"{name}: {text}"]), "", *notes]
         return raised
@@ -196,6 +198,7 @@ def launch_cell(
     settings = decide(options.name or f"In[{count}]", options, cells=True)
     if wrong := [number for number in ranks or () if not 0 <= number < settings.world_size]:
         raise LaunchError(f"there is no rank {wrong[0]} (nprocs={settings.world_size})")
+    refuse_launchers_in(source)
     packed = pack_names(values, options)
 
     def push_and_run(run: Run[Any], crew: Crew, packed: Packed, options: Options, deadline: float) -> None:
@@ -208,6 +211,13 @@ def launch_cell(
 
     launched = launch(settings, packed, options, earlier.cell(), push_and_run)
     return launched.wait() if options.wait else launched
+
+
+def refuse_launchers_in(source: str) -> None:
+    """Raise LaunchError for a cell that starts ranks itself."""
+    with contextlib.suppress(SyntaxError, ValueError):  # the ranks will say so
+        transformed = TransformerManager().transform_cell(source)  # type: ignore[no-untyped-call]
+        refuse_launchers("this cell", [compile(transformed, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)])
 
 
 def show_lines_of(cell: Cell) -> None:

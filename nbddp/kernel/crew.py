@@ -20,6 +20,7 @@ from nbddp.kernel.interrupts import interrupts_held
 from nbddp.kernel.rank_state import RankState
 from nbddp.messages import Asks, Called, Defined, Leave, Misses, Ready, Report, Settings
 from nbddp.payload import Block, Packed, definition
+from nbddp.process import server
 from nbddp.process.gauges import Memory
 from nbddp.process.machine import Event
 
@@ -57,14 +58,13 @@ class Crew:
         self.metrics_to: Callable[[int, list[Any]], None] = lambda rank, records: None
         self.on_exit: Callable[[], None] | None = None
         self.moved_at = time.monotonic()
-        self._settings = settings
-        self._machines = machines
+        self._settings, self._machines = settings, machines
         self._readers = [RecordReader() for _ in self.ranks]
         self._threads: list[threading.Thread] = []
         self._over = False
         self._memory: tuple[float, list[int], dict[int, Memory]] = -math.inf, [], {}  # when it was read, and of whom
 
-    @interrupts_held()
+    @interrupts_held(server.give_up)
     def open(self) -> None:
         """Start all ranks. Raises LaunchError; whatever it raises, the crew has to be ended."""
         settings, machines = self._settings, self._machines
@@ -79,9 +79,8 @@ class Crew:
                 for rank in mine:
                     self.ranks[rank].host = machine.node
                 machine.start(dataclasses.replace(settings, group_rank=index), mine)
-                thread = threading.Thread(
-                    target=self._hear, args=(machine, len(mine)), name="nbddp-events", daemon=True
-                )
+                hear = functools.partial(self._hear, machine, len(mine))
+                thread = threading.Thread(target=hear, name="nbddp-events", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except (OSError, EOFError) as error:
@@ -132,7 +131,7 @@ class Crew:
             return None
         rank, self.moved_at = self.ranks[thing.rank], time.monotonic()
         if thing.kind == "exit":
-            rank.ended(thing.data)
+            rank.exitcode, rank.exited_at = thing.data, self.moved_at
         elif thing.kind == "oom":
             rank.out_of_memory = True
         elif thing.kind == "lost":

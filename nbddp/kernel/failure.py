@@ -54,49 +54,31 @@ def error_of(rank: RankState, name: str, crew: Crew, where: str = "") -> NbddpEr
         return NodeLost(rank.host, rank.lost)
     if failure is None:  # a session's rank may die after its report
         assert rank.exitcode is not None
-        printed = rank.output.text(rank.printed_before)
-        frames: tuple[dumps.Frame, ...] = ()
+        printed, stack = rank.output.text(rank.printed_before), ""
         if signal_name(rank.exitcode) in CRASHES:  # otherwise a crash in the output is that of a child
-            printed, frames = dumps.split_crash(printed)
-        lines = printed.rstrip("\n").split("\n")[-_LAST_LINES:]
-        why = ""
+            printed, stack = dumps.split_crash(printed)
+        last = "\n".join(printed.rstrip("\n").split("\n")[-_LAST_LINES:])
+        why = _OUT_OF_MEMORY if rank.out_of_memory else ""
         if rank.exitcode >= 0 and not rank.interruptible:  # before the function
             unpacking = f" while unpacking {name} and its data" if rank.ready else ""
             why = f"ended with exit code {rank.exitcode}{unpacking}"
-        why = _OUT_OF_MEMORY if rank.out_of_memory else why
-        died = RankDied(
-            rank.number,
-            size,
-            rank.exitcode,
-            why=why,
-            stack=dumps.stack(frames),
-            last_lines="\n".join(lines),
-            where=where,
-            host=host,
-        )
+        died = RankDied(rank.number, size, rank.exitcode, why=why, stack=stack, last_lines=last, where=where, host=host)
         return died if rank.ready else LaunchError(f"before it was ready, {died}")
     if failure.code is not None:
         text = f" ({failure.text})" if failure.text else ""
         return RankDied(rank.number, size, failure.code, why=f"called sys.exit({failure.code}){text}", host=host)
     if failure.phase == "setup":
-        known_error = advice(failure.text, crew.device)
-        text = f"{failure.text}. {known_error}" if known_error else failure.text
+        text = ". ".join(filter(None, [failure.text, advice(failure.text, crew.device)]))
         return LaunchError(f"rank {rank.number} failed during setup: {text}")
     if failure.phase == "unpack":
         return PayloadError(
             f"rank {rank.number} couldn't unpickle {name} and its data: {failure.text}. The modules that they use must "
             "be importable in a new process, from the notebook's sys.path"
         )
-    return RankError(
-        rank.number,
-        size,
-        _cause(rank, crew.definitions, failure.text),
-        where=where,
-        host=host,
-        alike=all_alike(crew.ranks),
-        advice=advice(failure.text, crew.device),
-        locals=dict(failure.names),
-    )
+    alike, names = all_alike(crew.ranks), dict(failure.names)
+    cause = _cause(rank, crew.definitions, failure.text)
+    known = advice(failure.text, crew.device, rank.number, alike=alike)
+    return RankError(rank.number, size, cause, where=where, host=host, alike=alike, advice=known, locals=names)
 
 
 def _cause(rank: RankState, definitions: Sequence[Any], text: str) -> BaseException:

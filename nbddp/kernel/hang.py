@@ -25,14 +25,11 @@ _COLLECTIVE = re.compile(
     r"all_\w+|barrier|batch_isend_irecv|broadcast\w*|gather\w*|init_process_group|monitored_barrier|new_group|"
     r"recv\w*|reduce\w*|scatter\w*|send\w*|split_group"
 )
+_WORKER_FILE = os.path.join("torch", "utils", "data", "_utils", "worker.py")
+_SAVES = re.compile(r"torch/serialization\.py:save$|/safetensors/torch\.py:save|:save_(pretrained|checkpoint|model)$")
 _BACKWARD_FILE, _BACKWARD = os.path.join("torch", "autograd", "graph.py"), "_engine_run_backward"
 _DDP_FILE = os.path.join("torch", "nn", "parallel", "distributed.py")
-_DDP_FUNCTIONS = {
-    "__init__": "DDP's constructor",
-    "_pre_forward": "DDP's forward",
-    "_post_forward": "DDP's forward",
-    "_sync_buffers": "DDP's forward",
-}
+_DDP_FUNCTIONS = {"__init__", "_pre_forward", "_post_forward", "_sync_buffers"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,7 @@ class Location:
         frames: outermost first, without nbddp's; empty unless the state is "running" or "failed".
         step: the highest step that the rank has logged, -1 before the first.
         error: the error of a failed rank, on one line.
+        left_after: of a finished rank, as in its Report.
     """
 
     rank: int
@@ -52,21 +50,18 @@ class Location:
     frames: tuple[Frame, ...] = ()
     step: int = -1
     error: str = ""
+    left_after: int = 0
 
     @property
     def collective(self) -> str:
         """The collective of torch in which the rank waits for the others, e.g. "all_reduce"; "" if it does not."""
-        for file, _, function in self.frames:
-            if file.endswith(_COLLECTIVES_FILE) and _COLLECTIVE.fullmatch(function):
-                return function
-        return ""
+        return next(filter(_COLLECTIVE.fullmatch, self._functions_of(_COLLECTIVES_FILE)), "")
 
     @property
     def exchange(self) -> str:
         """The part of DDP, if any, that exchanges gradients or buffers; the rank may or may not wait in it."""
-        for file, _, function in self.frames:
-            if file.endswith(_DDP_FILE) and function in _DDP_FUNCTIONS:
-                return _DDP_FUNCTIONS[function]
+        if of_ddp := [function for function in self._functions_of(_DDP_FILE) if function in _DDP_FUNCTIONS]:
+            return "DDP's constructor" if of_ddp[0] == "__init__" else "DDP's forward"
         if self.frames and self.frames[-1].function == _BACKWARD and self.frames[-1].file.endswith(_BACKWARD_FILE):
             return "backward"
         return ""
@@ -75,6 +70,19 @@ class Location:
     def waiting_in(self) -> str:
         """The collective or exchange in which the rank may wait for the others."""
         return self.collective or self.exchange
+
+    @property
+    def saves(self) -> bool:
+        """Whether the rank writes a file of weights."""
+        return any(_SAVES.search(f"{frame.file}:{frame.function}") for frame in self.frames)
+
+    @property
+    def in_a_worker(self) -> bool:
+        """Whether the frames are those of a DataLoader worker for which the rank waits."""
+        return bool(self._functions_of(_WORKER_FILE))
+
+    def _functions_of(self, file: str) -> list[str]:
+        return [frame.function for frame in self.frames if frame.file.endswith(file)]
 
     @property
     def place(self) -> str:
@@ -129,7 +137,9 @@ class Locator:
             text = failure.text if failure.text.startswith(failure.kind) else f"{failure.kind}: {failure.text}"
             return Location(rank.number, state, tuple(map(Frame._make, failure.frames)), step, first_line(text))
         if rank.over:
-            return Location(rank.number, "finished" if rank.report is not None else "ended", step=step)
+            if rank.report is None:
+                return Location(rank.number, "ended", step=step)
+            return Location(rank.number, "finished", step=step, left_after=rank.report.left_after)
         if not rank.interruptible:
             return Location(rank.number, "unpack" if rank.ready else "setup")
         return Location(rank.number, "running" if dump else "silent", dumps.main_thread(dump), step)
@@ -169,21 +179,21 @@ def _activity(location: Location, count: int) -> str:
     if location.state == "failed" and location.waiting_in:
         return f"failed in {location.waiting_in}"
     return {
-        "finished": "finished",
         "failed": f"failed ({location.error})",
         "left": "called sys.exit",
-        "ended": "ended",
         "setup": f"{is_} still starting up",
         "unpack": f"{is_} unpacking the function and its data",
         "silent": f"{is_} not responding",
         "outside": f"{is_} not part of this call",
-    }[location.state]
+    }.get(location.state, location.state)
 
 
 def _details(location: Location) -> str:
     step = f" after step {location.step:,}" if location.step >= 0 else ""
     if location.state == "running" and not location.waiting_in:
         place = location.place or "your function"
+        if location.in_a_worker:
+            return f" waiting for a DataLoader worker, which is {'at' if place.startswith('line ') else 'in'} {place}"
         return f" {'at' if place.startswith('line ') else 'in'} {place}{',' * bool(step)}{step}"
     return step + (f" ({location.place})" if location.place else "")
 
@@ -199,6 +209,12 @@ def _likely_reason(locations: Sequence[Location]) -> str:
         return (
             f". A collective over all ranks also waits for {_ranks(outside, 0)}: call it on all ranks, or pass it a "
             f"group that all ranks created earlier: dist.new_group({[each.rank for each in waiting]})"
+        )
+    if left := [each for each in finished if each.left_after]:
+        where = f"by break or return after batch {left[0].left_after:,}"
+        return (
+            f". Most likely, {_ranks(left, 0)} left the loop early, {where}. All ranks have to leave it "
+            "after the same batch: let them agree, nbddp.all_reduce(float(stop), 'max')"
         )
     steps = {each.step for each in locations if each.step >= 0}
     if finished and (len(steps) > 1 or any(each.exchange for each in waiting)):

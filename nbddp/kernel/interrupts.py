@@ -31,11 +31,20 @@ def interrupts_to(callback: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Raise KeyboardInterrupt only afterwards, however often it comes: a process half made would stay."""
+def interrupts_held(callback: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Raise KeyboardInterrupt only afterwards, however often it comes: a process half made would stay.
+
+    Args:
+        callback: is called at once.
+    """
     came: list[None] = []  # an Event is not reentrant
+
+    def note() -> None:
+        came.append(None)
+        callback()
+
     try:
-        with interrupts_to(lambda: came.append(None)):
+        with interrupts_to(note):
             yield
     finally:
         if came:

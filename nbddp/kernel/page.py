@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nbddp import messages
@@ -16,6 +16,7 @@ from nbddp.process.machine import Event
 from nbddp.text import write
 
 _MAX_LINES = 10  # of ranks that differ
+_MOST_LINES, _LAST_LINES = 1000, 10  # of the speaker
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -36,6 +37,7 @@ class Page:
     ) -> None:
         self._ranks, self._speaker, self._quiet, self._hear = ranks, speaker, quiet, hear
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a piece may end within a character
+        self._lines = 0  # of the speaker
         self._since_prompt: dict[int, int] = {}  # size of each rank's output at the last prompt
 
     def take(self, event: Event) -> None:
@@ -43,13 +45,34 @@ class Page:
         if event.rank != self._speaker or self._quiet:
             return
         if event.kind == "output":
-            self.write(self._decode(event.data))
+            self._output(self._decode(event.data))
         elif show := _SHOWN.get(type(event.data)):
             show(self, event.data)
+
+    def _output(self, text: str) -> None:
+        """Show as many lines as a front end can take."""
+        room, self._lines = _MOST_LINES - self._lines, self._lines + text.count("\n")
+        if self._lines <= _MOST_LINES:
+            self.write(text)
+        elif room >= 0:
+            shown = text.split("\n", room)[:room]
+            self.write_lines([*shown, f"[all lines are in the logs: %ddp logs {self._speaker}]"])
+
+    def finish(self) -> None:
+        """Before a prompt, and at an order's end: say how many lines are only in the logs, and show the last ones."""
+        if (more := self._lines - _MOST_LINES) > 0:
+            last = self._ranks[self._speaker].output.text().splitlines()[-min(more, _LAST_LINES) :]
+            left_out = [f"[{more - len(last):,} more lines in the logs]"] if more > len(last) else []
+            self.write_lines([*left_out, *last])
+        self._lines = 0
 
     def write(self, text: str) -> None:
         """Write text into the cell."""
         write(text)
+
+    def write_lines(self, lines: Iterable[str]) -> None:
+        """Write lines into the cell."""
+        self.write("".join(f"{line}\n" for line in lines))
 
     def tell(self, text: str) -> None:
         """Write text that isn't an answer to the user, unless they want no output."""
@@ -58,13 +81,14 @@ class Page:
 
     def show_differences(self, ranks: Sequence[RankState]) -> None:
         """Before a prompt: show what ranks that ask have printed, if the speaker hasn't shown the same."""
+        self.finish()
         before = self._since_prompt
         texts = {rank.number: rank.output.text(before.get(rank.number, rank.printed_before)) for rank in self._ranks}
         for rank in ranks:
             if rank.number == self._speaker and self._quiet:
                 self.write(texts[rank.number])
             elif texts[rank.number] != texts[self._speaker]:
-                self.write("".join(f"[rank {rank.number}] {line}\n" for line in texts[rank.number].splitlines()))
+                self.write_lines([f"[rank {rank.number}] {line}" for line in texts[rank.number].splitlines()])
         self._since_prompt = {rank.number: rank.output.size for rank in self._ranks}
 
     def show_where_ranks_differ(self, answers: dict[int, Ran]) -> None:
@@ -81,20 +105,19 @@ class Page:
 
     def _display(self, said: messages.Display) -> None:
         if shell := ipython():
-            shell.display_pub.publish(
-                data=said.data, metadata=said.metadata, transient=said.transient, update=said.update
-            )
+            shell.display_pub.publish(**vars(said))
         else:
-            self.write(said.data.get("text/plain", "") + "\n")
+            self.write_lines([said.data.get("text/plain", "")])
 
     def _clear(self, said: messages.Clear) -> None:
+        self._lines = 0
         if shell := ipython():
             shell.display_pub.clear_output(said.wait)
 
     def _result(self, said: messages.Result) -> None:
         hook: Any = getattr(ipython(), "displayhook", None)
         if not hasattr(hook, "pub_socket"):  # no kernel
-            return self.write(said.data.get("text/plain", "") + "\n")
+            return self.write_lines([said.data.get("text/plain", "")])
         shown = {"execution_count": hook.prompt_count, "data": said.data, "metadata": said.metadata}
         hook.session.send(hook.pub_socket, "execute_result", shown, parent=hook.parent_header, ident=hook.topic)
 
@@ -102,7 +125,7 @@ class Page:
         if shell := ipython():
             shell._showtraceback(type(said.kind, (Exception,), {}), said.text, list(said.lines))
         else:
-            self.write("\n".join([*said.lines, ""]))
+            self.write_lines(said.lines)
 
     def _widget_says(self, said: messages.WidgetSays) -> None:
         """A widget has a twin here, which speaks for it and hears the page."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +53,7 @@ class RankState:
     def begin_order(self) -> None:
         """Forget the order before."""
         self.report = self.prompt = None
-        self.interruptible, self.printed_before = self.ready, self.output.size
+        self.interruptible, self.printed_before = self.ready, self.output.begin_order()
 
     @property
     def alive(self) -> bool:
@@ -86,13 +85,9 @@ class RankState:
         return self.failure is not None and bool(_CONSEQUENCE.search(f"{self.failure.kind}: {self.failure.text}"))
 
     @property
-    def was_interrupted(self) -> bool:
-        return self.failure is not None and self.failure.kind == "KeyboardInterrupt"
-
-    @property
-    def has_quit(self) -> bool:
-        """Whether the user has left its debugger with ``q``, which stops all ranks."""
-        return self.failure is not None and self.failure.kind == "BdbQuit"
+    def raised(self) -> str:
+        """The class of what it has raised, by name; "" if it hasn't."""
+        return self.failure.kind if self.failure is not None else ""
 
     @property
     def failed_at(self) -> float:
@@ -113,6 +108,3 @@ class RankState:
         """Let go of what it has reported, if nobody has unpacked it."""
         if self.report is not None and self.report.block is not None:
             self.report.block.close()
-
-    def ended(self, exitcode: int) -> None:
-        self.exitcode, self.exited_at = exitcode, time.monotonic()

@@ -24,9 +24,9 @@ from nbddp.kernel.rank_state import RankState
 from nbddp.loggers.log_to import Destination, Sender
 from nbddp.messages import Settings
 from nbddp.panel import frontend, html
-from nbddp.panel.live import view_for
+from nbddp.panel.live import View, view_for
 from nbddp.panel.plotted import History
-from nbddp.panel.status import RankStatus, Source, Status, View
+from nbddp.panel.status import RankStatus, Source, Status
 from nbddp.process import server
 from nbddp.process.gauges import Memory
 from nbddp.text import duration, first_line, in_a_line, uncolored, write_line
@@ -47,15 +47,11 @@ class Run(Generic[R]):
         error: the error of a failed run; None otherwise.
         restarts: how many times all ranks were restarted.
         remark: a possible mistake in a finished run, said once per kernel; "" for none.
+        partial: of a stopped run, what each rank returned before its time was up, None for the others; [] if none did.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        log_to: Sequence[Destination] = (),
-        *,
-        subject: str = "",
-        blocking: bool = True,
+        self, settings: Settings, log_to: Sequence[Destination] = (), *, subject: str = "", blocking: bool = True
     ) -> None:
         self.name, self.nprocs = settings.name, settings.world_size
         self._recording = Recording(self.nprocs)
@@ -65,6 +61,7 @@ class Run(Generic[R]):
         self.error: BaseException | None = None
         self.restarts = 0
         self.remark = ""
+        self.partial: list[R | None] = []
         self._settings, self._subject, self._blocking = settings, subject, blocking
         self._before = earlier.before(subject)
         self._views: list[View] = []
@@ -76,8 +73,7 @@ class Run(Generic[R]):
         self._memory: dict[int, Memory] = {}  # of a rank that has ended, what it used last
         self._attempt: Attempt | None = None
         self._stop_grace_s: float | None = None  # asked for before there was anything to stop
-        self._where = ""  # the ranks were, when they were stopped
-        self._hang = ""  # when it ended
+        self._where = self._cut = self._hang = ""  # as in its attempt, when it ended
         self._parts: list[tuple[RankState, int, int]] = []  # of the ranks' outputs: begin and end
         self._done = Latch()
         self._callbacks: list[Callable[[], object]] = []
@@ -98,6 +94,7 @@ class Run(Generic[R]):
             raise self.error.with_traceback(None)
         if self.state != "finished":
             advice = "it has no value" if self._done.is_set() else "call wait() first"
+            advice += ", but partial has what ranks returned" if self.partial else ""
             raise NbddpError(f"{self.name} is {self.state}: {advice}")
         return self._values
 
@@ -116,10 +113,9 @@ class Run(Generic[R]):
         """Return what a rank has printed; for all ranks (None), each line begins with its rank."""
         if rank is None:
             return in_lines_of_ranks(self.nprocs, self.logs)
-        parts = [(state, begin, end) for state, begin, end in self._parts if state.number == rank]
         if not 0 <= rank < self.nprocs:
             raise ValueError(f"there is no rank {rank} (nprocs={self.nprocs})")
-        return "".join(state.output.text(begin, end) for state, begin, end in parts)
+        return "".join(state.output.text(begin, end) for state, begin, end in self._parts if state.number == rank)
 
     def stacks(self) -> str:
         """Return where each rank is now, even inside C calls: a summary line, then the stacks."""
@@ -186,9 +182,7 @@ class Run(Generic[R]):
 
     def _repr_html_(self) -> str | None:
         """Its picture, if there are curves."""
-        if not self.history.latest():
-            return None
-        return html.picture(self.history, self._status(), self._before)
+        return html.picture(self.history, self._status(), self._before) if self.history.latest() else None
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Run can't be sent; pass its value")
@@ -233,19 +227,15 @@ class Run(Generic[R]):
     def _rank_statuses(self, crew: Crew | None) -> tuple[RankStatus, ...]:
         self._memory |= crew.memory() if crew is not None else {}
         found = []
-        for number in range(self.nprocs):
-            device = self._settings.device
-            device += f":{self._settings.indices[number % len(self._settings.indices)]}" if device != "cpu" else ""
-            state, host = "starting", ""
-            if crew is not None:
-                state, host = crew.ranks[number].state, crew.ranks[number].host
+        for rank in crew.ranks if crew is not None else map(RankState, range(self.nprocs)):
+            device, state, waits = self._settings.device, rank.state, ""
+            device += f":{self._settings.indices[rank.number % len(self._settings.indices)]}" if device != "cpu" else ""
             if self.state in ("failed", "stopped") and state != "finished":
                 state = "stopped"
-            waits = ""
-            if crew is not None and crew.ranks[number].prompt is not None:
-                waits = f"at line {line}" if (line := crew.ranks[number].paused_at) else "for input"
-            resident, gpu = self._memory.get(number, (None, None))
-            found.append(RankStatus(number, device, state, resident, gpu, host, waits))
+            if rank.prompt is not None:
+                waits = f"at line {line}" if (line := rank.paused_at) else "for input"
+            resident, gpu = self._memory.get(rank.number, (None, None))
+            found.append(RankStatus(rank.number, device, state, resident, gpu, rank.host, waits))
         return tuple(found)
 
     def _tail(self, rank: int, chars: int) -> str:
@@ -270,11 +260,9 @@ class Run(Generic[R]):
             raise KeyboardInterrupt
 
     def _stopped_text(self) -> str:
-        return (
-            f"{self.name} was stopped. Where the ranks were: {self._where}"
-            if self._where
-            else f"{self.name} was stopped"
-        )
+        where = f"Where the ranks were: {self._where}" if self._where else ""
+        partial = "What ranks returned after that is in last_run().partial" if self.partial else ""
+        return ". ".join(filter(None, [f"{self.name} was stopped", where, partial, self._cut]))
 
     def _steps(self) -> list[int]:
         return [rank.step for rank in self.history.ranks]
@@ -305,7 +293,7 @@ class Run(Generic[R]):
     def _settle(self, state: str, error: BaseException | None) -> None:
         self._end_parts()
         if self._attempt is not None and state == "stopped":
-            self._where = self._attempt.where
+            self._where, self._cut = self._attempt.where, self._attempt.cut
         if self._attempt is not None and state != "finished":
             self._hang = self._attempt.locator.hang
         self._recording.settle(broken_off=state != "finished")  # first: who sees the state draws the end

@@ -50,7 +50,7 @@ def run_script(
         raise LaunchError(f"{file} doesn't exist; the notebook's working directory is {working_directory()}")
     chosen = dataclasses.replace(Options(**options), init_process_group=False)
     name = str(chosen.name or (file if module else os.path.basename(file)))
-    settings = decide(name, chosen)
+    settings = dataclasses.replace(decide(name, chosen), imports=())
     words = tuple(_words(argv(rank) if callable(argv) else argv) for rank in range(settings.world_size))
     packed = pack_call(name, script_main.run_script, (file, words, module), {})
     launched = launch(settings, packed, chosen, os.path.abspath(file))

@@ -9,6 +9,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Unpack
 
 import torch
@@ -17,14 +18,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nbddp.errors import LaunchError, NbddpError, SessionLost
 from nbddp.kernel import earlier, failure
 from nbddp.kernel.attempt import OF_A_SESSION, OF_AN_ANSWER, Attempt, Patience
-from nbddp.kernel.cells import Cells, cell_number, pack_names, show_lines_of
+from nbddp.kernel.cells import Cells, cell_number, pack_names, refuse_launchers_in, show_lines_of
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page, keep_ipythons_debugger_closed
 from nbddp.kernel.rank_state import RankState
 from nbddp.kernel.run import R, Run, in_lines_of_ranks
 from nbddp.kernel.settings import Given, Options, check_call, decide, takes_options
-from nbddp.kernel.start import machines_for, pack_call, take_values
+from nbddp.kernel.start import machines_for, pack_call, take_partial_values, take_values
 from nbddp.loggers.log_to import destinations
 from nbddp.messages import Cell, Complete, CountCollectives, Function, Hear, Inspect, Mend
 from nbddp.payload import Block
@@ -108,6 +109,7 @@ class Session(Cells):
     ) -> None:
         """Run a cell, and bring these names back from the first of its ranks."""
         asked = self._asked(ranks)
+        refuse_launchers_in(source)
         self._run_cell(Cell(source, cell_number(), asked[0].number, pdb), asked, keep, out, into)
 
     def _leave(self) -> None:
@@ -120,7 +122,8 @@ class Session(Cells):
         elsewhere = self._options.nnodes is not None
         with (packed := pack_call(name, fn, tuple(args), dict(kwargs or {}), elsewhere=elsewhere)).block:
             order = Function(name, self._crew.note_definitions(packed))
-            run = self._order(order, asked, self._page(0), packed.block, keep=True, subject=earlier.function(fn))
+            known: dict[str, Any] = {"subject": earlier.function(fn), "codes": packed.codes}
+            run = self._order(order, asked, self._page(0), packed.block, keep=True, **known)
         assert run is not None
         return run.wait()
 
@@ -224,6 +227,7 @@ class Session(Cells):
         *,
         keep: bool = False,
         subject: str | None = None,
+        codes: Sequence[CodeType] = (),
     ) -> Run[Any] | None:
         error: BaseException | None = None
         with self._having_orders():
@@ -244,16 +248,18 @@ class Session(Cells):
                     self._its_run()
                 if present.run is not None:
                     present.run._note_ranks()
+                if attempt.was_stopped and isinstance(order, Function):
+                    take_partial_values(self._its_run(), self._crew)
                 if attempt.was_stopped and (isinstance(order, Function) or not have_failed):
                     raise KeyboardInterrupt  # what follows in the cell must not run
                 if isinstance(order, Function):
-                    take_values(self._its_run(), self._crew, attempt)
+                    take_values(self._its_run(), self._crew, attempt, codes)
                 elif have_failed:
                     error = self._error(attempt, ranks, order)
             except BaseException as raised:
                 error = raised
                 if all(rank.over for rank in self._crew.ranks):  # else it was the third interrupt
-                    _write_notes(page, self._put_right())
+                    page.write_lines(self._put_right())
             finally:
                 if present.run is not None:
                     is_stopped = attempt.was_stopped or type(error) is KeyboardInterrupt
@@ -319,7 +325,7 @@ class Session(Cells):
     def _put_right_first(self, page: Page) -> None:
         """Do what an interrupt may have ended after the last failure."""
         if self._released:
-            _write_notes(page, notes := self._put_right())
+            page.write_lines(notes := self._put_right())
             if self.lost or self._released:
                 raise NbddpError(notes[-1])
 
@@ -352,20 +358,13 @@ class Session(Cells):
         for name, value in values.items():
             for parameter in _parameters(value):
                 if missing := self._pushed.get(parameter, set()) - values.keys():
-                    together = " and ".join(sorted({name, *missing}))
-                    raise NbddpError(
-                        f"{name} shares parameters with {', '.join(sorted(missing))}: push {together} together"
-                    )
+                    others, together = ", ".join(sorted(missing)), " and ".join(sorted({name, *missing}))
+                    raise NbddpError(f"{name} shares parameters with {others}: push {together} together")
 
     def _note_pushed(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             for parameter in _parameters(value):
                 self._pushed.setdefault(parameter, set()).add(name)
-
-
-def _write_notes(page: Page, notes: Sequence[str]) -> None:
-    if notes:
-        page.write("".join(f"{note}\n" for note in notes))
 
 
 def _parameters(value: Any) -> list[torch.Tensor]:

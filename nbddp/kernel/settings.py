@@ -144,8 +144,8 @@ def decide(name: str, options: Options, *, contract: bool = True, cells: bool = 
         threads = _threads({**environ, **(options.env or {})}) or max(1, _cores() // nprocs)
     else:  # a node has its own environment, interface, and cores
         device, nprocs = _on_nodes(options, nnodes)
-        modules = carried.sources(_users_modules())
-    backend = _backend(options.backend, device) if options.init_process_group else None
+        folders = [path for path in users_folders() if not os.path.exists(os.path.join(path, "nbddp", "__init__.py"))]
+        modules = carried.sources(folders)  # a node has nbddp
     if contract:
         if threads:
             environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -156,13 +156,14 @@ def decide(name: str, options: Options, *, contract: bool = True, cells: bool = 
     if gpus is not None:  # each GPU once: with a repeated one, CUDA sees none
         visible = [v for v in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in dict.fromkeys(gpus))
+    history = getattr(ipython(), "history_manager", None)
     once = list(dict.fromkeys(gpus or range(nprocs // nnodes)))
     return Settings(
         name=name,
         world_size=nprocs,
         device=device,
         indices=tuple(once.index(gpu) for gpu in gpus or once),
-        backend=backend,
+        backend=_backend(options.backend, device) if options.init_process_group else None,
         pg_timeout_s=options.pg_timeout or (_ATTENDED_TIMEOUT_S if attended else None),
         seed=options.seed,
         deterministic=options.deterministic,
@@ -172,6 +173,7 @@ def decide(name: str, options: Options, *, contract: bool = True, cells: bool = 
         argv=tuple(arguments(name)),
         nnodes=nnodes,
         modules=modules,
+        imports=carried.for_their_effects(list(history.input_hist_parsed) if history is not None else []),
         sys_path=tuple(part for part in sys.path if isinstance(part, str)),
         shell=_shell_settings() if cells else {},
         autolog=options.autolog,
@@ -183,15 +185,10 @@ def decide(name: str, options: Options, *, contract: bool = True, cells: bool = 
 
 def _shell_settings() -> dict[str, Any]:
     """Return how the notebook's IPython shows things."""
-    shell = ipython()
-    if shell is None:
+    if (shell := ipython()) is None:
         return {}
-    return {
-        "is_kernel": "IPKernelApp" in shell.config,
-        "colors": shell.colors,
-        "ast_node_interactivity": shell.ast_node_interactivity,
-        "call_pdb": shell.call_pdb,
-    }
+    shown = {name: getattr(shell, name) for name in ("colors", "ast_node_interactivity", "call_pdb")}
+    return {"is_kernel": "IPKernelApp" in shell.config, **shown}
 
 
 def on_ray() -> Any:
@@ -229,11 +226,6 @@ def users_folders() -> list[str]:
     prefixes = sys.prefix, sys.base_prefix
     pythons = tuple(os.path.join(prefix, lib, "") for prefix in prefixes for lib in ("lib", "lib64"))
     return [path for path in map(os.path.abspath, sys.path) if not path.startswith(pythons) and "-packages" not in path]
-
-
-def _users_modules() -> list[str]:
-    """Return the folders of the notebook's own modules; a node has nbddp."""
-    return [path for path in users_folders() if not os.path.exists(os.path.join(path, "nbddp", "__init__.py"))]
 
 
 def _check(options: Options, contract: bool) -> None:

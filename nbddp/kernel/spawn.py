@@ -20,20 +20,6 @@ _POLL_S = 0.01
 _SLOTS = ("error_index", "error_pid", "exit_code")  # of torch's classes
 
 
-class SpawnRaised(ProcessRaisedException, RankError):
-    """A rank raised an exception. The text is torch's; a cell shows it as nbddp's."""
-
-    def __reduce__(self) -> Any:
-        return _remade(self)
-
-
-class SpawnExited(ProcessExitedException, RankDied):
-    """A rank ended without an exception. The text is torch's."""
-
-    def __reduce__(self) -> Any:
-        return _remade(self)
-
-
 def _made(kind: Any, text: str, attributes: dict[str, Any]) -> Any:
     made = kind.__new__(kind, text)  # the parents' __init__ methods exclude each other
     for name, value in attributes.items():
@@ -44,6 +30,18 @@ def _made(kind: Any, text: str, attributes: dict[str, Any]) -> Any:
 def _remade(error: BaseException) -> tuple[Any, ...]:
     slots = {name: getattr(error, name) for name in _SLOTS if hasattr(error, name)}
     return _made, (type(error), error.args[0], {**vars(error), **slots})
+
+
+class SpawnRaised(ProcessRaisedException, RankError):
+    """A rank raised an exception. The text is torch's; a cell shows it as nbddp's."""
+
+    __reduce__ = _remade
+
+
+class SpawnExited(ProcessExitedException, RankDied):
+    """A rank ended without an exception. The text is torch's."""
+
+    __reduce__ = _remade
 
 
 class SpawnContext:

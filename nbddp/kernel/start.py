@@ -8,11 +8,13 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any, Unpack
 
 from nbddp import errors, payload
 from nbddp.errors import CellError, LaunchError, NanLogged, NbddpError, PayloadError, RankDied, RankError, RunTimeout
 from nbddp.kernel import earlier, failure
+from nbddp.kernel.advice import refuse_launchers, remark
 from nbddp.kernel.attempt import OF_A_RUN, Attempt
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import interrupts_to
@@ -27,11 +29,6 @@ from nbddp.process.machine import LocalMachine
 from nbddp.text import in_a_line
 from nbddp.tracebacks import users_cause
 
-_SIDE_BY_SIDE = (
-    "no collective was called, so the {} ranks shared no gradients. "
-    "To train one model on all of them, wrap it: nbddp.wrap(model)"
-)
-_said: list[str] = []  # remarks, once per kernel
 _SEE_PARTIAL = ". Everything else that the ranks returned is in this error's .partial, by rank"
 _RESTARTED = (RankError, RankDied, CellError, LaunchError, errors.NodeLost)
 Machines = Callable[[], Sequence[Any]]
@@ -40,10 +37,7 @@ Work = Callable[[Run[Any], Crew, Packed, Options, float], None]  # on an open cr
 
 @takes_options
 def run(
-    fn: Callable[..., R],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    **options: Unpack[Given],
+    fn: Callable[..., R], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, **options: Unpack[Given]
 ) -> Run[R]:
     """Call ``fn(*args, **kwargs)`` on every rank, and wait: a fresh process per GPU, or several on the CPU.
 
@@ -132,9 +126,15 @@ def pack_call(
     failure: str = "can't be sent to the ranks",
     elsewhere: bool = False,
 ) -> Packed:
-    """Pack a call. Raises PayloadError with the user's name of what can't be sent."""
+    """Pack a call. Raises PayloadError with the user's name of what can't be sent; LaunchError for a launcher in it."""
     named = {name: fn, **{f"args[{index}]": arg for index, arg in enumerate(args)}, **kwargs}
-    return pack((fn, args, kwargs), named, f"{name} {failure}", elsewhere=elsewhere)
+    packed = pack((fn, args, kwargs), named, f"{name} {failure}", elsewhere=elsewhere)
+    try:
+        refuse_launchers(name, packed.codes)
+    except BaseException:  # an interrupt's traceback would keep it open
+        packed.block.close()
+        raise
+    return packed
 
 
 def pack(obj: object, named: Mapping[str, Any], what: str, *, elsewhere: bool = False) -> Packed:
@@ -158,12 +158,7 @@ def machines_for(settings: Settings, options: Options, waiting: Callable[[str], 
 
 
 def carry_out(
-    run: Run[Any],
-    settings: Settings,
-    packed: Packed,
-    options: Options,
-    machines: Machines,
-    work: Work | None = None,
+    run: Run[Any], settings: Settings, packed: Packed, options: Options, machines: Machines, work: Work | None = None
 ) -> None:
     """Carry out a run, with its restarts, on this thread. All that may be raised is in ``run.error`` afterwards."""
     with packed.block:
@@ -200,7 +195,7 @@ def _carry_out(
                 run._detach()
                 continue
             if first is not None:
-                error.after_restarts(run.restarts, first)
+                error.restarts, error.first = run.restarts, first
             run._conclude("failed", error)
         except KeyboardInterrupt:
             run._conclude("finished" if run._values else "stopped")
@@ -222,8 +217,12 @@ def call(run: Run[Any], crew: Crew, packed: Packed, options: Options, deadline: 
     """Call the function on an open crew, and take what the ranks return. Raises how it failed."""
     page = Page(crew.ranks, quiet=options.is_quiet)
     order = Function(run.name, crew.note_definitions(packed))
-    attempt = follow_part(run, crew, order, crew.ranks, page, packed.block, options, deadline)
-    take_values(run, crew, attempt)
+    try:
+        attempt = follow_part(run, crew, order, crew.ranks, page, packed.block, options, deadline)
+    except (KeyboardInterrupt, RunTimeout):
+        take_partial_values(run, crew)
+        raise
+    take_values(run, crew, attempt, packed.codes)
 
 
 def follow_part(
@@ -266,23 +265,28 @@ def follow_part(
     return attempt
 
 
-def take_values(run: Run[Any], crew: Crew, attempt: Attempt) -> None:
+def take_partial_values(run: Run[Any], crew: Crew) -> None:
+    """Take what ranks of a stopped run have returned in time."""
+    found = dict[int, Any]()
+    for rank in crew.ranks:
+        if rank.report is not None and rank.failure is None:
+            with contextlib.suppress(Exception):  # of a user's __setstate__
+                found[rank.number] = rank.value(crew.definitions)
+    run.partial = [found.get(rank.number) for rank in crew.ranks] if found else []
+
+
+def take_values(run: Run[Any], crew: Crew, attempt: Attempt, codes: Sequence[CodeType]) -> None:
     """Take what the ranks have returned. Raises the first failure, or PayloadError if not all of it could be sent."""
     if any(rank.failed for rank in crew.ranks):
         raise failure.error_of(failure.first(crew.ranks), run.name, crew, attempt.where)
-    found, lost = [], []
-    for rank in crew.ranks:
-        try:
-            found.append(rank.value(crew.definitions))
-        except Exception as error:  # of a user's __setstate__, or a module that only the ranks have
-            raise PayloadError(f"what {run.name} returned can't be unpickled here: {in_a_line(error)}") from error
-        if rank.report is not None and rank.report.lost:
-            lost.append(rank.report)
-    if lost:
+    reports = [rank.report for rank in crew.ranks if rank.report is not None]
+    try:
+        found = [rank.value(crew.definitions) for rank in crew.ranks]
+    except Exception as error:  # of a user's __setstate__, or a module that only the ranks have
+        raise PayloadError(f"what {run.name} returned can't be unpickled here: {in_a_line(error)}") from error
+    if lost := [report for report in reports if report.lost]:
         incomplete = PayloadError(lost[0].lost + _SEE_PARTIAL, lost[0].path)
         incomplete.partial = found
         raise incomplete
     run._values = found
-    if len(found) > 1 and not _said and not any(rank.report.met for rank in crew.ranks if rank.report):
-        run.remark = _SIDE_BY_SIDE.format(len(found))
-        _said.append(run.remark)
+    run.remark = remark(run.name, reports, codes)

@@ -150,14 +150,6 @@ def _mlflow_one(key: str, value: Any, step: Any = None, *_: Any, **__: Any) -> A
     return _mlflow({key: value}, step)
 
 
-def _accelerate(_: Any, values: Mapping[str, Any], step: Any = None, *__: Any, **___: Any) -> Any:
-    return values, step, ""
-
-
-def _fabric(_: Any, metrics: Mapping[str, Any], step: Any = None) -> Any:
-    return metrics, step, ""
-
-
 def _lightning(connector: Any, metrics: Mapping[str, Any], step: Any = None) -> Any:
     step = metrics.get("step", connector.trainer.fit_loop.epoch_loop._batches_that_stepped) if step is None else step
     return {name: value for name, value in metrics.items() if name != "step"}, step, ""
@@ -166,10 +158,6 @@ def _lightning(connector: Any, metrics: Mapping[str, Any], step: Any = None) -> 
 def _transformers(trainer: Any, logs: Mapping[str, Any], *_: Any, **__: Any) -> Any:
     once = ("_runtime", "_per_second", "total_flos")  # one number about the whole run
     return {name: value for name, value in logs.items() if not name.endswith(once)}, trainer.state.global_step, ""
-
-
-def _keras(_: Any, epoch: Any, logs: Mapping[str, Any] | None = None) -> Any:
-    return logs or {}, epoch, ""
 
 
 def _fastai_batch(recorder: Any) -> Any:
@@ -183,18 +171,20 @@ def _fastai_epoch(recorder: Any) -> Any:
 _CONNECTOR = "trainer.connectors.logger_connector.logger_connector"
 _WRITER = [("SummaryWriter", "add_scalar", _scalar), ("SummaryWriter", "add_scalars", _scalars)]
 _LIGHTNING = [("_LoggerConnector", "log_metrics", _lightning)]  # private; of Lightning 2.4 to 2.6
-_FABRIC = [("Fabric", "log_dict", _fabric)]
+_FABRIC = [("Fabric", "log_dict", lambda _, metrics, step=None: (metrics, step, ""))]
 _METHODS: dict[str, list[tuple[str, str, _Read]]] = {
     "torch.utils.tensorboard.writer": _WRITER,
     "tensorboardX.writer": _WRITER,
     "wandb.sdk.wandb_run": [("Run", "log", _wandb)],
     "mlflow": [("", "log_metric", _mlflow_one), ("", "log_metrics", _mlflow)],
-    "accelerate.accelerator": [("Accelerator", "log", _accelerate)],
+    "accelerate.accelerator": [("Accelerator", "log", lambda _, values, step=None, *__, **___: (values, step, ""))],
     f"pytorch_lightning.{_CONNECTOR}": _LIGHTNING,
     f"lightning.pytorch.{_CONNECTOR}": _LIGHTNING,
     "lightning_fabric.fabric": _FABRIC,
     "lightning.fabric.fabric": _FABRIC,
     "transformers.trainer": [("Trainer", "log", _transformers)],
-    "keras.src.callbacks.callback_list": [("CallbackList", "on_epoch_end", _keras)],
+    "keras.src.callbacks.callback_list": [
+        ("CallbackList", "on_epoch_end", lambda _, epoch, logs=None: (logs or {}, epoch, ""))
+    ],
     "fastai.learner": [("Recorder", "after_batch", _fastai_batch), ("Recorder", "after_epoch", _fastai_epoch)],
 }

@@ -20,9 +20,9 @@ from nbddp.kernel.settings import CPU_NPROCS, Options, device_and_count
 from nbddp.magic import options, reads, routing
 from nbddp.magic.options import Parser
 from nbddp.messages import OF_A_RANK
-from nbddp.payload import pack
+from nbddp.payload.pickler import can_be_sent
 from nbddp.process import gauges
-from nbddp.text import did_you_mean
+from nbddp.text import did_you_mean, words
 
 _AS = ("--as", {"dest": "keep", "default": "", "metavar": "NAME"})
 _BACKGROUND = ("--background", {"action": "store_true", "default": False})
@@ -98,7 +98,7 @@ class DdpMagics(Magics):
               ...
         """
         given = _CELL.parse(options.split(line))
-        if missing := set(given.out) - (found := reads.words(cell)):
+        if missing := set(given.out) - (found := words(cell)):
             name = min(missing)
             raise UsageError(f"-o {name}: the cell doesn't define it{did_you_mean(name, found)}")
         source = routing.below(f"%%ddp {line}", cell)
@@ -149,7 +149,7 @@ class DdpMagics(Magics):
             if name in shell.user_ns and shell.user_ns_hidden.get(name) is not shell.user_ns[name]
         }
         for name in found.keys() & reads.names_bound(source):
-            if not _can_be_sent(found[name]):
+            if not can_be_sent(found[name]):
                 del found[name]
         return found
 
@@ -172,11 +172,11 @@ class DdpMagics(Magics):
             raise UsageError("a session with other options is open: run %ddp close first")
         if self.session is not None:
             self.session.close()  # it's lost, but its other ranks are there
-        DdpMagics.session, DdpMagics._opened_with = Session(**chosen), chosen
-        nprocs = self._the_session().nprocs
-        ranks = f"{nprocs} rank{'s' * (nprocs != 1)}"
+        session = DdpMagics.session = Session(**chosen)
+        DdpMagics._opened_with = chosen
+        ranks = f"{session.nprocs} rank{'s' * (session.nprocs != 1)}"
         print(f"cells now run on {ranks} until %ddp close; %%local runs one in the notebook")
-        return self._the_session()
+        return session
 
     def _close(self, _: list[str]) -> None:
         self._the_session().close()
@@ -260,21 +260,9 @@ def _newest() -> Run[Any]:
     return newest
 
 
-def _can_be_sent(value: object) -> bool:
-    try:
-        pack(value).block.close()
-    except Exception:  # whatever a user's __reduce__ raises
-        return False
-    return True
-
-
 def load_ipython_extension(shell: Any) -> None:
     """Add the magics (``%load_ext nbddp``). While a session is open, cells run on its ranks."""
     shell.register_magics(DdpMagics)
-
-    def current() -> Session | None:
-        return DdpMagics.session
-
-    routing.route_cells(shell, current)
+    routing.route_cells(shell, lambda: DdpMagics.session)
     if kernel := getattr(shell, "kernel", None):
-        routing.route_questions(kernel, current)
+        routing.route_questions(kernel, lambda: DdpMagics.session)

@@ -15,7 +15,6 @@ from nbddp.history.points import Points
 from nbddp.panel import numbers
 from nbddp.text import cut, plain
 
-POINTS = 360  # of a line at most: about one per pixel
 MAX_CHARTS, MAX_MARKS, MAX_NAMED = 12, 20, 8
 SMOOTHING = 0.02  # a mean reaches over this share of a line's points
 _FEW = 30  # a line with fewer points is drawn with dots
@@ -118,14 +117,14 @@ def charts(
     history: History,
     before: History | None = None,
     names: Sequence[str] = (),
-    points: int = POINTS,
+    points: int = 360,
     most: int = MAX_CHARTS,
 ) -> tuple[list[Chart], str]:
     """The charts of these metrics, or of all, and which have none, in a line.
 
     Args:
         before: an earlier run, drawn in gray behind.
-        points: of a line.
+        points: of a line at most: about one per pixel.
         most: charts.
     """
     found: dict[str, Chart] = {}

@@ -13,7 +13,7 @@ from nbddp.panel.charts import AMBER, GRAY, RED, Chart, capital, charts, describ
 from nbddp.panel.run_progress import Progress, lagging, notices, progress
 from nbddp.panel.status import RankStatus, Status
 from nbddp.panel.text_view import restarted
-from nbddp.text import LINE_CHARS, cut, duration, plain
+from nbddp.text import LINE_CHARS, clock, cut, duration, plain
 
 _COLORS = {"starting": GRAY, "running": "#3b7df0", "finished": "#22994f", "failed": RED, "stopped": AMBER}
 _LINE = "rgba(128,128,128,.3)"
@@ -49,11 +49,9 @@ def parts(history: History, status: Status) -> dict[str, str]:
 
 def caption(chart: Chart) -> str:
     """A chart's title and legend."""
-    keys = [
-        _key(line.color, "" if len(chart.own) == 1 else line.label or "all", numbers.metric(line.last))
-        for line in chart.own
-    ]
-    keys += [_key(GRAY, "earlier run", "")] if len(chart.own) < len(chart.lines) else []
+    own = chart.own
+    keys = [_key(line.color, "" if len(own) == 1 else line.label or "all", numbers.metric(line.last)) for line in own]
+    keys += [_key(GRAY, "earlier run", "")] if len(own) < len(chart.lines) else []
     more = f' <span style="{_SOFT}">and {chart.left_out} more</span>' if chart.left_out else ""
     return f"<b>{escape(cut(chart.title))}</b>{''.join(keys)}{more}"
 
@@ -76,22 +74,20 @@ def picture(
         tail: returns the end of what a rank has printed: rank, characters.
     """
     pieces = parts(history, status)
-    pieces["tiles"] += _charts(history, (), before, points=points)
+    pieces["tiles"] += _charts(history, (), before, points=points, log=False)
     return _card("".join(pieces.values()) + _last_output(status, tail), name)
 
 
 def plot(history: History, names: Sequence[str] = (), *, log: bool = False, before: History | None = None) -> str:
     """A card with the charts of these metrics, or of all; ``log``: with a logarithmic axis for the values."""
-    return _card(_charts(history, names, before, log=log))
+    return _card(_charts(history, names, before, points=300, log=log))
 
 
 def _card(content: str, name: str = "") -> str:
     return f'<div class="{f"nbddp-picture {name}".strip()}" style="{_CARD}">{content}</div>'
 
 
-def _charts(
-    history: History, names: Sequence[str], before: History | None, *, points: int = 300, log: bool = False
-) -> str:
+def _charts(history: History, names: Sequence[str], before: History | None, *, points: int, log: bool) -> str:
     points = min(points, _PICTURE_POINTS // max(1, min(48, len(names or history))))
     most = max(_PICTURE_CHARTS, len(names))
     while True:
@@ -122,7 +118,7 @@ def _head(status: Status) -> str:
     waits = {_waits(rank) for rank in status.ranks} - {""}
     text, color = (min(waits), AMBER) if waits else (status.state, _COLORS[status.state])
     chip = f"display:inline-block;padding:2px 12px 2px 10px;border-radius:99px;font-weight:600;color:{color}"
-    facts = [_text(status.summary)] + ([] if status.over else [numbers.clock(status.seconds)])
+    facts = [_text(status.summary)] + ([] if status.over else [clock(status.seconds)])
     return (
         f'<span style="{chip};{_tint(color)}">{_dot(color)}{_text(capital(text))}</span> &nbsp;'
         f'<b style="font-size:14px">{_text(status.name)}</b> &nbsp;'
@@ -197,15 +193,15 @@ def _last_output(status: Status, tail: Callable[[int, int], str]) -> str:
 def _tiles(history: History, status: Status, now: Progress) -> str:
     counts = [("Step", now.step, now.steps)] if now.step is not None else []
     tiles = [(cut(name), f"{n:,}", f"of {total:,}" if total else "") for name, n, total in counts + now.loops]
+    tiles += [(cut(name), escape(cut(text)), "") for name, text in now.postfix.items()][:_MAX_TILES]
     last = [("Throughput", f"{now.throughput:,.0f}", "samples/s")] if now.throughput else []
     if status.over:
         last.append(("Total time", duration(status.seconds), ""))
     elif now.left is not None:
         last.append(("Time left", duration(now.left), ""))
     latest = history.latest()
-    for name in _newest(latest)[: max(0, _MAX_TILES - len(tiles) - len(last))]:
-        tiles.append((tile_label(name), numbers.metric(latest[name]), ""))
-    tiles += last
+    newest = _newest(latest)[: max(0, _MAX_TILES - len(tiles) - len(last))]
+    tiles += [*((tile_label(name), numbers.metric(latest[name]), "") for name in newest), *last]
     cells = "".join(
         f'<div style="{_TILE}"><div style="{_SMALL}">{escape(label)}</div><b style="font-size:17px">{value}</b> '
         f'<span style="{_SMALL}">{unit}</span></div>'
@@ -220,9 +216,7 @@ def _newest(latest: dict[str, float]) -> list[str]:
     families: dict[str, list[str]] = {}
     for name in latest:
         families.setdefault(described(name)[0], []).append(name)
-    first = [
-        next((n for n in names if i and "val" in n.lower()), names[0]) for i, names in enumerate(families.values())
-    ]
+    first = [next((n for n in each if i and "val" in n.lower()), each[0]) for i, each in enumerate(families.values())]
     return [*first, *(name for name in latest if name not in first)]
 
 

@@ -11,7 +11,7 @@ import uuid
 from typing import Any
 
 from nbddp.panel import frontend, html
-from nbddp.panel.status import Source, Status, View
+from nbddp.panel.status import Source, Status
 from nbddp.panel.text_view import TextView, end_line
 
 _PICTURE_S = 30.0  # the age at which the picture under a live panel is replaced
@@ -124,6 +124,9 @@ class CellView:
         while len(_finished) > (_LIVE if self._place else 0):
             with contextlib.suppress(IndexError):  # another thread has taken it
                 _finished.popleft().leave()
+
+
+View = TextView | CellView
 
 
 def _bundle(source: Source, status: Status, place: str = "", points: int = 300) -> dict[str, str]:

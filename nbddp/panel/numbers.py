@@ -9,10 +9,8 @@ _SMALLEST, _LARGEST = 1e-3, 1e7  # beyond, a number is written with an exponent
 _TICK_CHARS = 9
 
 
-def metric(value: float | None) -> str:
+def metric(value: float) -> str:
     """About five digits: ``0.4118``, ``92.41``, ``12,430``, ``3.10e-5``."""
-    if value is None:
-        return "–"
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
     size = abs(value)
@@ -21,13 +19,6 @@ def metric(value: float | None) -> str:
     if value == int(value) or size >= 1000:
         return f"{int(value) if value == int(value) else value:,.0f}"
     return f"{value:.{4 if size < 10 else 2 if size < 100 else 1}f}"
-
-
-def clock(seconds: float) -> str:
-    """``00:38`` or ``2:03:04``."""
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
 
 
 def size(count: float) -> str:

@@ -31,6 +31,7 @@ class Progress:
             an inner loop's over all items of the outer one.
         left: seconds.
         throughput: samples per second.
+        postfix: what the loops show next to them, by name.
     """
 
     step: int | None
@@ -39,6 +40,7 @@ class Progress:
     fraction: float | None
     left: float | None
     throughput: float | None
+    postfix: dict[str, str]
 
 
 def progress(history: History) -> Progress:
@@ -47,7 +49,7 @@ def progress(history: History) -> Progress:
     step = min((rank.step for rank in history.ranks if rank.step >= 0), default=None)
     throughput = sum(rank.samples_per_second or 0.0 for rank in history.ranks) or None
     if not bars:
-        return Progress(step, None, [], None, None, throughput)
+        return Progress(step, None, [], None, None, throughput, {})
     outer, inner = bars[0], bars[-1]
     loops = [(plain(capital(bar.desc)), bar.done, bar.total) for bar in bars]
     if epochs := re.search("epoch|round", outer.desc, re.I):
@@ -68,7 +70,8 @@ def progress(history: History) -> Progress:
     if len(bars) == 2 and outer.total and inner.total and inner.rate:
         left = max(0.0, ((outer.total - outer.done) * inner.total - inner.done) / inner.rate)
     loops = [(name or ("Step" if step is None else "Progress"), count, total) for name, count, total in loops]
-    return Progress(step, steps, loops, fraction, left, throughput)
+    postfix = {plain(name): plain(text) for bar in bars for name, text in bar.postfix.items()}
+    return Progress(step, steps, loops, fraction, left, throughput, postfix)
 
 
 def _done(bars: list[Bar]) -> float:

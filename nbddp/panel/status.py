@@ -1,10 +1,9 @@
-"""How a run is, and what draws it: the frozen ``Status`` and the contract of a ``View``."""
+"""How a run is: the frozen ``Status``, and the ``Source`` that views read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from nbddp.history.history import History
 
@@ -80,17 +79,3 @@ class Source:
     before: History | None = None
     tail: Callable[[int, int], str] = lambda rank, chars: ""
     stop: Callable[[], None] = lambda: None
-
-
-class View(Protocol):
-    """Draws a run.
-
-    Attributes:
-        cell: the number of the one that shows it; None in a terminal or a script.
-    """
-
-    cell: int | None
-
-    def update(self) -> None:
-        """Draw it as it is now; the last time when it's over."""
-        ...

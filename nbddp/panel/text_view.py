@@ -81,7 +81,9 @@ def progress_line(history: History) -> str:
     """``epoch 3/5 · step 266/590 · 0:42 left · loss 0.412``"""
     now = progress(history)
     loops = now.loops + ([("step", now.step, now.steps)] if now.step is not None else [])
-    parts = [_count(*loop) for loop in loops] + ([f"{duration(now.left)} left"] if now.left is not None else [])
+    parts = [_count(*loop) for loop in loops]
+    parts += [f"{cut(name, _NAME_CHARS)} {cut(text, _NAME_CHARS)}" for name, text in now.postfix.items()]
+    parts += [f"{duration(now.left)} left"] if now.left is not None else []
     return " · ".join([*parts, *_metrics(history)])
 
 

@@ -17,11 +17,9 @@ _MOUNT = (
 
 def open_file() -> int | None:
     """Return a new file without a name; None where no such file system may be made."""
-    folder = _folder()
-    if folder is None:
-        return None
     with contextlib.suppress(OSError):
-        return os.open(f"/proc/self/fd/{folder}", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        if (folder := _folder()) is not None:
+            return os.open(f"/proc/self/fd/{folder}", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return None
 
 
@@ -32,9 +30,6 @@ def _folder() -> int | None:
     with contextlib.suppress(OSError):
         quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         with subprocess.Popen(command, start_new_session=True, **quiet) as process:  # type: ignore[call-overload]
-            try:
-                if process.stdout.readline() == b"ready\n":
-                    return os.open(f"/proc/{process.pid}/root/mnt", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            finally:
-                process.stdin.close()
+            if process.stdout.readline() == b"ready\n":
+                return os.open(f"/proc/{process.pid}/root/mnt", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     return None

@@ -13,50 +13,52 @@ _ONE_PROCESS = (
 )
 _PREPARED = f"comes from accelerator.prepare() {_ONE_PROCESS.format('prepare')}"
 _SET_UP = f"comes from fabric.setup() {_ONE_PROCESS.format('setup')}"
-_TRAINER, _FABRIC = f"{_MADE}: trainer = Trainer(...)", f"{_MADE}: fabric = Fabric()"
-_OF_A_DEVICE = "belongs to one device of this process; create it inside the function"
 _IN_A_MODULE = "exists only in this process; define it in a module, and import it from there inside the function"
+_TRAINERS = "pytorch_lightning.trainer.trainer lightning.pytorch.trainer.trainer transformers.trainer"
 _COMPILED = "is compiled code, which can't be pickled: pass the plain"
-_FABRICS = "_FabricModule _FabricOptimizer _FabricDataLoader"
 _SHARED = "is shared only with processes that multiprocessing starts; return each rank's count, and add them up"
 _INHERITED = "works only in processes that multiprocessing starts; return values, and wait with nbddp.barrier()"
 _OPEN = "is open in this process; send the file's path, and open it inside the function"
-_REFUSED = (  # module, classes, why: the rest of a sentence that begins with "a Widget"
+_WRITER = "writes in this process; pass it to nbddp.run(log_to=...), or create it inside the function"
+_REFUSED = (  # modules, classes, why: the rest of a sentence that begins with "a Widget"
     ("IPython.core.interactiveshell", "InteractiveShell", "is the notebook itself; ranks have none"),
     ("ipywidgets", "Widget", "lives in the notebook's front end; log() values and update it in the notebook"),
-    ("torch", "Stream Event", _OF_A_DEVICE),
+    ("torch", "Stream Event", "belongs to one device of this process; create it inside the function"),
     ("torch._library.custom_ops", "CustomOpDef", _IN_A_MODULE),
     ("torch.jit", "ScriptFunction", f"{_COMPILED} function and script or trace it inside the function"),
     ("torch.jit", "ScriptModule", f"{_COMPILED} module and script or trace it inside the function"),
     ("multiprocessing.sharedctypes", "SynchronizedBase", _SHARED),
-    ("multiprocessing.synchronize", "SemLock Condition Event", _INHERITED),
-    ("multiprocessing.queues", "Queue SimpleQueue", _INHERITED),
+    ("multiprocessing.synchronize multiprocessing.queues", "SemLock Condition Event Queue SimpleQueue", _INHERITED),
     ("mmap", "mmap", "is a mapping of this process; send the file's path, and map it inside the function"),
     ("lmdb", "Environment Transaction", f"{_OPEN}: lmdb.open(path, readonly=True, lock=False)"),
     ("safetensors", "safe_open", f"{_OPEN}: safe_open(path, 'pt'), or send load_file(path)"),
+    ("h5py", "HLObject", f"{_OPEN}: h5py.File(path)"),
+    ("sqlite3", "Connection Cursor", f"{_OPEN}: sqlite3.connect(path)"),
+    ("duckdb", "DuckDBPyConnection DuckDBPyRelation", f"{_OPEN}: duckdb.connect(path)"),
+    ("torch.utils.tensorboard.writer tensorboardX.writer", "SummaryWriter", _WRITER),
+    ("rich.console", "Console", f"{_MADE}: console = Console()"),
+    ("rich.progress", "Progress", f"{_MADE}, or use nbddp.progress()"),
     ("accelerate.accelerator", "Accelerator", f"{_MADE}: accelerator = Accelerator()"),
     ("accelerate.state", "PartialState AcceleratorState GradientState", _MADE),
-    ("accelerate.optimizer", "AcceleratedOptimizer", _PREPARED),
-    ("accelerate.scheduler", "AcceleratedScheduler", _PREPARED),
+    ("accelerate.optimizer accelerate.scheduler", "AcceleratedOptimizer AcceleratedScheduler", _PREPARED),
     ("accelerate.data_loader", "DataLoaderShard DataLoaderDispatcher", _PREPARED),
-    ("lightning_fabric.fabric", "Fabric", _FABRIC),
-    ("lightning_fabric.wrappers", _FABRICS, _SET_UP),
-    ("lightning.fabric.fabric", "Fabric", _FABRIC),
-    ("lightning.fabric.wrappers", _FABRICS, _SET_UP),
-    ("pytorch_lightning.trainer.trainer", "Trainer", _TRAINER),
-    ("lightning.pytorch.trainer.trainer", "Trainer", _TRAINER),
-    ("transformers.trainer", "Trainer", _TRAINER),
+    ("lightning_fabric.fabric lightning.fabric.fabric", "Fabric", f"{_MADE}: fabric = Fabric()"),
+    (
+        "lightning_fabric.wrappers lightning.fabric.wrappers",
+        "_FabricModule _FabricOptimizer _FabricDataLoader",
+        _SET_UP,
+    ),
+    (_TRAINERS, "Trainer", f"{_MADE}: trainer = Trainer(...)"),
 )
 # What these remember of the notebook's process: its devices, its trainer, that they are prepared.
 _FORGETTING = (
     (
         "transformers.training_args",
         "TrainingArguments",
-        ("distributed_state", "_setup_devices", "__cached__setup_devices", "_n_gpu"),
+        "distributed_state _setup_devices __cached__setup_devices _n_gpu",
     ),
-    ("pytorch_lightning.core.datamodule", "LightningDataModule", ("trainer",)),
-    ("lightning.pytorch.core.datamodule", "LightningDataModule", ("trainer",)),
-    ("torch.nn", "Module", ("_is_accelerate_prepared",)),
+    ("pytorch_lightning.core.datamodule lightning.pytorch.core.datamodule", "LightningDataModule", "trainer"),
+    ("torch.nn", "Module", "_is_accelerate_prepared"),
 )
 
 
@@ -66,32 +68,30 @@ def reduced(obj: Any, *, back: bool) -> Any:
         return NotImplemented
     kind = type(obj)
     if kind not in _known:
-        _known[kind] = _first(kind, _REFUSED), _first(kind, _FORGETTING)
+        _known[kind] = _first(kind, _REFUSED), _first(kind, _FORGETTING).split()
     why, names = _known[kind]
     if why:
         raise TypeError(f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__} {why}")
-    if not names or not vars(obj).keys() & {*names}:
+    if not names or not vars(obj).keys() & names:
         return NotImplemented
     function, args, state, *rest = obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-    state = {name: value for name, value in state.items() if name not in names} | {
-        name: None for name in names if name == "trainer"
-    }
+    state = {name: value for name, value in state.items() if name not in names} | dict.fromkeys({"trainer"} & {*names})
     if "_setup_devices" in names:  # a rank detects its own device, as under torchrun
         return function, args, state, *(rest or (None, None)), _set_and_detect
     return function, args, state, *rest
 
 
-_known: weakref.WeakKeyDictionary[type, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[type, tuple[str, list[str]]] = weakref.WeakKeyDictionary()
 
 
-def _first(kind: type, table: tuple[tuple[str, str, Any], ...]) -> Any:
-    """Return the entry of this class, or of one of its bases; a library that isn't imported has no instances."""
-    for module, names, entry in table:
-        imported = sys.modules.get(module)  # None also where somebody forbids the import
-        known = [getattr(imported, name, None) for name in names.split()]
+def _first(kind: type, table: tuple[tuple[str, str, str], ...]) -> str:
+    """Return the entry of this class, or one of its bases, else "". A library that isn't imported has no instances."""
+    for modules, names, entry in table:
+        imported = [sys.modules.get(module) for module in modules.split()]  # None also where somebody forbids it
+        known = [getattr(module, name, None) for module in imported for name in names.split()]
         if any(isinstance(each, type) and issubclass(kind, each) for each in known):
             return entry
-    return None
+    return ""
 
 
 def _set_and_detect(args: Any, state: dict[str, Any]) -> None:

@@ -13,13 +13,13 @@ import pickle
 import struct
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nbddp.payload import mapped
 from nbddp.payload.block import Block
-from nbddp.payload.pickler import Packer, Unpacker, is_definition
+from nbddp.payload.pickler import Packer, Received, Unpacker, can_be_sent, is_definition
 
 _SIZES = struct.Struct("<QQ")  # of the table and of the stream
 _ALIGN = 64
@@ -27,10 +27,12 @@ _ALIGN = 64
 
 @dataclass
 class Packed:
-    """A packed object, and what was pickled by value: see :class:`Packer`."""
+    """A packed object; ``by_value``, ``codes``, and ``weak_references`` as in :class:`Packer`."""
 
     block: Block
     by_value: list[Any]
+    codes: list[types.CodeType]
+    weak_references: int = 0
 
 
 @dataclass
@@ -42,9 +44,7 @@ class Unpacked:
     by_value: list[Any]
 
 
-def pack(
-    obj: object, *, back: bool = False, received: Mapping[int | str, Any] | None = None, elsewhere: bool = False
-) -> Packed:
+def pack(obj: object, *, back: bool = False, received: Received | None = None, elsewhere: bool = False) -> Packed:
     """Pack an object. Raises whatever pickling raises; :func:`explain.explained` names the variable.
 
     Args:
@@ -69,18 +69,13 @@ def pack(
     first = _aligned(len(head) + stream.tell())
     parts = [(first + at, buffer) for (at, *_), buffer in zip(described, buffers, strict=True) if isinstance(at, int)]
     block = Block.of([(0, memoryview(head)), (len(head), stream.getbuffer()), *parts], first + offset)
-    return Packed(block, [*map(_unless_closure, packer.by_value)])
+    return Packed(block, [*map(_unless_closure, packer.by_value)], packer.codes, packer.weak_references)
 
 
 def definition(name: str) -> Block | None:
     """Pack the class or function that cells have defined under this name; None if there's none that can be sent."""
     found = getattr(sys.modules["__main__"], name, None)
-    if not is_definition(name, found):
-        return None
-    try:
-        return pack(found).block
-    except Exception:  # whatever a user's __reduce__ raises
-        return None
+    return pack(found).block if is_definition(name, found) and can_be_sent(found) else None
 
 
 def unpack(block: Block, *, known: Sequence[Any] = ()) -> Unpacked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import io
@@ -12,19 +11,23 @@ import os
 import pickle
 import sys
 import types
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 from IPython.core.autocall import ExitAutocall
-from torch._utils import _rebuild_tensor_v3
+from torch._utils import _rebuild_parameter, _rebuild_parameter_with_state, _rebuild_tensor_v3
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbddp.payload import libraries
 
 _byte_bounds: Any = np.byte_bounds if hasattr(np, "byte_bounds") else np.lib.array_utils.byte_bounds  # numpy 1
+parameters: MutableMapping[Any, None] = WeakTensorKeyDictionary()  # that have come from another process
+Received = Mapping[int | str, Any]  # what the other side has sent, by its number or name
 device_here: str | torch.device = "cpu"  # where tensors go that were on an accelerator; a rank sets its own
 
 
@@ -43,25 +46,21 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         by_value: classes and functions that were pickled by value, in order.
         named: those of them that are variables of ``__main__`` under their own names.
         codes: of the functions.
+        weak_references: how many came back as dead ones.
     """
 
     def __init__(
-        self,
-        stream: io.BytesIO,
-        *,
-        back: bool = False,
-        received: Mapping[int | str, Any] | None = None,
-        alone: bool = False,
+        self, stream: io.BytesIO, *, back: bool = False, received: Received | None = None, alone: bool = False
     ) -> None:
         self.buffers: list[pickle.PickleBuffer] = []
         super().__init__(stream, protocol=5, buffer_callback=self.buffers.append)
         self.by_value: list[Any] = []
         self.named: dict[str, Any] = {}
         self.codes: list[types.CodeType] = []
+        self.weak_references = 0
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._received = {id(obj): key for key, obj in (received or {}).items() if obj is not None}
         self._back, self._alone = back, alone
-        self._defined: dict[str, Any] = {}
         self._main: Any = vars(sys.modules["__main__"])
         if not back:  # a result brings its own globals: it must not overwrite the notebook's variables
             self.globals_ref[id(self._main)] = _Main(__name__="__main__")
@@ -87,19 +86,14 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             if not self._back and self._main.get(obj.__qualname__) is obj:
                 self.named[obj.__qualname__] = obj
                 if isinstance(obj, types.FunctionType) and not self._alone and "globals" in _names(obj.__code__):
-                    self._defined = self._defined or self._definitions()
-                    self.named |= self._defined
+                    self.named |= self._definitions
         return reduced
 
+    @functools.cached_property
     def _definitions(self) -> dict[str, Any]:
-        """Return what cells have defined and can be sent: a function that calls ``globals()`` may use any of it."""
-        found = {}
-        for name, obj in list(self._main.items()):
-            if is_definition(name, obj):
-                with contextlib.suppress(Exception):  # whatever a user's __reduce__ raises
-                    Packer(io.BytesIO(), alone=True).dump(obj)
-                    found[name] = obj
-        return found
+        """What cells have defined and can be sent: a function that calls ``globals()`` may use any of it."""
+        found = list(self._main.items())
+        return {name: obj for name, obj in found if is_definition(name, obj) and can_be_sent(obj)}
 
     def _complete(self, kind: type, make: Any, args: tuple[Any, ...], *state: Any) -> Any:
         """Add what cloudpickle forgets of a class: its slots, and that ``__init_subclass__`` has been called."""
@@ -130,6 +124,12 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             "send model.module, and wrap it inside the function: nbddp.wrap(model)"
         )
 
+    def _reduce_weak_reference(self, _: Any) -> Any:
+        if not self._back:
+            return NotImplemented
+        self.weak_references += 1  # what they refer to may hold what can't be sent, such as a DataLoader's iterator
+        return _dead_reference, ()
+
     def _reduce_cached(self, cached: Any) -> Any:
         if cached.__module__ != "__main__":
             return NotImplemented
@@ -146,6 +146,7 @@ _REDUCERS: tuple[tuple[Any, Any], ...] = (
     (types.ModuleType, lambda _, module: _module(module)),
     (functools._lru_cache_wrapper, Packer._reduce_cached),
     (DistributedDataParallel, Packer._reduce_ddp),
+    (weakref.ref, Packer._reduce_weak_reference),
     (type(os.environ), lambda _, environ: (getattr, (os, "environb" if environ is os.environb else "environ"))),
     ((io.IOBase, type(sys.stdout)), lambda _, stream: _stream(stream)),
 )
@@ -160,6 +161,8 @@ class Unpacker(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
+        if found in (_rebuild_parameter, _rebuild_parameter_with_state):
+            return functools.partial(_parameter, found)
         return self._known_one if found is _received else _rebuild if found is _rebuild_tensor_v3 else found
 
     def _known_one(self, key: int | str) -> Any:
@@ -169,6 +172,15 @@ class Unpacker(pickle.Unpickler):
 def is_definition(name: str, obj: Any) -> bool:
     """Whether this is a class or function that cells have defined under this name."""
     return isinstance(obj, (type, types.FunctionType)) and (obj.__module__, obj.__qualname__) == ("__main__", name)
+
+
+def can_be_sent(obj: object) -> bool:
+    """Whether this pickles."""
+    try:
+        Packer(io.BytesIO(), alone=True).dump(obj)
+    except Exception:  # whatever a user's __reduce__ raises
+        return False
+    return True
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -231,14 +243,17 @@ def _cached(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
+def _dead_reference() -> Any:
+    return weakref.ref(set())
+
+
 def _stream(stream: Any) -> Any:
     if name := next((name for name in ("stdout", "stderr") if getattr(sys, name) is stream), ""):
         return getattr, (sys, name)
     if isinstance(stream, (io.BytesIO, io.StringIO)) or type(stream).__module__ != "_io":
         return NotImplemented  # of a library, which knows how to pickle it
-    raise TypeError(
-        f"an open file ({getattr(stream, 'name', '')!r}) belongs to this process; send its path, and open it there"
-    )
+    name = getattr(stream, "name", "")
+    raise TypeError(f"an open file ({name!r}) belongs to this process; send its path, and open it there")
 
 
 def _mapped(array: np.memmap[Any, Any]) -> Any:
@@ -262,9 +277,13 @@ def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.T
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def _rebuild(
-    storage: torch.UntypedStorage, offset: int, size: Any, stride: Any, requires_grad: bool, *args: Any
-) -> Any:
+def _parameter(rebuild: Any, *args: Any) -> Any:
+    parameter = rebuild(*args)
+    parameters[parameter] = None
+    return parameter
+
+
+def _rebuild(storage: Any, offset: int, size: Any, stride: Any, requires_grad: bool, *args: Any) -> Any:
     """Make a tensor of a dtype such as float8, whose storage torch writes without a type, but reads with one."""
     typed: Any = types.SimpleNamespace(_untyped_storage=storage)
     # torch's own can't make one that requires a gradient.

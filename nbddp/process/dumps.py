@@ -17,6 +17,8 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+( \[.*\])? \(most rec
 _CRASH = re.compile(r"^Fatal Python error: .*$", re.MULTILINE)
 # The files in which every rank's main thread begins; none of them is the user's.
 _PLUMBING = re.compile(r"multiprocessing/(spawn|process|forkserver|popen_\w+)\.py$|^<frozen|^<string>$")
+_WAITING = re.compile(r"torch/utils/data/dataloader\.py$")
+_FETCHING = re.compile(r"torch/utils/data/_utils/fetch\.py$")
 _IPYTHON = f"{os.sep}IPython{os.sep}"  # runs a cell
 
 
@@ -38,6 +40,16 @@ def main_thread(dump: str) -> tuple[Frame, ...]:
     return tuple(reversed(threads[-1])) if len(threads) == 1 else ()  # faulthandler left the main thread out
 
 
+def waits_for_a_worker(dump: str) -> bool:
+    """Return whether a rank's main thread waits for a batch of a DataLoader worker."""
+    return any(_WAITING.search(frame.file) and frame.function == "_try_get_data" for frame in main_thread(dump))
+
+
+def computes_a_batch(dump: str) -> bool:
+    """Return whether this is the dump of a DataLoader worker that isn't waiting for an order."""
+    return any(_FETCHING.search(frame.file) for frame in main_thread(dump))
+
+
 def is_whole(dump: str) -> bool:
     """Return whether a dump is complete: it ends where the process began, or where faulthandler cut it."""
     last = dump.rstrip("\n").rpartition("\n")[2]
@@ -56,12 +68,12 @@ def crash(dump: str) -> str:
     return "\n".join([last[0], *(["Most recent call last:", *lines] if lines else [])]) + "\n"
 
 
-def split_crash(output: str) -> tuple[str, tuple[Frame, ...]]:
-    """Split a rank's output into what it has printed, and the frames of the :func:`crash` at its end."""
+def split_crash(output: str) -> tuple[str, str]:
+    """Split a rank's output into what it has printed, and the :func:`stack` of the :func:`crash` at its end."""
     *_, last = [None, *_CRASH.finditer(output)]
     if last is None:
-        return output, ()
-    return output[: last.start()], tuple(filter(None, map(_frame, output[last.end() :].splitlines())))
+        return output, ""
+    return output[: last.start()], stack([*filter(None, map(_frame, output[last.end() :].splitlines()))])
 
 
 def stack(frames: Sequence[Frame]) -> str:

@@ -40,6 +40,7 @@ _READ_BYTES = 256 << 10
 _PUNCH_BYTES = 16 << 20  # of a metrics file, given back when they have been read
 _DUMP_BYTES = 1 << 20  # the most of a dump of stacks that is read
 _POLL_S = 0.002
+_WORKER_S = 0.1  # for the stack of a DataLoader worker
 
 
 class Event(NamedTuple):
@@ -166,9 +167,22 @@ class _RankProcess:
         begin = max(begin, os.fstat(self.files["stacks"]).st_size - _DUMP_BYTES)
         return os.pread(self.files["stacks"], _DUMP_BYTES, begin).decode("utf-8", "replace")
 
-    def answers_stacks(self) -> bool:
-        """Whether the rank has a handler for a request for stacks, which would kill it otherwise."""
-        with contextlib.suppress(OSError), open(f"/proc/{self.process.pid}/status") as file:
+    def dump_of_a_worker(self, wait_s: float) -> str:
+        """Return the dump of a DataLoader worker of this rank that is computing a batch; "" if none is."""
+        with contextlib.suppress(psutil.Error, OSError):
+            for worker in self.itself.children() if self.itself is not None else ():
+                begin, deadline = os.fstat(self.files["stacks"]).st_size, time.monotonic() + wait_s
+                if self.answers_stacks(worker.pid):
+                    worker.send_signal(STACKS_SIGNAL)
+                    while not dumps.is_whole(dump := self.dumped(begin)) and time.monotonic() < deadline:
+                        time.sleep(_POLL_S)
+                    if dumps.computes_a_batch(dump):
+                        return dump
+        return ""
+
+    def answers_stacks(self, pid: int | None = None) -> bool:
+        """Whether the rank, or its child, has a handler for a request for stacks, which would kill it otherwise."""
+        with contextlib.suppress(OSError), open(f"/proc/{pid or self.process.pid}/status") as file:
             caught = re.search(r"SigCgt:\s*([0-9a-f]+)", file.read())
             return caught is not None and bool(int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1)
         return False
@@ -279,6 +293,8 @@ class LocalMachine:
         while time.monotonic() < deadline and not all(map(dumps.is_whole, found.values())):
             time.sleep(_POLL_S)
             found = {rank: rank.dumped(begin) for rank, begin in asked.items()}
+        waiting = [rank for rank, dump in found.items() if dumps.waits_for_a_worker(dump)]
+        found |= {rank: dump for rank in waiting if (dump := rank.dump_of_a_worker(_WORKER_S))}
         return {rank.number: dump for rank, dump in found.items() if dump}
 
     def memory(self, ranks: Sequence[int]) -> dict[int, Memory]:

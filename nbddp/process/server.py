@@ -9,6 +9,7 @@ import io
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -30,18 +31,19 @@ _READ_AT_START = re.compile(
 
 lock = threading.RLock()  # held while a machine's ranks are sent for, so that all come from one server
 _server: forkserver.ForkServer | None = None
+_has_forked = False  # what it imports takes seconds
 _began_with: dict[str, str] = {}
 
 
 def running(environ: Mapping[str, str] = os.environ) -> forkserver.ForkServer:
     """Return the server, started if it does not run, or if what it read at its start differs in this environment."""
-    global _server, _began_with
+    global _server, _began_with, _has_forked
     with lock, _inherited(now := _read_at_start(environ)):
         temporary_folder()
         if now != _began_with or not _is_usable():
             shut_down()
         if _server is None:
-            _server, _began_with = forkserver.ForkServer(), now
+            _server, _began_with, _has_forked = forkserver.ForkServer(), now, False
             _server.set_forkserver_preload(_preloaded)
             _ensure_running(_server)
         return _server
@@ -162,6 +164,13 @@ def shut_down() -> None:
     threading.Thread(target=stop, name="nbddp-server", daemon=True).start()  # it waits for the last rank
 
 
+def give_up() -> None:
+    """Kill a server that still imports what it should: who waits for the first process gets ProcessLookupError."""
+    if (server := _server) is not None and not _has_forked:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+
+
 class _Forked(popen_forkserver.Popen):
     """The standard library's, but from our server, and without a copy of the user's ``__main__``."""
 
@@ -187,10 +196,11 @@ class _Forked(popen_forkserver.Popen):
     @property
     def pid(self) -> int:  # type: ignore[override]
         """Read when it's first needed, so that the next process is sent for while this one is forked."""
+        global _has_forked
         with self._reading:
             if self._number is None:
                 try:
-                    self._number = int(forkserver.read_signed(self.sentinel))
+                    self._number, _has_forked = int(forkserver.read_signed(self.sentinel)), True
                 except EOFError:
                     raise ProcessLookupError("the fork server has ended") from None
             return self._number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import inspect
 import os
 from typing import Any
 
@@ -28,6 +29,7 @@ class Groups:
         self._settings, self._place, self._device = settings, place, device
         self._ready_made: Any = None
         self.failed = False
+        self._pid = os.getpid()
         self._used = False  # in groups that have been destroyed
         # A gloo group that is freed within milliseconds of a backward hangs (torch 2.13): its destructor holds the GIL.
         self._kept_alive: list[Any] = []
@@ -70,6 +72,8 @@ class Groups:
 
         @functools.wraps(init)
         def init_process_group(backend: Any = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:
+            given = inspect.signature(init).bind(backend, init_method, *args, **kwargs).arguments
+            self._check(given.get("rank", -1), given.get("world_size", -1))
             if self._ready_made is not None and dist.group.WORLD is self._ready_made:
                 self._leave()
             is_ours = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (host, str(free_port))
@@ -91,6 +95,21 @@ class Groups:
 
         for module in (c10d, dist):
             module.init_process_group, module.destroy_process_group = init_process_group, destroy_process_group  # type: ignore[attr-defined]
+
+    def _check(self, rank: int, world_size: int) -> None:
+        """Raise ValueError for a group that would wait forever: a rank or the number of ranks was typed."""
+        mine, ranks = self._place.rank, self._settings.world_size
+        if ranks == 1 or os.getpid() != self._pid:
+            return  # processes that this rank has started may be in the group
+        if world_size > ranks or (world_size >= 0 and max(rank, 0) >= world_size):
+            raise ValueError(
+                f"init_process_group(world_size={world_size}) in a run of {ranks} ranks: write nbddp.world_size(), or "
+                "leave world_size and rank out"
+            )
+        if rank not in (-1, mine) and world_size in (-1, ranks):
+            raise ValueError(
+                f"init_process_group(rank={rank}) on rank {mine}: write nbddp.rank(), or leave rank and world_size out"
+            )
 
     def used(self) -> bool:
         """Return whether this rank has taken part in a collective."""

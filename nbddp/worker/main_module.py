@@ -47,6 +47,18 @@ def completed_by(ask: Callable[[str], payload.Block | None]) -> Iterator[None]:
         names.pop("__getattr__", None)
 
 
+@contextlib.contextmanager
+def exiting_at_once() -> Iterator[None]:
+    """Let ``exit()`` end a function as in Python; IPython's would first let the cell come to its end."""
+    names = vars(sys.modules["__main__"])
+    of_ipython: dict[str, Any] = {name: names[name] for name in ("exit", "quit") if name in names}
+    names.update(dict.fromkeys(of_ipython, sys.exit))
+    try:
+        yield
+    finally:
+        names.update(of_ipython)
+
+
 def unpack(block: payload.Block, before: int) -> Any:
     """Unpack what the notebook sends, and define its functions and classes in ``__main__``, for pickle.
 

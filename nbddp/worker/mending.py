@@ -21,7 +21,7 @@ _BOUND_TO_GROUPS = {"ProcessGroup", "DeviceMesh", "FullyShardedDataParallel", "F
 _Sockets = set[tuple[int, str]]  # descriptor and name
 
 _sockets: _Sockets = set()  # of process groups
-_models: weakref.WeakSet[Any] = weakref.WeakSet()  # of DDP, whose own types are partial
+models: weakref.WeakSet[Any] = weakref.WeakSet()  # of DDP, whose own types are partial
 
 
 def remember() -> None:
@@ -39,7 +39,7 @@ def remember() -> None:
     @functools.wraps(init)
     def initializing(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         init(model, *args, **kwargs)  # type: ignore[no-untyped-call]
-        _models.add(model)
+        models.add(model)
 
     # Not DDP's __init__ itself, whose warnings name the file of the function that called it.
     c10d._new_process_group_helper, DistributedDataParallel._ddp_init_helper = making, initializing  # type: ignore[assignment, method-assign]
@@ -77,7 +77,7 @@ def mend(names: Mapping[str, Any], before: Any) -> list[str]:
         The names of what can't go on. It raises when it's used.
     """
     known, cannot = list(c10d._world.pg_map), set()
-    for model in list(_models):
+    for model in list(models):
         model.require_forward_param_sync = model.require_backward_grad_sync = True  # after a no_sync()
         if model.process_group in known:  # all ranks are at the same point
             model._update_process_group(model.process_group)

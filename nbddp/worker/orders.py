@@ -105,13 +105,17 @@ class Orders:
         with self._interruptible():
             function, args, kwargs = self._unpacked(order)
             self._line.tell(messages.Called())
-            with main_module.completed_by(self._line.definition):
+            with main_module.completed_by(self._line.definition), main_module.exiting_at_once():
                 value = function(*args, **kwargs)
         self._phase = "pack"
-        report = reports.finished(
-            value, f"the value that {order.name} returned on rank {context.rank()} can't be sent to the notebook"
+        what = f"the value that {order.name} returned on rank {context.rank()} can't be sent to the notebook"
+        return dataclasses.replace(
+            reports.finished(value, what),
+            met=self._groups.used() or not steps.taken,
+            left_after=steps.left_after,
+            read_whole=steps.read_whole,
+            trained_copy=steps.trained_copy and not reports.has_tensors(value),
         )
-        return dataclasses.replace(report, met=self._groups.used() or not steps.taken)
 
     def _cell(self, order: messages.Cell) -> Report:
         shell, raised = self._shell, None
@@ -146,9 +150,8 @@ class Orders:
     def _pull(self, order: messages.Pull) -> Report:
         names = {**self._shell.user_ns, "": self._last_value}
         if missing := [name for name in order.names if name not in names]:
-            return Report(
-                time.monotonic(), lost=f"rank {context.rank()} has no variable {missing[0]}", path=(missing[0],)
-            )
+            lost = f"rank {context.rank()} has no variable {missing[0]}"
+            return Report(time.monotonic(), lost=lost, path=(missing[0],))
         found = {name: names[name] for name in order.names}
         return reports.finished(found, "a variable can't be sent to the notebook", found)
 

@@ -47,7 +47,6 @@ def main(channel: Connection, printed: int, metrics: int, stacks: int) -> None:
         return
     steps.count()
     line.tell(Ready(os.getpid(), preloaded))
-    orders = Orders(line, mine, groups, metrics=metrics, post_mortem=settings.post_mortem)
-    orders.serve()
+    Orders(line, mine, groups, metrics=metrics, post_mortem=settings.post_mortem).serve()
     redirect.finish()
     groups.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 import traceback
 from typing import Any
+
+import numpy as np
+import torch
 
 from nbddp import payload
 from nbddp.messages import Failure, Report
@@ -25,16 +27,27 @@ def finished(value: Any, what: str, named: dict[str, Any] | None = None) -> Repo
         what: names the value for the user.
         named: its parts, with the user's names.
     """
-    report = Report(time.monotonic())
-    options: dict[str, Any] = {"back": True, "received": main_module.received}
+    at, options = time.monotonic(), dict[str, Any](back=True, received=main_module.received)
     if value is None:
-        return report
+        return Report(at)
     try:
-        return dataclasses.replace(report, block=payload.pack(value, **options).block)
+        packed = payload.pack(value, **options)
+        return Report(at, block=packed.block, weak_references=packed.weak_references)
     except Exception as error:  # whatever a user's __reduce__ raises
         explained = explain.explained(named or {"the result": value}, error, what=what, **options)
         rest = payload.pack(explain.parts_of(value, **options), **options).block
-        return dataclasses.replace(report, block=rest, lost=str(explained), path=explained.path)
+        return Report(at, block=rest, lost=str(explained), path=explained.path)
+
+
+def has_tensors(value: Any) -> bool:
+    """Return whether there may be a model in what a function returned, or its weights."""
+    if isinstance(value, dict):
+        return any(map(has_tensors, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return any(map(has_tensors, value))
+    if isinstance(value, torch.Tensor):
+        return value.numel() > 1
+    return not isinstance(value, (type(None), bool, int, float, complex, str, bytes, np.generic))
 
 
 def exited(error: SystemExit, at: float) -> Report:

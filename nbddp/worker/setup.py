@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import multiprocessing
 import os
 import random
@@ -21,6 +22,7 @@ from nbddp.loggers import autolog
 from nbddp.messages import Place, Settings
 from nbddp.payload import pickler
 from nbddp.payload.carried import Importer
+from nbddp.text import in_a_line
 from nbddp.worker import mending, tracked
 from nbddp.worker.group import Groups
 
@@ -29,7 +31,13 @@ def set_up(settings: Settings, place: Place, metrics: int) -> Groups:
     """Turn this process into the rank. Returns its groups, of which the default one is open."""
     _detach_from_fork_server()
     _set_environment(settings, place)
-    return begin(settings, place, metrics)
+    groups = begin(settings, place, metrics)
+    for name in settings.imports:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # of any module
+            print(f"[import {name} failed on rank {place.rank}: {in_a_line(error)}]", file=sys.stderr)
+    return groups
 
 
 def begin(settings: Settings, place: Place, metrics: int) -> Groups:

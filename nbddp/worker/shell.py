@@ -104,8 +104,7 @@ class Shell(InteractiveShell):
 
     def enter(self, tell: Tell, look: dict[str, Any], speaks: bool) -> None:
         """Belong to a rank from now on, and show things as the notebook's shell does."""
-        self.tell = tell
-        self.speaks = speaks
+        self.tell, self.speaks = tell, speaks
         if look:
             comm.create_comm = _Comm
             self.set_hook("show_in_pager", page.as_hook(payloadpage.page), 99)  # type: ignore[no-untyped-call]

@@ -31,8 +31,7 @@ def make(kind):
 def loss_of(model, seed):
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed * 100 + rank), dtype=torch.float64)
     return (model(x) - x.sum(1, keepdim=True)).square().mean()
-def step(seed):
-    optimizer.zero_grad(); loss_of(model, seed).backward(); optimizer.step()
+def step(seed): optimizer.zero_grad(); loss_of(model, seed).backward(); optimizer.step()
 def is_right(seed):
     plain = copy.deepcopy(model.module)
     plain.zero_grad(); loss_of(plain, seed).backward()

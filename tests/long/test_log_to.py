@@ -13,8 +13,7 @@ TRACKED = """
     import nbddp, wandb
     from lightning_fabric.loggers import CSVLogger
     def train():
-        for step in range(30):
-            nbddp.log(loss=1 / (step + 1), mean=nbddp.rank() + step, step=step, reduce="mean")
+        for step in range(30): nbddp.log(loss=1 / (step + 1), mean=nbddp.rank() + step, step=step, reduce="mean")
     logger = CSVLogger(".", name="lightning")
     with wandb.init(project="trial", mode="offline") as run:
         run.log({"before": 1.0})

@@ -99,8 +99,7 @@ def test_weights_are_those_of_one_machine_to_the_bit(notebook: Notebook) -> None
             return {name: value.clone() for name, value in model.module.state_dict().items()}
         there = on_two(train, seed=3)
         here = nbddp.run(train, nprocs=4, device="cpu", show=False, seed=3)
-        for a, b in zip(there.values, here.values):
-            assert all(torch.equal(a[name], b[name]) for name in b)
+        for a, b in zip(there.values, here.values): assert all(torch.equal(a[name], b[name]) for name in b)
         assert (there.history["loss"].values == here.history["loss"].values).all()
     """)
 
@@ -117,8 +116,7 @@ def test_the_notebook_for_several_machines_trains_to_the_weights_of_one(
 def test_an_exception_has_the_cells_lines_and_the_nodes_name(notebook: Notebook) -> None:
     reply = notebook.cell("""
         def wrong():
-            if nbddp.rank() == 3:
-                raise KeyError("missing")  # this line
+            if nbddp.rank() == 3: raise KeyError("missing")  # this line
             nbddp.barrier()
         on_two(wrong)
     """)
@@ -199,10 +197,8 @@ def test_a_session_goes_on_after_a_failure(notebook: Notebook) -> None:
             session.push(data=data)
             session.cell("import nbddp; r = nbddp.rank(); x = nbddp.all_reduce(r) + len(data) * 0")
             assert session.pull("x") == 6
-            try:
-                session.cell("if r == 2: raise ValueError('boom')\\nnbddp.barrier()")
-            except nbddp.NbddpError as error:
-                assert "boom" in str(error)
+            try: session.cell("if r == 2: raise ValueError('boom')\\nnbddp.barrier()")
+            except nbddp.NbddpError as error: assert "boom" in str(error)
             session.cell("y = nbddp.all_reduce(1)")
             assert session.pull("y", "r") == (4, 0)
     """)

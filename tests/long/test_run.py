@@ -44,10 +44,8 @@ def test_a_fork_server_that_ends_while_it_starts_is_named(tmp_path: Path) -> Non
         import nbddp
         nbddp.preload("ends")
         for _ in range(2):
-            try:
-                nbddp.run(print, nprocs=2, device="cpu")
-            except nbddp.LaunchError as error:
-                print(error)
+            try: nbddp.run(print, nprocs=2, device="cpu")
+            except nbddp.LaunchError as error: print(error)
         """,
         PYTHONPATH=f"{os.environ['PYTHONPATH']}:{tmp_path}",
     )

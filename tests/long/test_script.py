@@ -61,9 +61,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_tutorial_pasted_into_a_cell_trains_to_the_same_numbers(
-    in_folder: Path, cell: Cells, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pasted_tutorial_gives_equal_numbers(in_folder: Path, cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one word changed; and as it is, as a script of one process."""
     (in_folder / "train.py").write_text(SPAWNS)
     found = []

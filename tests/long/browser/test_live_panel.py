@@ -90,8 +90,7 @@ def test_stop_ends_a_run_in_the_background_while_another_cell_is_busy(sheet: She
 
 FIT = """
 def fit():
-    for i in range(40):
-        nbddp.log({"train/loss": 1 / (i + 1)})
+    for i in range(40): nbddp.log({"train/loss": 1 / (i + 1)})
     loss = 3 * (nbddp.rank() + 2)
     breakpoint()
     return loss

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.support import START_TIMEOUT_S, wait_until
+from tests.support import START_TIMEOUT_S, free_port, wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -113,14 +112,11 @@ def marimo(tmp_path: Path) -> Iterator[str]:
     """The address of a notebook in marimo's editor, whose cells run when a page opens it."""
     pytest.importorskip("marimo")
     (tmp_path / "train.py").write_text(MARIMO)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "marimo", "-y", "edit", "train.py", "--headless", "--no-token", f"--port={port}"]
     with open(tmp_path / "log", "wb") as log:
-        server = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=tmp_path, env={**os.environ, "HOME": str(tmp_path)}
-        )
+        env = {**os.environ, "HOME": str(tmp_path)}
+        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path, env=env)
     try:
         wait_until(lambda: _answers(f"http://127.0.0.1:{port}"), START_TIMEOUT_S, (tmp_path / "log").read_text())
         yield f"http://127.0.0.1:{port}"
