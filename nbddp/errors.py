@@ -35,6 +35,7 @@ MESSAGE_CHARS = 64 << 10  # of an error's text
 CAUSE_CHARS = 10_000  # of the text of an exception that a rank raised
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
 _FIELDS = ("rank", "world_size", "cause", "where", "host", "alike", "advice", "locals")  # of a RankError
+_NOT_ALSO = (StopIteration, StopAsyncIteration, SyntaxError)  # end loops; and IPython shows it in a way of its own
 _CAUSE = "run.error.cause"  # where the rest of a cut text is
 _IPYTHON_HIDDEN = re.compile(r"\[\.\.\. skipping hidden \d+ frames?\]")
 
@@ -160,8 +161,8 @@ class RankError(NbddpError):
 
 def _also_of_its_class(cause: BaseException) -> RankError | None:
     """Make an empty RankError that an ``except`` for the cause's class catches, with the cause's fields."""
-    if not isinstance(cause, Exception) or isinstance(cause, (NbddpError, StopIteration, StopAsyncIteration)):
-        return None  # the last two end loops
+    if not isinstance(cause, Exception) or isinstance(cause, (NbddpError, *_NOT_ALSO)):
+        return None
     if any(inspect.isdatadescriptor(getattr(type(cause), name, None)) for name in _FIELDS):
         return None
     with contextlib.suppress(Exception):  # of a class that can't be a second base, or whose __new__ needs arguments
