@@ -218,7 +218,7 @@ def test_a_break_is_told_from_fewer_batches_and_a_worker_that_hangs_is_named_wit
     """)
     waits = "rank 0 is waiting in barrier (train, line 11); rank 1 "
     for workers, args, what in [
-        (0, (), "finished. Most likely, rank 1 left the loop early, by break or return after batch 3. All ranks"),
+        (0, (), "finished. Most likely, rank 1 left the loop early (break or return) after batch 3. All ranks"),
         (2, (names.Data(),), "is waiting for a DataLoader worker, which is in __getitem__, line 6"),
     ]:
         going = start(names.train, workers, *args)
@@ -263,7 +263,7 @@ BARRIER = ALL_REDUCE._replace(function="barrier")
         (
             [_called(0, "train", 6, ALL_REDUCE), Location(1, "finished", left_after=2)],
             "rank 0 is waiting in all_reduce (train, line 6); rank 1 finished. Most likely, rank 1 left the loop "
-            "early, by break or return after batch 2. All ranks have to leave it after the same batch: let them agree, "
+            "early (break or return) after batch 2. All ranks have to leave it after the same batch: let them agree, "
             "nbddp.all_reduce(float(stop), 'max')",
         ),
         (

@@ -82,7 +82,7 @@ def saved(): step(model, torch.ones(1, 2)); torch.save(model, "/dev/null")
     [
         *[(name, "every rank trained on a DataLoader of 16 samples without") for name in ("plain", "in_workers")],
         *[(name, "") for name in ("sampled", "dealt", "split", "subset", "own", "returned", "weights", "saved")],
-        ("in_place", "in_place trained a copy of the notebook's model: here it's as before. Return the model"),
+        ("in_place", "in_place trained a copy of the notebook's model: the notebook's own is unchanged. Return"),
     ],
 )
 def test_what_trained_something_else_than_intended_is_remarked_on(cell: Cells, function: str, remark: str) -> None:
@@ -100,11 +100,13 @@ def test_exit_ends_a_function_as_in_python(notebook: Notebook) -> None:
             if nbddp.rank() == 1: exit()
             return 5
         def fails(): quit(3)
+        def own(): return quit
     """)
     options = "nprocs=2, device='cpu', show=False"
     assert out(notebook.ok(f"nbddp.run(leaves, {options}).values")) == "[5, None]"
     assert "called sys.exit(3)" in notebook.cell(f"nbddp.run(fails, {options})").evalue
-    assert notebook.ok("type(exit).__name__").result == "'ZMQExitAutocall'"
+    assert notebook.ok("before, quit = quit, False\ntype(exit).__name__").result == "'ZMQExitAutocall'"
+    assert out(notebook.ok(f"(nbddp.run(own, {options}).value, quit := before)[0]")) == "False"
 
 
 class _Named(ValueError):
@@ -201,7 +203,7 @@ def test_a_save_that_was_cut_short_is_said(notebook: Notebook, tmp_path: Path) -
     notebook.interrupt()
     text = notebook.end_of(going).evalue
     notebook.ok("start.OF_A_RUN = before")
-    assert text.endswith("Rank 0 was killed while saving (__reduce__, line 5), so that file may be incomplete")
+    assert text.endswith("Rank 0 was killed while saving (__reduce__, line 5), so the file may be incomplete")
 
 
 def test_an_interrupt_while_the_fork_server_imports_is_not_kept_waiting(own_notebook: Notebook, tmp_path: Path) -> None:
@@ -225,13 +227,13 @@ def test_weak_references_of_a_value_are_dead_in_the_notebook_which_is_said(cell:
         class Trainer: pass
         def train():
             trainer, loader = Trainer(), Trainer()
-            trainer.loader, trainer.step = weakref.ref(loader), 7
+            trainer.loader, trainer.step, trainer.known = weakref.ref(loader), 7, weakref.WeakKeyDictionary({loader: 1})
             return trainer
     """)
     advice._said.clear()
     done = run(names.train)
     assert (done.value.step, done.value.loader()) == (7, None)
-    assert done.remark.startswith("what train returned came without its weak references")
+    assert done.remark.startswith("what train returned came back without its weak references")
 
 
 @pytest.mark.parametrize(
@@ -255,9 +257,6 @@ def test_another_launcher_in_a_function_is_refused_before_ranks_start(notebook: 
     assert "in this cell: write 'ddp_find_unused_parameters_true'" in cell.evalue
 
 
-ALONE = {"alike": False, "rank": 1}
-
-
 @pytest.mark.parametrize(
     ("text", "how", "says"),
     [
@@ -272,9 +271,17 @@ ALONE = {"alike": False, "rank": 1}
         ("Expected to mark a variable ready only once.", {}, "use_reentrant=False"),
         ("FileExistsError: [Errno 17] File exists: 'out'", {"alike": False}, "exist_ok=True"),
         ("FileExistsError: [Errno 17] File exists: 'out'", {}, ""),
-        ("FileNotFoundError: [Errno 2] No such file or directory: 'out/x'", ALONE, "If rank 0 makes it"),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: 'out/x'",
+            {"alike": False, "rank": 1},
+            "If rank 0 makes it",
+        ),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'out/x'", {"alike": False}, ""),
-        ("RuntimeError: PytorchStreamReader failed reading zip archive", ALONE, "nbddp.barrier()"),
+        (
+            "RuntimeError: PytorchStreamReader failed reading zip archive",
+            {"alike": False, "rank": 1},
+            "nbddp.barrier()",
+        ),
         ("EOFError: Ran out of input", {"rank": 1}, ""),
     ],
 )
@@ -325,14 +332,13 @@ def test_progress_takes_what_tqdm_takes(cell: Cells) -> None:
                 for _ in inner: pass
                 for _ in nbddp.progress(range(9), desc="never", disable=True): pass
                 bar.set_postfix({"loss": torch.tensor(0.123456)}, best=3, name="x")
-                bar.set_description(f"epoch {epoch}")
                 time.sleep(0.15)
-            return len(bar), list(bar)
+                bar.set_description(f"epoch {epoch}")
+            return len(bar)
     """)
-    done = run(names.train)
-    assert done.value == (3, [0, 1, 2])
-    (bar,) = done.history.ranks[0].bars
+    (bar,) = (done := run(names.train)).history.ranks[0].bars
     assert (bar.desc, bar.done, bar.total, [*bar.postfix.values()]) == ("epoch 2", 3, 3, ["0.123", "3", "x"])
+    assert (done.value, bar.rate < 10) == (3, True), "a new description begins no new loop"
     with pytest.raises(TypeError, match="total="):
         len(nbddp.progress(iter("ab")))
 

@@ -20,10 +20,10 @@ _READ_WHOLE = (
     "nbddp.loader(dataloader) gives each rank its share"
 )
 _TRAINED_A_COPY = (
-    "{} trained a copy of the notebook's model: here it's as before. Return the model or its state_dict(), or train it "
-    "in the cells of a session"
+    "{} trained a copy of the notebook's model: the notebook's own is unchanged. Return the model or its state_dict(), "
+    "or train it in the cells of a session"
 )
-_WEAK = "what {} returned came without its weak references, which refer to objects of the rank's process"
+_WEAK = "what {} returned came back without its weak references: they refer to objects in the rank's process"
 _SAVES = {"save", "save_file", "save_model", "save_pretrained", "save_snapshot", "save_checkpoint"}
 _said: set[str] = set()  # remarks, each once per kernel
 _LAUNCHER = "notebook_launcher"  # of accelerate
@@ -93,16 +93,21 @@ def advice(text: str, device: str, rank: int = 0, *, alike: bool = True) -> str:
     return next((match.expand(advice) for match, advice in found if match), "")
 
 
-def refuse_launchers(name: str, codes: Iterable[CodeType]) -> None:
-    """Raise LaunchError for code from a notebook that starts ranks itself, in another library's way."""
+def refuse_launchers(name: str, codes: Iterable[CodeType], *, with_inner: bool = True) -> None:
+    """Raise LaunchError for code from a notebook that starts ranks itself, in another library's way.
+
+    Args:
+        with_inner: also for functions that it defines.
+    """
     codes = list(codes)
     for code in codes:  # grows
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        codes += [each for each in code.co_consts if isinstance(each, CodeType) and with_inner]
         named = _LAUNCHER in code.co_names + code.co_varnames + code.co_freevars
         # An import binds the name only.
         if named and any(each.argval == _LAUNCHER and "LOAD" in each.opname for each in dis.get_instructions(code)):
             raise LaunchError(f"{_STARTS_MORE} {_LAUNCHER}() in {name}: call its function instead")
-        for each in filter(None, (_FORKING.fullmatch(each) for each in code.co_consts if isinstance(each, str))):
+        texts = [each for each in code.co_consts if isinstance(each, str) and {"Trainer", "Fabric"} & {*code.co_names}]
+        for each in filter(None, map(_FORKING.fullmatch, texts)):
             raise LaunchError(f"{_STARTS_MORE} {each[0]!r} in {name}: write {'ddp' + (each[2] or '')!r} instead")
 
 

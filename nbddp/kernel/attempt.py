@@ -238,7 +238,7 @@ class Attempt:
         waiting = {rank.number for rank in ranks}
         if saving := [each for each in self.locator.locate(_WHERE_S) if each.saves and each.rank in waiting]:
             who = f"{ranks_text([each.rank for each in saving])} {'were' if len(saving) > 1 else 'was'}"
-            self.cut = f"{who.capitalize()} killed while saving ({saving[0].place}), so that file may be incomplete"
+            self.cut = f"{who.capitalize()} killed while saving ({saving[0].place}), so the file may be incomplete"
         self._crew.kill(ranks)
 
     def _release(self, ranks: Sequence[RankState]) -> None:

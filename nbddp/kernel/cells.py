@@ -7,6 +7,7 @@ import ast
 import contextlib
 import linecache
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -215,9 +216,12 @@ def launch_cell(
 
 def refuse_launchers_in(source: str) -> None:
     """Raise LaunchError for a cell that starts ranks itself."""
-    with contextlib.suppress(SyntaxError, ValueError):  # the ranks will say so
+    codes = []
+    with contextlib.suppress(Exception), warnings.catch_warnings():  # the ranks say it
+        warnings.simplefilter("ignore")
         transformed = TransformerManager().transform_cell(source)  # type: ignore[no-untyped-call]
-        refuse_launchers("this cell", [compile(transformed, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)])
+        codes.append(compile(transformed, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+    refuse_launchers("this cell", codes, with_inner=False)
 
 
 def show_lines_of(cell: Cell) -> None:

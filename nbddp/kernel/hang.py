@@ -211,9 +211,9 @@ def _likely_reason(locations: Sequence[Location]) -> str:
             f"group that all ranks created earlier: dist.new_group({[each.rank for each in waiting]})"
         )
     if left := [each for each in finished if each.left_after]:
-        where = f"by break or return after batch {left[0].left_after:,}"
+        where = f"(break or return) after batch {left[0].left_after:,}"
         return (
-            f". Most likely, {_ranks(left, 0)} left the loop early, {where}. All ranks have to leave it "
+            f". Most likely, {_ranks(left, 0)} left the loop early {where}. All ranks have to leave it "
             "after the same batch: let them agree, nbddp.all_reduce(float(stop), 'max')"
         )
     steps = {each.step for each in locations if each.step >= 0}

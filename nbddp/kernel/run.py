@@ -261,7 +261,7 @@ class Run(Generic[R]):
 
     def _stopped_text(self) -> str:
         where = f"Where the ranks were: {self._where}" if self._where else ""
-        partial = "What ranks returned after that is in last_run().partial" if self.partial else ""
+        partial = "What ranks had returned is in last_run().partial" if self.partial else ""
         return ". ".join(filter(None, [f"{self.name} was stopped", where, partial, self._cut]))
 
     def _steps(self) -> list[int]:

@@ -272,7 +272,8 @@ def take_partial_values(run: Run[Any], crew: Crew) -> None:
         if rank.report is not None and rank.failure is None:
             with contextlib.suppress(Exception):  # of a user's __setstate__
                 found[rank.number] = rank.value(crew.definitions)
-    run.partial = [found.get(rank.number) for rank in crew.ranks] if found else []
+    if any(value is not None for value in found.values()):
+        run.partial = [found.get(rank.number) for rank in crew.ranks]
 
 
 def take_values(run: Run[Any], crew: Crew, attempt: Attempt, codes: Sequence[CodeType]) -> None:

@@ -20,6 +20,8 @@ _WITHOUT_EFFECTS = sys.stdlib_module_names | {
     *("nbddp", "IPython", "ipywidgets", "torch", "numpy", "pandas", "polars", "matplotlib", "seaborn", "plotly", "PIL"),
     *("cv2", "scipy", "sklearn", "tqdm", "wandb", "tensorboard", "mlflow", "torchvision", "torchaudio", "torchmetrics"),
     *("transformers", "datasets", "accelerate", "lightning", "pytorch_lightning", "timm", "einops", "ray", "optuna"),
+    *("tensorflow", "keras", "jax", "flax", "gradio", "mpi4py", "xgboost", "lightgbm", "catboost", "spacy", "nltk"),
+    *("skimage", "albumentations", "evaluate", "peft", "sentence_transformers", "requests", "h5py", "google"),
 }
 Modules = dict[str, tuple[str, bytes]]
 _MOST_BYTES = 8 << 20

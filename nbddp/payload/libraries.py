@@ -85,11 +85,16 @@ _known: weakref.WeakKeyDictionary[type, tuple[str, list[str]]] = weakref.WeakKey
 
 
 def _first(kind: type, table: tuple[tuple[str, str, str], ...]) -> str:
-    """Return the entry of this class, or one of its bases, else "". A library that isn't imported has no instances."""
+    """Return the entry of this class, or one of its bases, else "". A library that isn't imported has no instances.
+
+    A subclass of what is open may know how to open it again.
+    """
     for modules, names, entry in table:
         imported = [sys.modules.get(module) for module in modules.split()]  # None also where somebody forbids it
         known = [getattr(module, name, None) for module in imported for name in names.split()]
-        if any(isinstance(each, type) and issubclass(kind, each) for each in known):
+        bases = [each for each in known if isinstance(each, type) and issubclass(kind, each)]
+        own = [name for each in kind.__mro__[: kind.__mro__.index(bases[0])] for name in vars(each)] if bases else []
+        if bases and not (entry.startswith(_OPEN) and {"__reduce__", "__reduce_ex__", "__getstate__"} & {*own}):
             return entry
     return ""
 

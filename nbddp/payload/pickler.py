@@ -244,7 +244,9 @@ def _cached(function: Any, parameters: dict[str, Any]) -> Any:
 
 
 def _dead_reference() -> Any:
-    return weakref.ref(set())
+    gone = type("Gone", (), {})()
+    hash(reference := weakref.ref(gone))  # as a key, it needs one
+    return reference
 
 
 def _stream(stream: Any) -> Any:

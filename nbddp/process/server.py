@@ -31,19 +31,19 @@ _READ_AT_START = re.compile(
 
 lock = threading.RLock()  # held while a machine's ranks are sent for, so that all come from one server
 _server: forkserver.ForkServer | None = None
-_has_forked = False  # what it imports takes seconds
+_has_forked: int | None = None  # the pid of a server that has: what it imports takes seconds
 _began_with: dict[str, str] = {}
 
 
 def running(environ: Mapping[str, str] = os.environ) -> forkserver.ForkServer:
     """Return the server, started if it does not run, or if what it read at its start differs in this environment."""
-    global _server, _began_with, _has_forked
+    global _server, _began_with
     with lock, _inherited(now := _read_at_start(environ)):
         temporary_folder()
         if now != _began_with or not _is_usable():
             shut_down()
         if _server is None:
-            _server, _began_with, _has_forked = forkserver.ForkServer(), now, False
+            _server, _began_with = forkserver.ForkServer(), now
             _server.set_forkserver_preload(_preloaded)
             _ensure_running(_server)
         return _server
@@ -166,9 +166,10 @@ def shut_down() -> None:
 
 def give_up() -> None:
     """Kill a server that still imports what it should: who waits for the first process gets ProcessLookupError."""
-    if (server := _server) is not None and not _has_forked:
+    pid: int | None = getattr(_server, "_forkserver_pid", None)  # None while it's being started
+    if pid is not None and pid != _has_forked:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(server._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(pid, signal.SIGKILL)
 
 
 class _Forked(popen_forkserver.Popen):
@@ -200,7 +201,8 @@ class _Forked(popen_forkserver.Popen):
         with self._reading:
             if self._number is None:
                 try:
-                    self._number, _has_forked = int(forkserver.read_signed(self.sentinel)), True
+                    self._number = int(forkserver.read_signed(self.sentinel))
+                    _has_forked = getattr(_server, "_forkserver_pid", None)
                 except EOFError:
                     raise ProcessLookupError("the fork server has ended") from None
             return self._number

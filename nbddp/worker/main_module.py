@@ -10,6 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import cloudpickle
+from IPython.core.autocall import ExitAutocall
 
 from nbddp import payload
 from nbddp.messages import OF_A_RANK
@@ -51,12 +52,12 @@ def completed_by(ask: Callable[[str], payload.Block | None]) -> Iterator[None]:
 def exiting_at_once() -> Iterator[None]:
     """Let ``exit()`` end a function as in Python; IPython's would first let the cell come to its end."""
     names = vars(sys.modules["__main__"])
-    of_ipython: dict[str, Any] = {name: names[name] for name in ("exit", "quit") if name in names}
+    of_ipython = {name: value for name, value in names.items() if isinstance(value, ExitAutocall)}
     names.update(dict.fromkeys(of_ipython, sys.exit))
     try:
         yield
     finally:
-        names.update(of_ipython)
+        names.update({name: value for name, value in of_ipython.items() if names.get(name) is sys.exit})
 
 
 def unpack(block: payload.Block, before: int) -> Any:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 import traceback
 from typing import Any
-
-import numpy as np
-import torch
 
 from nbddp import payload
 from nbddp.messages import Failure, Report
@@ -18,6 +16,8 @@ from nbddp.tracebacks import drop_our_frames, make_picklable
 from nbddp.worker import failing_line, main_module
 
 _TEXT_CHARS = 2000
+_MOST_VALUES = 1000  # that are looked at
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def finished(value: Any, what: str, named: dict[str, Any] | None = None) -> Report:
@@ -41,13 +41,16 @@ def finished(value: Any, what: str, named: dict[str, Any] | None = None) -> Repo
 
 def has_tensors(value: Any) -> bool:
     """Return whether there may be a model in what a function returned, or its weights."""
-    if isinstance(value, dict):
-        return any(map(has_tensors, value.values()))
-    if isinstance(value, (list, tuple, set)):
-        return any(map(has_tensors, value))
-    if isinstance(value, torch.Tensor):
-        return value.numel() > 1
-    return not isinstance(value, (type(None), bool, int, float, complex, str, bytes, np.generic))
+    waiting, looked_at = [value], 0
+    while waiting:
+        each, looked_at = waiting.pop(), looked_at + 1
+        if isinstance(each, (dict, list, tuple, set)):
+            waiting += itertools.islice(each.values() if isinstance(each, dict) else each, _MOST_VALUES)
+        elif not (isinstance(each, _PLAIN) or getattr(each, "shape", None) in ((), (1,))):
+            return True
+        if looked_at > _MOST_VALUES:  # a circle, perhaps
+            return True
+    return False
 
 
 def exited(error: SystemExit, at: float) -> Report:

@@ -35,7 +35,7 @@ def set_up(settings: Settings, place: Place, metrics: int) -> Groups:
     for name in settings.imports:
         try:
             importlib.import_module(name)
-        except Exception as error:  # of any module
+        except (Exception, SystemExit) as error:  # of any module
             print(f"[import {name} failed on rank {place.rank}: {in_a_line(error)}]", file=sys.stderr)
     return groups
 
