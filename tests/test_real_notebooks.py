@@ -271,17 +271,9 @@ def test_another_launcher_in_a_function_is_refused_before_ranks_start(notebook: 
         ("Expected to mark a variable ready only once.", {}, "use_reentrant=False"),
         ("FileExistsError: [Errno 17] File exists: 'out'", {"alike": False}, "exist_ok=True"),
         ("FileExistsError: [Errno 17] File exists: 'out'", {}, ""),
-        (
-            "FileNotFoundError: [Errno 2] No such file or directory: 'out/x'",
-            {"alike": False, "rank": 1},
-            "If rank 0 makes it",
-        ),
-        ("FileNotFoundError: [Errno 2] No such file or directory: 'out/x'", {"alike": False}, ""),
-        (
-            "RuntimeError: PytorchStreamReader failed reading zip archive",
-            {"alike": False, "rank": 1},
-            "nbddp.barrier()",
-        ),
+        ("FileNotFoundError: 'out/x'", {"alike": False, "rank": 1}, "If rank 0 makes it"),
+        ("FileNotFoundError: 'out/x'", {"alike": False}, ""),
+        ("PytorchStreamReader failed reading zip archive", {"alike": False, "rank": 1}, "nbddp.barrier()"),
         ("EOFError: Ran out of input", {"rank": 1}, ""),
     ],
 )
