@@ -52,7 +52,7 @@ def completed_by(ask: Callable[[str], payload.Block | None]) -> Iterator[None]:
 def exiting_at_once() -> Iterator[None]:
     """Let ``exit()`` end a function as in Python; IPython's would first let the cell come to its end."""
     names = vars(sys.modules["__main__"])
-    of_ipython = {name: value for name, value in names.items() if isinstance(value, ExitAutocall)}
+    of_ipython = {name: value for name, value in list(names.items()) if isinstance(value, ExitAutocall)}
     names.update(dict.fromkeys(of_ipython, sys.exit))
     try:
         yield
