@@ -53,12 +53,12 @@ import nbddp, torch
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 model = torch.nn.Linear(2, 1)
 data = TensorDataset(torch.arange(32.0).reshape(16, 2))
-def step(trained, batch, wrapped=True):
-    trained = nbddp.wrap(trained) if wrapped else trained
+def step(trained, batch):
+    trained = nbddp.wrap(trained)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     trained(batch).sum().backward()
     optimizer.step()
-def on(batches, ddp=None):
+def on(batches):
     ddp = nbddp.wrap(torch.nn.Linear(2, 1))
     for x, in batches:
         step(ddp, x)
@@ -132,7 +132,7 @@ def test_the_error_of_a_run_is_an_instance_of_its_causes_class_too(cause: Except
         assert isinstance(each, type(cause))
         assert {name: getattr(each, name) for name in fields} == fields
         assert (each.rank, each.cause, type(each).__name__) == (1, cause, "RankError")
-        assert str(each).startswith(f"rank 1 of 2 failed: {type(cause).__module__}"[:20])
+        assert str(each).startswith("rank 1 of 2 failed: ")
         assert str(each).endswith("\nTry that")
 
 
@@ -348,7 +348,7 @@ def test_after_a_thousand_lines_the_rest_is_in_the_logs(lines: int, piece: int) 
         page.take(Event("output", 0, data))
     page.finish()
     more = [f"[{lines - 1010:,} more lines in the logs]\n"] if lines > 1010 else []
-    note = ["[all lines are in the logs: %ddp logs 0]\n"] if lines > 1000 else []
+    note = ["[further lines are in the logs: %ddp logs 0]\n"] if lines > 1000 else []
     assert shown.getvalue() == "".join([*printed[:1000], *note, *more, *printed[max(1000, lines - 10) :]])
     page.take(Event("output", 0, b"after a prompt\n"))
     assert shown.getvalue().endswith("after a prompt\n")

@@ -56,7 +56,7 @@ class Page:
             self.write(text)
         elif room >= 0:
             shown = text.split("\n", room)[:room]
-            self.write_lines([*shown, f"[all lines are in the logs: %ddp logs {self._speaker}]"])
+            self.write_lines([*shown, f"[further lines are in the logs: %ddp logs {self._speaker}]"])
 
     def finish(self) -> None:
         """Before a prompt, and at an order's end: say how many lines are only in the logs, and show the last ones."""
@@ -71,8 +71,9 @@ class Page:
         write(text)
 
     def write_lines(self, lines: Iterable[str]) -> None:
-        """Write lines into the cell."""
-        self.write("".join(f"{line}\n" for line in lines))
+        """Write lines into the cell, if there are any."""
+        if text := "".join(f"{line}\n" for line in lines):
+            self.write(text)
 
     def tell(self, text: str) -> None:
         """Write text that isn't an answer to the user, unless they want no output."""

@@ -122,8 +122,8 @@ class Session(Cells):
         elsewhere = self._options.nnodes is not None
         with (packed := pack_call(name, fn, tuple(args), dict(kwargs or {}), elsewhere=elsewhere)).block:
             order = Function(name, self._crew.note_definitions(packed))
-            known: dict[str, Any] = {"subject": earlier.function(fn), "codes": packed.codes}
-            run = self._order(order, asked, self._page(0), packed.block, keep=True, **known)
+            subject, codes = earlier.function(fn), packed.codes
+            run = self._order(order, asked, self._page(0), packed.block, keep=True, subject=subject, codes=codes)
         assert run is not None
         return run.wait()
 

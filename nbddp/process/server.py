@@ -31,7 +31,7 @@ _READ_AT_START = re.compile(
 
 lock = threading.RLock()  # held while a machine's ranks are sent for, so that all come from one server
 _server: forkserver.ForkServer | None = None
-_has_forked: int | None = None  # the pid of a server that has: what it imports takes seconds
+_ready: int | None = None  # the pid of the server that has forked a process: what it imports takes seconds
 _began_with: dict[str, str] = {}
 
 
@@ -167,7 +167,7 @@ def shut_down() -> None:
 def give_up() -> None:
     """Kill a server that still imports what it should: who waits for the first process gets ProcessLookupError."""
     pid: int | None = getattr(_server, "_forkserver_pid", None)  # None while it's being started
-    if pid is not None and pid != _has_forked:
+    if pid is not None and pid != _ready:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -197,12 +197,12 @@ class _Forked(popen_forkserver.Popen):
     @property
     def pid(self) -> int:  # type: ignore[override]
         """Read when it's first needed, so that the next process is sent for while this one is forked."""
-        global _has_forked
+        global _ready
         with self._reading:
             if self._number is None:
                 try:
                     self._number = int(forkserver.read_signed(self.sentinel))
-                    _has_forked = getattr(_server, "_forkserver_pid", None)
+                    _ready = getattr(_server, "_forkserver_pid", None)
                 except EOFError:
                     raise ProcessLookupError("the fork server has ended") from None
             return self._number
