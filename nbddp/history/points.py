@@ -70,10 +70,6 @@ class Columns:
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name][: self.size]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self._arrays.values())
-
     def insert(self, at: np.ndarray) -> np.ndarray:
         """Insert a zero row before each of these rows (ascending). Returns where the new rows are."""
         old, first = self.size, int(at[0])

@@ -70,12 +70,6 @@ class Recording:
         with self.lock:
             self.generations[-1].broken_off = broken_off
 
-    @property
-    def nbytes(self) -> int:
-        """The memory of its arrays."""
-        with self.lock:
-            return sum(block.rows.nbytes for metric in self.metrics.values() for block in metric.blocks)
-
     def names(self) -> list[str]:
         names = dict.fromkeys(name for rank in sorted(self.named) for name in self.named[rank])
         return [name for name in names if name in self.metrics]

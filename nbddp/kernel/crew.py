@@ -43,6 +43,7 @@ class Crew:
     """The ranks. One thread uses it; others put requests into ``inbox``, which that thread carries out.
 
     Attributes:
+        device: the type of the ranks' devices.
         ranks: what is known about each.
         inbox: what the machines tell, and requests.
         definitions: what the ranks have been sent by value, in order; see payload.
@@ -58,7 +59,7 @@ class Crew:
         self.metrics_to: Callable[[int, list[Any]], None] = lambda rank, records: None
         self.on_exit: Callable[[], None] | None = None
         self.moved_at = time.monotonic()
-        self._settings, self._machines = settings, machines
+        self.device, self._settings, self._machines = settings.device, settings, machines
         self._readers = [RecordReader() for _ in self.ranks]
         self._threads: list[threading.Thread] = []
         self._over = False
@@ -100,11 +101,6 @@ class Crew:
                 self.inbox.put(event)
                 if event.kind == "exit" and (on_exit := self.on_exit) is not None:
                     on_exit()
-
-    @property
-    def device(self) -> str:
-        """The type of the ranks' devices."""
-        return self._settings.device
 
     def note_definitions(self, packed: Packed) -> int:
         """Note what the ranks are about to be sent by value. Returns how much they have been sent before."""

@@ -18,11 +18,10 @@ def interrupts_to(callback: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda *_: callback())
+    before = signal.signal(signal.SIGINT, lambda *_: callback()) or signal.SIG_DFL  # None: not set by Python
     try:
         yield
     finally:
-        before = before if before is not None else signal.SIG_DFL
         try:
             signal.signal(signal.SIGINT, before)
         except BaseException:  # the callback's: signal() handles what has just come first

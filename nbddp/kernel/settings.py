@@ -7,7 +7,6 @@ import functools
 import inspect
 import os
 import reprlib
-import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -139,8 +138,7 @@ def decide(name: str, options: Options, *, contract: bool = True, cells: bool = 
     if options.nnodes is None:
         device, count = device_and_count(options)
         nprocs = _nprocs(options, device, count)
-        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-        environ = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, **os.environ}
+        environ = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **os.environ}
         threads = _threads({**environ, **(options.env or {})}) or max(1, _cores() // nprocs)
     else:  # a node has its own environment, interface, and cores
         device, nprocs = _on_nodes(options, nnodes)
@@ -273,12 +271,10 @@ def device_and_count(options: Options) -> tuple[str, int]:
         if gpus is not None:
             raise LaunchError(f"gpus={list(gpus)} and device='cpu' can't be combined; leave one out")
         return "cpu", 0
-    count = torch.get_device_module(asked).device_count()
-    if not count:
-        raise LaunchError(
-            f"device={asked.type!r}, but torch sees no such device here. Use device='cpu', or leave device out"
-        )
-    return asked.type, count
+    if count := torch.get_device_module(asked).device_count():
+        return asked.type, count
+    advice = "Use device='cpu', or leave device out"
+    raise LaunchError(f"device={asked.type!r}, but torch sees no such device here. {advice}")
 
 
 def _cores() -> int:
@@ -288,14 +284,13 @@ def _cores() -> int:
 def _nprocs(options: Options, device: str, count: int) -> int:
     nprocs, gpus = options.nprocs, options.gpus
     if gpus is not None:
+        given = f"gpus={list(gpus)}"
         if missing := [i for i in gpus if not 0 <= i < count]:
-            raise LaunchError(f"gpus={list(gpus)}: there is no GPU {missing[0]} here, only {list(range(count))}")
+            raise LaunchError(f"{given}: there is no GPU {missing[0]} here, only {list(range(count))}")
         if nprocs not in (None, len(gpus)):
-            raise LaunchError(
-                f"nprocs={nprocs}, but gpus={list(gpus)} lists {len(gpus)}, one per rank: leave nprocs out"
-            )
+            raise LaunchError(f"nprocs={nprocs}, but {given} lists {len(gpus)}, one per rank: leave nprocs out")
         if len(set(gpus)) < len(gpus) and options.backend != "gloo":
-            raise LaunchError(f"gpus={list(gpus)}: NCCL needs a GPU for each rank. To share a GPU, use backend='gloo'")
+            raise LaunchError(f"{given}: NCCL needs a GPU for each rank. To share a GPU, use backend='gloo'")
         return len(gpus)
     if device == "cpu":
         most = max(_MOST, _MOST_PER_CORE * _cores())
@@ -303,10 +298,8 @@ def _nprocs(options: Options, device: str, count: int) -> int:
             raise LaunchError(f"nprocs={nprocs} is too large: at most {most} ranks on this machine's CPU")
         return nprocs or CPU_NPROCS
     if nprocs is not None and nprocs > count:
-        raise LaunchError(
-            f"nprocs={nprocs}, but torch sees {count} {device} device{'s' * (count > 1)} here: "
-            f"use nprocs={count}, or device='cpu'"
-        )
+        there = f"{count} {device} device{'s' * (count > 1)}"
+        raise LaunchError(f"nprocs={nprocs}, but torch sees {there} here: use nprocs={count}, or device='cpu'")
     return nprocs or count
 
 
@@ -364,11 +357,9 @@ def check_call(fn: Any, args: Any, kwargs: Any, name: str | None) -> str:
     if not callable(fn):
         text = f"run() takes the function itself, so leave out the (): run(train), not run(train()); got {fn!r}"
         raise LaunchError(text[:200])
-    if isinstance(args, (str, bytes)) or not isinstance(args, (tuple, list)):
-        of_a_dict = ". For keyword arguments, use kwargs=" if isinstance(args, Mapping) else ""
-        raise LaunchError(
-            f"args must be a tuple of {name}'s arguments, e.g. args=(x,), not {type(args).__name__}{of_a_dict}"
-        )
+    if not isinstance(args, (tuple, list)):
+        given = type(args).__name__ + (". For keyword arguments, use kwargs=" if isinstance(args, Mapping) else "")
+        raise LaunchError(f"args must be a tuple of {name}'s arguments, e.g. args=(x,), not {given}")
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise LaunchError(f"kwargs must be a dict of {name}'s keyword arguments")
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):

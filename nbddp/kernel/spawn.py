@@ -20,16 +20,9 @@ _POLL_S = 0.01
 _SLOTS = ("error_index", "error_pid", "exit_code")  # of torch's classes
 
 
-def _made(kind: Any, text: str, attributes: dict[str, Any]) -> Any:
-    made = kind.__new__(kind, text)  # the parents' __init__ methods exclude each other
-    for name, value in attributes.items():
-        setattr(made, name, value)
-    return made
-
-
 def _remade(error: BaseException) -> tuple[Any, ...]:
     slots = {name: getattr(error, name) for name in _SLOTS if hasattr(error, name)}
-    return _made, (type(error), error.args[0], {**vars(error), **slots})
+    return Exception.__new__, (type(error), *error.args), {**vars(error), **slots}
 
 
 class SpawnRaised(ProcessRaisedException, RankError):
@@ -85,18 +78,19 @@ class SpawnContext:
 
 
 def _as_torchs(error: BaseException, pids: Sequence[int]) -> BaseException:
-    made: Any  # torch's classes set their attributes in __init__
+    made: Any  # torch's classes set their attributes in __init__; the parents' __init__ methods exclude each other
     if isinstance(error, RankError):
         shown = "".join(traceback.format_exception(error.cause)).rstrip("\n")
         text = f"\n\n-- Process {error.rank} terminated with the following error:\n{shown}"
-        made = _made(SpawnRaised, text, vars(error))
+        made = SpawnRaised.__new__(SpawnRaised, text)
     elif isinstance(error, RankDied):
         how = f"signal {error.signal_name}" if error.signal_name else f"exit code {error.exitcode}"
         text = f"process {error.rank} terminated with {how}"
-        made = _made(SpawnExited, text, vars(error))
+        made = SpawnExited.__new__(SpawnExited, text)
         made.exit_code = error.exitcode
     else:
         return error
+    made.__setstate__(vars(error))
     made.msg, made.error_index, made.error_pid = text, error.rank, pids[error.rank]
     made.pid = made.error_pid  # its name in older versions of torch
     made.__cause__ = error.__cause__

@@ -66,10 +66,6 @@ class _Actor:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._node, method)(*args)
 
-    @ray.method(concurrency_group="aside")  # type: ignore[untyped-decorator]
-    def aside(self, method: str, *args: Any) -> Any:
-        return getattr(self._node, method)(*args)
-
     def leave(self) -> None:
         from nbddp.process import server
 
@@ -184,7 +180,7 @@ class _Group:
             elif time.monotonic() > self._used_at + KEPT_S:
                 return self.close()
             for node in self._nodes:
-                node.beat = node.actor.aside.remote("beat").future()
+                node.beat = node.actor.call.options(concurrency_group="aside").remote("beat").future()
 
 
 class _RayMachine:
@@ -265,8 +261,8 @@ class _RayMachine:
         """Call a method there. Calls that aren't aside are carried out in their order; ``events`` tells of a loss."""
         if not self._group.is_connected:  # a call would connect to Ray again
             return Future()
-        actor = self._on.actor
-        call = actor.aside if aside else actor.call
+        call = self._on.actor.call
+        call = call.options(concurrency_group="aside") if aside else call
         return call.remote("call", self._number, method, *args).future()  # type: ignore[no-any-return]
 
 

@@ -40,15 +40,11 @@ class Groups:
         self.failed = True
         if dist.is_initialized():
             self._leave()
-        timeout_s = settings.pg_timeout_s
+        timeout_s, store = settings.pg_timeout_s, PrefixStore(f"nbddp {number}", self._store())
+        timeout = datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None
         options: dict[str, Any] = {"device_id": self._device} if backend == "nccl" else {}  # NCCL connects now
         dist.init_process_group(
-            backend,
-            store=PrefixStore(f"nbddp {number}", self._store()),
-            rank=self._place.rank,
-            world_size=settings.world_size,
-            timeout=datetime.timedelta(seconds=timeout_s) if timeout_s is not None else None,
-            **options,
+            backend, store=store, rank=self._place.rank, world_size=settings.world_size, timeout=timeout, **options
         )
         self._ready_made, self.failed = dist.group.WORLD, False
 

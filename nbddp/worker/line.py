@@ -61,14 +61,11 @@ class Line:
 
     def __init__(self, channel: Connection) -> None:
         self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.at_once: dict[type, Callable[[Any], None]] = {
-            Answer: lambda answer: self._answers.put(answer.line),
-            Defined: lambda defined: self._definitions.put(defined),
-        }
         self._channel = channel
         self._outbox: queue.SimpleQueue[tuple[bytes, Block | None, threading.Event]] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._definitions: queue.SimpleQueue[Defined] = queue.SimpleQueue()
+        self.at_once: dict[type, Callable[[Any], None]] = {Answer: self._answers.put, Defined: self._definitions.put}
         self._pid = os.getpid()
         for work in (self._listen, self._send):
             threading.Thread(target=work, name="nbddp-line", daemon=True).start()
@@ -92,7 +89,7 @@ class Line:
             )
         self.tell(Asks(str(prompt), _debuggers_line()))
         redirect.forget_printed()  # up to here, the prompt shows where ranks differ
-        if (line := self._answers.get()) is None:
+        if (line := self._answers.get().line) is None:
             raise EOFError("no interactive input here")
         return line
 
@@ -110,13 +107,11 @@ class Line:
         """Send, on a thread: an interrupt of the main thread could leave half a message on the channel."""
         while True:
             pickled, block, sent = self._outbox.get()
-            try:
+            with contextlib.suppress(OSError):  # the notebook has closed it, and kills this rank
                 self._channel.send_bytes(pickled)
                 if block is not None:
                     send_block(self._channel, block)
                     block.close()
-            except OSError:  # the notebook has closed it, and kills this rank
-                pass
             sent.set()
 
     def _listen(self) -> None:

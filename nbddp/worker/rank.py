@@ -32,11 +32,8 @@ def main(channel: Connection, printed: int, metrics: int, stacks: int) -> None:
     mine: Any = InteractiveShell.instance() if preloaded else shell.make()
     main_module.install(mine.user_module)
     line = Line(channel)
-    line.at_once |= {
-        Release: mending.release,
-        StopAfter: steps.stop_after,
-        CountSteps: lambda _: line.tell(steps.now()),
-    }
+    line.at_once |= {Release: mending.release, StopAfter: steps.stop_after}
+    line.at_once[CountSteps] = lambda _: line.tell(steps.now())
     mine.enter(line.tell, settings.shell, speaks=place.rank == 0)
     builtins.input = line.ask
     debugger.install()

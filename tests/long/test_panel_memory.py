@@ -27,16 +27,20 @@ def follow(minutes):
             run._recording.add(rank, [*records, {"bar": [0, "epoch", 1, 5], "time": now}])
         run._draw()
 
+def kept():
+    blocks = [block for metric in run._recording.metrics.values() for block in metric.blocks]
+    return sum(array.nbytes for block in blocks for array in block.rows._arrays.values())
+
 def used():
     time.sleep(0.5)  # for what the kernel still sends
     gc.collect()
-    return tracemalloc.get_traced_memory()[0] - run._recording.nbytes
+    return tracemalloc.get_traced_memory()[0] - kept()
 
 tracemalloc.start()
 follow(1)
-history, before = run._recording.nbytes, used()
+history, before = kept(), used()
 follow(2)
-print(run._recording.nbytes - history, used() - before)
+print(kept() - history, used() - before)
 tracemalloc.stop()
 run._conclude("finished")
 run._draw()
