@@ -16,14 +16,10 @@ from tests.support import free_port, script
 
 
 class Job:
-    """A rank that is running: of a job, or another program's.
-
-    Attributes:
-        printed: the file with all that it prints.
-    """
+    """A rank that is running: of a job, or another program's."""
 
     def __init__(self, folder: Path, *words: object, main: Callable[[], object] = launched.main, **env: str) -> None:
-        self.printed = folder / f"printed{env.get('RANK', '')}"
+        self.printed = folder / f"printed{env.get('RANK', '')}"  # the file with all that it prints
         args = str(self.printed), os.getcwd(), list(map(str, words)), main, env
         self._process = ForkedProcess(target=_main, args=args)
         self._process.start()
@@ -38,11 +34,9 @@ class Job:
 
 def launch(folder: Path, size: int, *words: object, main: Callable[[], object] = launched.main) -> None:
     """Run that many ranks, forked like nbddp's own, with the variables that torchrun sets; none fails or prints."""
-    meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    jobs = [
-        Job(folder, *words, main=main, RANK=str(rank), LOCAL_RANK=str(rank), **sizes, **meets) for rank in range(size)
-    ]
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    jobs = [Job(folder, *words, main=main, RANK=str(rank), LOCAL_RANK=str(rank), **environ) for rank in range(size)]
     assert [job.end() for job in jobs] == [(0, "")] * size
 
 

@@ -27,9 +27,7 @@ def test_a_crash_shows_only_the_users_lines(cell: Cells, deep: int) -> None:
                 crash(deep)
             nbddp.barrier()
     """)
-    with pytest.raises(nbddp.RankDied) as caught:
-        run(names.train, deep)
-    text = str(caught.value)
+    text = str(error_of(names.train, deep, kind=nbddp.RankDied))
     head, *stack = text.partition("\nIts last lines")[0].splitlines()
     assert head == "rank 0 of 2 crashed in native code (SIGSEGV)"
     assert stack[0] == "It was here (most recent call last):"
@@ -57,13 +55,12 @@ def test_a_crash_in_another_thread_says_where_the_rank_was(cell: Cells, thread: 
                 libc.pthread_create(number, None, ctypes.cast(libc.strlen, ctypes.c_void_p), None)
             libc.sleep(100)
     """)
-    with pytest.raises(nbddp.RankDied) as caught:
-        run(names.train, thread)
-    head, words, *stack = str(caught.value).splitlines()
+    text = str(error_of(names.train, thread, kind=nbddp.RankDied))
+    head, words, *stack = text.splitlines()
     assert re.fullmatch(r"rank \d of 2 crashed in native code \(SIGSEGV\)", head)
     assert words == "It was here (most recent call last):"
     assert ("in string_at" if thread == "of Python" else ", in train") in "\n".join(stack)
-    assert "Thread 0x" not in str(caught.value)
+    assert "Thread 0x" not in text
 
 
 def test_a_crash_is_located_after_code_that_has_restored_all_handlers() -> None:

@@ -81,16 +81,13 @@ def test_returned_columns_are_copies() -> None:
 def test_the_first_thousand_names_of_a_run_are_kept_and_the_others_counted_once() -> None:
     history = Recorded(2)
     for rank in (0, 1):
-        feed(history, rank, *([1.0, i, False, None, 1, {f"step{i}": float(i)}] for i in range(3000)))
-        feed(
-            history, rank, *([1.0, step, False, None, 1, {name: 1.5}] for name, step in (("step3", 7000), ("x", 8000)))
-        )
+        later = [1.0, 7000, False, None, 1, {"step3": 1.5}], [1.0, 8000, False, None, 1, {"x": 1.5}]
+        feed(history, rank, *([1.0, i, False, None, 1, {f"step{i}": float(i)}] for i in range(3000)), *later)
     assert list(history) == [f"step{i}" for i in range(1000)]
     assert (len(history), "step999" in history, "step1000" in history) == (1000, True, False)
     assert history["step3"].values.tolist() == [3.0, 1.5]
-    assert history.notices == [
-        "only the first 1,000 metrics are kept; 2,001 more names were logged. Do the names include a step?"
-    ]
+    told = "only the first 1,000 metrics are kept; 2,001 more names were logged. Do the names include a step?"
+    assert history.notices == [told]
     assert history.ranks[0].step == 8000  # a rank's progress counts all the same
 
 
@@ -106,16 +103,6 @@ def test_a_ranks_progress_has_its_arrival_its_rate_and_time_left() -> None:
 
 
 # ---------------------------------------------------------------------------- over the ranks
-
-
-def test_a_step_that_one_rank_never_reached_is_combined_at_the_end() -> None:
-    history = Recorded(2)
-    log(history, 0, "loss", [0, 1], reduce="mean")
-    assert history["loss"].values.tolist() == []
-    log(history, 1, "loss", [0], 2.0, reduce="mean")
-    assert history["loss"].values.tolist() == [1.0]
-    history.settle()
-    assert history["loss"].values.tolist() == [1.0, 1.0]
 
 
 def test_weights_that_add_up_to_zero_give_nan() -> None:
@@ -232,12 +219,15 @@ def test_a_restart_replaces_each_metrics_steps_from_its_first_new_one_in_the_new
         assert each["val"].values.tolist() == [0, 50, 90.5]
 
 
-def test_a_history_that_is_saved_while_ranks_log_has_the_points_that_all_have_passed(tmp_path: Path) -> None:
+def test_while_ranks_log_a_history_has_the_points_that_all_have_passed_and_at_the_end_all(tmp_path: Path) -> None:
     history = logged(history=Recorded(2), rank=0, reduce="mean", loss=[1.0] * 5)
+    assert history["loss"].values.tolist() == []
     logged(history=history, rank=1, reduce="mean", loss=[2.0] * 3)
     history.save(tmp_path / "h")
     for each in (history, History.load(tmp_path / "h")):
         assert each["loss"].values.tolist() == [1.5] * 3
+    history.settle()
+    assert history["loss"].values.tolist() == [1.5] * 3 + [1.0] * 2
 
 
 def test_restarts_without_metrics_between_them_share_the_next_step_and_each_resets_progress() -> None:

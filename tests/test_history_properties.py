@@ -173,14 +173,12 @@ def expected(program: list[list[list[Call]]], broken_off: bool) -> dict[str, Any
         for name, rows in fresh.items():
             repeat_from(attempts.setdefault(name, []), min(rows.first_steps))
             attempts[name].append(rows)
-    found = {}
+    found, logged_last = {}, {name for calls in program[-1] for call in calls for name in call.values}
     for name in sorted(attempts, key=order.__getitem__):
         op = ops[name][min(ops[name])]
         series, columns = [], {rank: [] for rows in attempts[name] for rank in rows.last if rows.kept}
         for rows in attempts[name]:
-            last_one = (
-                name in {n for calls in program[-1] for c in calls for n in c.values} and rows is attempts[name][-1]
-            )
+            last_one = name in logged_last and rows is attempts[name][-1]
             ends = broken_off or not last_one
             for i, key in enumerate(rows.keys):
                 if i < rows.kept:

@@ -11,23 +11,10 @@ import nbddp
 PACKAGE = Path(nbddp.__file__).parent
 # A room may import those below it; modules directly in nbddp/ are the ground.
 ROOMS = [
-    "__main__",
-    "magic",
-    "job",
-    "kernel",
-    "ray",
-    "process",
-    "worker",
-    "helpers",
-    "panel",
-    "loggers",
-    "history",
-    "payload",
-    "",
+    *("__main__", "magic", "job", "kernel", "ray", "process"),
+    *("worker", "helpers", "panel", "loggers", "history", "payload", ""),
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-
-
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
 }

@@ -152,10 +152,9 @@ def test_the_panels_stop_ends_a_run_in_the_background(page: Page) -> None:
 
 
 def test_an_interrupt_while_the_panel_opens_stops_the_run(page: Page, notebook: Notebook) -> None:
-    slow = (
-        "import IPython.display as d; theirs = d.display; d.display = lambda *a, **k: (print('opens'), time.sleep(1), "
-    )
-    page.run(slow + "setattr(d, 'display', theirs), theirs(*a, **k))[-1]")
+    slow = "print('opens'), time.sleep(1), setattr(d, 'display', theirs), theirs(*a, **k)"
+    page.run("import IPython.display as d; theirs = d.display")
+    page.run(f"d.display = lambda *a, **k: ({slow})[-1]")
     cell = page.begin("nbddp.run(train, nprocs=2, device='cpu')")
     page.read(lambda kind, content, of: "opens" in page.text)
     notebook.interrupt("kill")
@@ -224,9 +223,8 @@ def test_frames_of_many_points_and_much_output_stay_small() -> None:
 
     told, panel = Told(8), Panel("", "")
     values = np.random.default_rng(0).random(20_000).tolist()
-    told.history.add(
-        0, ([step, step, True, None, 1, dict.fromkeys("abcde", value)] for step, value in enumerate(values))
-    )
+    records = ([step, step, True, None, 1, dict.fromkeys("abcde", value)] for step, value in enumerate(values))
+    told.history.add(0, records)
     told.printed = "x" * 1_000_000
     panel.update(told.source(), told.status)
     assert len(json.dumps(panel.frame)) < 100_000

@@ -38,9 +38,7 @@ def test_the_cell_reads_the_notebooks_names_and_sets_none_of_them(magic: Noteboo
 
 
 def test_rank_device_torch_and_dist_are_ready_in_the_cell(magic: Notebook) -> None:
-    source = (
-        "t = torch.ones(1, device=device)\ndist.all_reduce(t)\n(t.item(), rank * 0, world_size, nbddp.world_size())"
-    )
+    source = "t = torch.ones(1, device=device)\ndist.all_reduce(t)\nt.item(), rank * 0, world_size, nbddp.world_size()"
     assert magic.ok(f"%%ddp -n 3\n%reset -f\n{source}").status == "ok"
     assert magic.ok(f"%%ddp -n 3\n{source}").shown == "(3.0, 0, 3, 3)\n"
     magic.ok("for rank, dist in enumerate('ab'): world_size = 7\ndef helper(): return rank")
@@ -141,10 +139,8 @@ def test_an_interrupt_ends_the_cell_and_the_next_one_runs(magic: Notebook) -> No
 
 
 def test_magics_shell_commands_await_and_displays_work_in_a_fresh_cell(magic: Notebook) -> None:
-    source = (
-        "import asyncio\n!echo from the shell\nout = %sx echo captured\nawait asyncio.sleep(0.01)\ndisplay(out)\nout"
-    )
-    assert magic.ok(f"%%ddp\n{source}").shown.splitlines() == ["from the shell", "['captured']", "['captured']"]
+    cell = "import asyncio\n!echo from the shell\nout = %sx echo captured\nawait asyncio.sleep(0.01)\ndisplay(out)\nout"
+    assert magic.ok(f"%%ddp\n{cell}").shown.splitlines() == ["from the shell", "['captured']", "['captured']"]
     magic.ok("def f(x): return x\nbig = 3")
     assert "per loop" in magic.ok("%%ddp\n%timeit -n1 -r1 f(big)").shown
     assert "per loop" in magic.ok("%%ddp\n%%timeit -n1 -r1\nf(big)").shown

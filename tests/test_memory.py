@@ -23,18 +23,11 @@ UUIDS = ["GPU-11111111-aaaa", "GPU-22222222-bbbb"]
 USED = [3 * GIB, 5 * GIB]
 
 
-# ---------------------------------------------------------------------------- GPUs
-
-
 class Driver:
-    """The functions of ``pynvml`` that are called; a device is its number.
-
-    Attributes:
-        missing: functions that this driver is too old for.
-    """
+    """The functions of ``pynvml`` that are called; a device is its number."""
 
     def __init__(self) -> None:
-        self.missing: set[str] = set()
+        self.missing: set[str] = set()  # functions that this driver is too old for
 
     def init(self) -> None:
         if "init" in self.missing:
@@ -115,9 +108,6 @@ def test_a_ranks_memory_is_what_is_resident_of_its_process_until_it_ends() -> No
     assert gauges.memory(ended, "") is None
 
 
-# ---------------------------------------------------------------------------- %ddp status
-
-
 def test_status_shows_each_ranks_memory_and_which_rank_has_ended(notebook: Notebook) -> None:
     notebook.ok("%load_ext nbddp\n%ddp open -n 2 --device cpu")
     first, *lines = notebook.ok("%ddp status").shown.splitlines()
@@ -154,9 +144,6 @@ def test_status_never_fails_while_runs_in_the_background_start_train_die_and_end
     """)
     assert re.search(r"<Run train: running, 2 ranks, .*>\n  rank 0: pid \d+, \d+ MiB\n  rank 1: ", reply.shown)
     assert re.findall(r"<Run train: (\w+): (\w+),", reply.shown)[-3:] == [("failed", "RankDied")] * 3
-
-
-# ---------------------------------------------------------------------------- the OOM killer
 
 
 @pytest.fixture

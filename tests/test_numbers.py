@@ -25,9 +25,6 @@ def drawn(history: History, **options: Any) -> str:
     return "".join(svg.draw(chart, 350, **options) for chart in shown)
 
 
-# ---------------------------------------------------------------------------- formats
-
-
 def test_a_metrics_value_is_written_with_about_five_digits() -> None:
     values = 0, -0.0, 12430.6, 0.246, 12.3456, 123.456, -0.5, 0.001, -0.00025, 3e12, math.nan, math.inf, -math.inf
     texts = "0 0 12,431 0.2460 12.35 123.5 -0.5000 0.0010 -2.50e-4 3.00e12 NaN ∞ −∞"
@@ -65,9 +62,6 @@ def test_a_log_scale_of_constants_mixed_signs_and_many_decades_has_ticks_and_a_c
     assert ">all values are NaN or infinite</text>" in drawn(logged(loss=[math.nan] * 5))
 
 
-# ---------------------------------------------------------------------------- names
-
-
 def test_a_stage_or_a_parameter_group_first_or_last_gives_one_chart() -> None:
     cases = {
         "Loss/train": ("Loss", "train", "Train Loss"),
@@ -91,9 +85,6 @@ def test_a_stage_or_a_parameter_group_first_or_last_gives_one_chart() -> None:
     shown, _ = charts(logged(**{"Loss/train": [1.0], "val/loss": [2.0]}))
     assert [[line.label for line in chart.lines] for chart in shown] == [["train", "val"]]
     assert cut("encoder.layers.11.attention.weight") == "encoder.lay…ntion.weight"
-
-
-# ---------------------------------------------------------------------------- smoothing
 
 
 def smooth(values: Any, points: int = 100_000) -> Any:
@@ -125,9 +116,6 @@ def test_a_mean_passes_over_nan_and_forgets_a_spike() -> None:
     assert mean[[501, 800]] == pytest.approx([np.nanmean(values[491:512]), values[790:811].mean()])
 
 
-# ---------------------------------------------------------------------------- NaN
-
-
 def test_nan_is_marked_in_the_chart_of_its_metric_only_and_a_notice_names_the_ranks() -> None:
     history = logged(2, acc=[0.5] * 200)
     for rank in range(2):
@@ -150,9 +138,6 @@ def test_a_single_nan_among_numbers_is_not_the_end_of_the_line() -> None:
     logged(history=history, loss=[math.nan], first=6)
     history.restart("killed")
     assert not notices(history), "the ranks start again"
-
-
-# ---------------------------------------------------------------------------- progress
 
 
 def test_progress_counts_steps_over_all_epochs() -> None:

@@ -155,15 +155,8 @@ def train(program, steps, fault, ranks, moment):
 """.replace("ENDLESS", str(ENDLESS))
 EVERY = re.findall(r"^def (\w+)\(steps", PROGRAMS, re.MULTILINE)
 WITHIN = [  # the function does it to itself
-    "raises",
-    "raises what the notebook can't unpickle",
-    "os._exit",
-    "sys.exit",
-    "SIGKILL",
-    "SIGTERM",
-    "SIGSEGV",
-    "SIGSTOP",
-    "result that doesn't pickle",
+    *("raises", "raises what the notebook can't unpickle", "os._exit", "sys.exit"),
+    *("SIGKILL", "SIGTERM", "SIGSEGV", "SIGSTOP", "result that doesn't pickle"),
 ]
 STRUCK = ["interrupt", "rank killed", "fork server killed", "worker killed"]  # by the test
 FROM_OUTSIDE = [*STRUCK, "stop", "timeout"]

@@ -283,9 +283,8 @@ def sequence(rng: random.Random) -> list[str]:
     cells = [BEGIN]
     for _ in range(CELLS):
         template = rng.choice(FAILS if rng.random() < 0.2 else WORKS)
-        if re.match("%(history|re(run|call))", template) and re.search(
-            "async|await|%re|%time", [each for each in cells if each.strip()][-1]
-        ):
+        last = [each for each in cells if each.strip()][-1]
+        if re.match("%(history|re(run|call))", template) and re.search("async|await|%re|%time", last):
             continue  # a kernel's loop is running, its history is on the disk, and it would rerun itself forever
         names = {"v": rng.choice("nm"), "i": rng.randrange(1, 6), "any": rng.choice(["n", "xs", "f", "K", "k", "d"])}
         cells.append(template.format(mode=rng.choice(["Plain", "Context", "Verbose"]), **names))
@@ -294,9 +293,8 @@ def sequence(rng: random.Random) -> list[str]:
 
 def prepare(folder: Path, value: int) -> None:
     """Write the module, so that its size says that it's another one, and the programs."""
-    (folder / "made.py").write_text(
-        f"value, items = {value}, []\ndef helper(x): return x + {value}\n__all__ = ['value', 'helper']\n" + "#" * value
-    )
+    made = f"value, items = {value}, []\ndef helper(x): return x + {value}\n__all__ = ['value', 'helper']\n"
+    (folder / "made.py").write_text(made + "#" * value)
     (folder / "program.py").write_text("import sys\nfrom_program = sys.argv[1:], __name__, 'xs' in globals()\n")
     (folder / "fails.py").write_text("def fail(): return 1 / 0\nkept_from_fails = 3\nfail()\n")
 

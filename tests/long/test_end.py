@@ -50,9 +50,8 @@ def test_a_notebook_that_ends_leaves_no_background_run(own_notebook: Notebook, i
 
 
 def test_a_killed_scripts_ranks_end_in_time(in_folder: Path) -> None:
-    Path("train_script.py").write_text(
-        source_of("hold the GIL in C") + "\nif __name__ == '__main__':\n    nbddp.run(train, nprocs=2, device='cpu')\n"
-    )
+    main = "\nif __name__ == '__main__':\n    nbddp.run(train, nprocs=2, device='cpu')\n"
+    Path("train_script.py").write_text(source_of("hold the GIL in C") + main)
     before = marked_pids()
     process = subprocess.Popen([sys.executable, "train_script.py"], stdout=subprocess.DEVNULL)
     wait_for_ranks(in_folder, "hold the GIL in C")

@@ -71,17 +71,14 @@ def interrupt(notebook: Notebook, cell: str, delay_s: float) -> None:
 @pytest.mark.parametrize("nprocs", [2, 3, 4])
 def test_gradients_are_the_mean_of_the_ranks_own_after_any_failure_or_stop(own_notebook: Notebook, nprocs: int) -> None:
     rng, wrong = random.Random(SEED * 10 + nprocs), []
-    own_notebook.ok("%load_ext nbddp")
-    own_notebook.ok(f"%ddp open -n {nprocs} --device cpu")
+    own_notebook.ok(f"%load_ext nbddp\n%ddp open -n {nprocs} --device cpu")
     own_notebook.ok(SETUP)
     for case in range(CASES):
         kind, before, failures = rng.choice(KINDS), rng.randrange(3), rng.choice([1, 1, 2])
         cells = FAILURES[:-1] if "static" in kind else FAILURES  # static graphs can't accumulate
         cell = rng.choice([*cells, *ENDLESS])
-        own_notebook.ok(
-            f"model = make({kind!r}); optimizer = torch.optim.Adam(model.parameters())\n"
-            f"for s in range({before}): step(s)"
-        )
+        own_notebook.ok(f"model = make({kind!r}); optimizer = torch.optim.Adam(model.parameters())")
+        own_notebook.ok(f"for s in range({before}): step(s)")
         for _ in range(failures):
             failed = cell.format(who=rng.randrange(nprocs), seed=rng.randrange(99), n=rng.choice([2, 3]))
             if cell in ENDLESS:

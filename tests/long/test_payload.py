@@ -10,9 +10,7 @@ import pytest
 from tests.support import Cells, run
 from tests.test_payload import refused
 
-PREPARED = (
-    "in the notebook and is tied to its process; send what you passed to {0}(), and call {0}() inside the function"
-)
+TIED = "in the notebook and is tied to its process; send what you passed to {0}(), and call {0}() inside the function"
 ACCELERATED, SET_UP = "comes from accelerator.prepare() ", "comes from fabric.setup() "
 MADE = "made in the notebook is tied to its process; create it inside the function"
 LAUNCHERS = """
@@ -34,9 +32,9 @@ REFUSED = [
     f"an AcceleratorState {MADE}",
     f"a PartialState {MADE}",
     f"a GradientState {MADE}",
-    f"an AcceleratedOptimizer {ACCELERATED}{PREPARED.format('prepare')}",
-    f"a DataLoaderShard {ACCELERATED}{PREPARED.format('prepare')}",
-    f"an AcceleratedScheduler {ACCELERATED}{PREPARED.format('prepare')}",
+    f"an AcceleratedOptimizer {ACCELERATED}{TIED.format('prepare')}",
+    f"a DataLoaderShard {ACCELERATED}{TIED.format('prepare')}",
+    f"an AcceleratedScheduler {ACCELERATED}{TIED.format('prepare')}",
 ]
 OF_OTHERS = """
     import torch, pytorch_lightning
@@ -52,7 +50,7 @@ OF_OTHERS = """
 """
 REFUSED_OF_OTHERS = [
     f"a Fabric {MADE}: fabric = Fabric()",
-    *(f"a {kind} {SET_UP}{PREPARED.format('setup')}" for kind in ("_FabricModule", "FabricSGD", "_FabricDataLoader")),
+    *(f"a {kind} {SET_UP}{TIED.format('setup')}" for kind in ("_FabricModule", "FabricSGD", "_FabricDataLoader")),
     *[f"a Trainer {MADE}: trainer = Trainer(...)"] * 2,
 ]
 

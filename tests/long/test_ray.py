@@ -35,12 +35,8 @@ class Ray:
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="nbr-", dir="/tmp")
         name = MARK.partition("=")[0]
-        self.environ = {
-            "RAY_TMPDIR": self._folder,
-            "RAY_raylet_start_wait_time_s": "240",
-            "RAY_worker_niceness": "0",
-            "TMPDIR": self._folder,
-        }
+        self.environ = {"RAY_TMPDIR": self._folder, "TMPDIR": self._folder}
+        self.environ |= {"RAY_raylet_start_wait_time_s": "240", "RAY_worker_niceness": "0"}
         environ = {key: each for key, each in os.environ.items() if key != name}
         command = ["setsid", "--fork", sys.executable, str(Path(__file__).with_name("ray_cluster.py")), "3"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

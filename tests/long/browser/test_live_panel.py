@@ -20,10 +20,9 @@ def test_a_failure_is_shown_also_on_a_dark_page(sheet: Sheet) -> None:
     from playwright.sync_api import expect
 
     panel = sheet.run("nbddp.run(train, (3, 200, 0.01, 100), nprocs=3, device='cpu')").panel
+    notes = panel.locator("[data-part=notes]")
     expect(panel).to_have_attribute("data-state", "failed")
-    expect(panel.locator("[data-part=notes]")).to_contain_text(
-        "ValueError: shapes <script>do not</script> fit at step 100"
-    )
+    expect(notes).to_contain_text("ValueError: shapes <script>do not</script> fit at step 100")
     expect(panel.get_by_role("status")).to_contain_text("train: failed, rank 1 of 3 failed: ValueError")
     expect(panel.locator("tr").nth(2)).to_contain_text("failed")
     expect(panel.locator("tr").nth(1)).to_contain_text("stopped")
