@@ -106,7 +106,7 @@ class PayloadError(NbddpError):
 
 
 class RankError(NbddpError):
-    """The user's code raised an exception on a rank. It's an instance of that one's class, too: ``except ValueError``.
+    """The user's code raised an exception on a rank. An ``except`` for that exception's class catches it, too.
 
     Attributes:
         rank: the rank that failed first in time.
@@ -114,7 +114,7 @@ class RankError(NbddpError):
         cause: the original exception, also as ``__cause__``; its traceback holds the user's frames.
         where: if a collective timed out, where all ranks were, on one line; "" otherwise.
         host: the rank's host if the run is on several; None otherwise.
-        alike: all ranks failed with the same error.
+        alike: whether all ranks failed with the same error.
         advice: what to do about the error, if nbddp knows; "" otherwise.
         locals: the names on the failing line of your code, each with a description such as
             ``"Tensor (64, 10) float32 cuda:1"``.
@@ -301,7 +301,7 @@ def signal_name(exitcode: int) -> str | None:
 def _likely_cause(exitcode: int, signal_name: str | None) -> str:
     if signal_name == "SIGKILL":
         return (
-            "was killed by SIGKILL without a Python error; most often this is the memory limit: "
+            "was killed by SIGKILL without a Python error; most often, it hit the memory limit: "
             "try a smaller batch, fewer ranks, or fewer DataLoader workers"
         )
     if signal_name in CRASHES:

@@ -192,7 +192,7 @@ def test_metrics_can_be_read_while_the_job_runs(cell: Cells, tmp_path: Path) -> 
     wait_until(lambda: (tmp_path / "m").exists() and (tmp_path / "m").stat().st_size)
     wait_until(lambda: len(nbddp.History.load(tmp_path / "m").get("loss", ([], []))[0]) == 100)
     (tmp_path / "second").mkdir()
-    told = f"nbddp: --metrics: another process is writing to {tmp_path}/m; give each job a file of its own\n"
+    told = f"nbddp: --metrics: another process is writing to {tmp_path}/m; give each job its own file\n"
     assert Job(tmp_path / "second", *words).end() == (1, told)
     (tmp_path / "go").touch()
     assert first.end() == (0, "")

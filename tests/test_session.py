@@ -331,7 +331,7 @@ def test_a_cell_that_takes_a_while_or_fails_is_a_run(ranks: Notebook) -> None:
 
 
 def test_ddp_and_other_lines_in_one_cell_are_refused(ranks: Notebook) -> None:
-    assert "%ddp close must be in a cell of its own" in ranks.cell("x = 1\n%ddp close").traceback
+    assert "%ddp close must be in its own cell" in ranks.cell("x = 1\n%ddp close").traceback
     assert "leave out --nprocs 2" in ranks.cell("%%ddp -n 2\n1").shown
 
 

@@ -52,7 +52,7 @@ class History(Mapping[str, Series]):
 
     Which values belong together: without ``step=``, the n-th value of each rank under this name; with ``step=``, those
     of the same step (if a rank's steps go back, as in each epoch, those of the same epoch). A point has the lowest
-    rank's step, and appears once every rank has passed it. ``"mean"``, ``"min"`` and ``"max"`` are over the ranks
+    rank's step, and appears once every rank has passed it. ``"mean"``, ``"min"``, and ``"max"`` are over the ranks
     that logged it; a ``"sum"`` leaves out points that some ranks skipped. Where a run failed or was stopped, the last
     points of a metric with ``reduce=``, which not every rank had reached, are left out. NaN on one rank gives NaN.
     """

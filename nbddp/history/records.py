@@ -76,7 +76,7 @@ def open_file(path: str | None, rank: int, world_size: int) -> int:
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise LaunchError(f"--metrics: another process is writing to {path}; give each job a file of its own") from None
+        raise LaunchError(f"--metrics: another process is writing to {path}; give each job its own file") from None
     except OSError:
         pass  # the file system has no locks
     if os.pread(fd, len(_MARK), 0) not in (b"", _MARK):

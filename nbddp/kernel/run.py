@@ -46,7 +46,7 @@ class Run(Generic[R]):
         state: ``"starting"``, ``"running"``, ``"finished"``, ``"failed"``, or ``"stopped"``.
         error: the error of a failed run; None otherwise.
         restarts: how many times all ranks were restarted.
-        remark: a possible mistake in a finished run, said once per kernel; "" for none.
+        remark: a possible mistake in a finished run, shown once per kernel; "" for none.
         partial: of a stopped run, what each rank returned before its time was up, None for the others; [] if none did.
     """
 
@@ -94,7 +94,7 @@ class Run(Generic[R]):
             raise self.error.with_traceback(None)
         if self.state != "finished":
             advice = "it has no value" if self._done.is_set() else "call wait() first"
-            advice += ", but partial has what ranks returned" if self.partial else ""
+            advice += ", but .partial has what the ranks returned" if self.partial else ""
             raise NbddpError(f"{self.name} is {self.state}: {advice}")
         return self._values
 
@@ -261,7 +261,7 @@ class Run(Generic[R]):
 
     def _stopped_text(self) -> str:
         where = f"Where the ranks were: {self._where}" if self._where else ""
-        partial = "What ranks had returned is in last_run().partial" if self.partial else ""
+        partial = "What the ranks returned is in last_run().partial" if self.partial else ""
         return ". ".join(filter(None, [f"{self.name} was stopped", where, partial, self._cut]))
 
     def _steps(self) -> list[int]:

@@ -186,7 +186,7 @@ class Session(Cells):
 
     def _asked(self, ranks: Sequence[int] | None) -> list[RankState]:
         if self.lost:
-            raise SessionLost(self.lost)
+            raise SessionLost(f"{self.lost}. Open a new session")
         if self._busy:
             raise NbddpError("the ranks are busy: wait until the current cell or call is done")
         for number in ranks or ():
@@ -336,7 +336,7 @@ class Session(Cells):
         if dead := [rank for rank in every if not rank.alive]:
             ended = failure.error_of(dead[0], "session", self._crew)
             self.lost, self._released = str(ended).splitlines()[0], False
-            return [f"The session is over: {self.lost}. %ddp pull NAME still gets variables from the other ranks"]
+            return [f"The session is over: {self.lost}. %ddp pull NAME still works; %ddp open starts new ranks"]
         try:
             counts = list(self._ask(CountCollectives(), every).values())
             groups = {group for count in counts for group in count}

@@ -86,7 +86,7 @@ class DdpMagics(Magics):
     def on_ranks(self, line: str, cell: str) -> Run[Any] | None:
         """Run the cell on every rank: one fresh process per GPU, or the ranks of the open session.
 
-        Fresh ranks get copies of the notebook's variables that the cell reads; what it sets stays there, except for the
+        Fresh ranks get copies of the notebook's variables that the cell reads; what it sets is lost, except for the
         names in -o, which come back from the lowest rank. nbddp, torch, dist, rank, world_size, and device are
         predefined. --as keeps the cell's run, --background doesn't wait for it, and --ranks runs the cell on only some
         ranks; the other options are those of nbddp.run().
@@ -167,9 +167,9 @@ class DdpMagics(Magics):
         chosen = {**defaults, **_OPEN.parse(words).options}
         if self.session is not None and not self.session.lost:
             if chosen == self._opened_with:  # Run All again: as a kernel keeps its names
-                print(f"it's already open: {self.session}; %ddp close ends it")
+                print(f"already open: {self.session}; %ddp close ends it")
                 return self.session
-            raise UsageError("a session with other options is open: run %ddp close first")
+            raise UsageError("a session with different options is open: run %ddp close first")
         if self.session is not None:
             self.session.close()  # it's lost, but its other ranks are there
         session = DdpMagics.session = Session(**chosen)

@@ -154,7 +154,7 @@ def charts(
         marks = [*restarts, *sorted(chart.marks)[:1]]
         chart.marks = [mark for mark in marks if low <= mark[0] <= high][-MAX_MARKS:]
     some = ", ".join([*left_out][:MAX_NAMED])
-    more = f" and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
+    more = f", and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
     return [*found.values()], f"Not drawn: {some}{more}" if some else ""
 
 

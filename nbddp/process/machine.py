@@ -328,7 +328,7 @@ def _too_many_files_raise() -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise RuntimeError("too many open files") from error
+            raise RuntimeError("too many open files; raise the limit (ulimit -n)") from error
         raise
 
 

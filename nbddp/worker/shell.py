@@ -201,7 +201,7 @@ class Shell(InteractiveShell):
 
 
 def _ddp(line: str) -> None:
-    raise UsageError(f"%ddp {line} must be in a cell of its own, which runs in the notebook")
+    raise UsageError(f"%ddp {line} must be in its own cell, which runs in the notebook")
 
 
 def make() -> Shell:

@@ -27,7 +27,7 @@ def test_a_report_that_finds_no_free_descriptor_ends_the_run() -> None:
         except nbddp.NbddpError as error: print(error)
         free.unlink(), free.parent.rmdir()
     """)
-    assert "nbddp itself failed: RuntimeError: too many open files" in ended.stdout
+    assert "nbddp itself failed: RuntimeError: too many open files; raise the limit (ulimit -n)" in ended.stdout
 
 
 def test_500_mb_come_back_without_deadlock(cell: Cells) -> None:
