@@ -6,15 +6,7 @@ import pytest
 import torch
 
 import nbddp
-from tests.support import Cells, run
-
-
-def test_values_are_by_rank_and_value_is_rank_0s(cell: Cells) -> None:
-    names = cell("import nbddp\ndef train(): return {'rank': nbddp.rank()}")
-    done = run(names.train, nprocs=3)
-    assert (done.values, done.value) == ([{"rank": 0}, {"rank": 1}, {"rank": 2}], {"rank": 0})
-    assert (done.state, done.nprocs, done.error) == ("finished", 3, None)
-    assert 0 < done.seconds < 60
+from tests.support import Cells, error_of, run
 
 
 def test_a_trained_model_is_an_instance_of_the_notebooks_class(cell: Cells) -> None:
@@ -59,12 +51,11 @@ def test_an_unpicklable_result_is_named_and_the_rest_is_in_partial(cell: Cells, 
         import threading, nbddp
         def train(bad): return {"fine": 1, "lock": threading.Lock()} if nbddp.rank() == bad else "fine"
     """)
-    with pytest.raises(nbddp.PayloadError) as caught:
-        run(names.train, rank)
-    assert caught.value.path == ("the result", "['lock']")
-    assert f"returned on rank {rank}" in str(caught.value)
-    assert ".partial" in str(caught.value)
-    partial = caught.value.partial
+    error = error_of(names.train, rank, kind=nbddp.PayloadError)
+    partial = error.partial
+    assert error.path == ("the result", "['lock']")
+    assert f"returned on rank {rank}" in str(error)
+    assert ".partial" in str(error)
     assert (partial[1 - rank], partial[rank]["fine"]) == ("fine", 1)
     assert partial[rank]["lock"].text.startswith("<unlocked _thread.lock")
     assert "stayed on its rank: cannot pickle" in repr(partial[rank])
@@ -82,9 +73,7 @@ def test_what_can_be_sent_of_a_value_comes_back_as_it_was(cell: Cells) -> None:
             inner = collections.OrderedDict(net=net, data=data, view=data[:3], train=train, rows=[1, (2, net)])
             return {"lock": threading.Lock(), Key(): 5, **inner, "inner": inner | {"lock": threading.Lock()}}
     """)
-    with pytest.raises(nbddp.PayloadError) as caught:
-        run(names.train, nprocs=1)
-    (value,) = caught.value.partial
+    (value,) = error_of(names.train, nprocs=1, kind=nbddp.PayloadError).partial
     for part in (value, value["inner"]):
         assert "stayed on its rank" in repr(part.pop("lock"))
         assert type(part["net"]) is names.Net

@@ -134,6 +134,5 @@ def test_the_package_index_page_has_no_dead_links(built: Path, metadata: email.m
 def test_importing_on_windows_raises_one_sentence_that_names_wsl2() -> None:
     lacks = ["fcntl", "resource", "termios", "pwd", "grp"]
     done = script(f"import sys; sys.platform = 'win32'; sys.modules |= dict.fromkeys({lacks}); import nbddp")
-    assert done.stderr.strip().splitlines()[-1] == (
-        "ImportError: nbddp runs only on Linux. On Windows, use it in WSL2 (Windows Subsystem for Linux)"
-    )
+    told = "ImportError: nbddp runs only on Linux. On Windows, use it in WSL2 (Windows Subsystem for Linux)"
+    assert done.stderr.strip().splitlines()[-1] == told

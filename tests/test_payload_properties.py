@@ -86,12 +86,8 @@ def tensors(draw: st.DrawFn) -> Any:
 def views(draw: st.DrawFn, tensor: torch.Tensor) -> Any:
     """The same memory, seen in another way."""
     plain, room = tensor.detach(), tensor.untyped_storage().nbytes() // tensor.element_size()
-    ways = [
-        lambda: tensor,
-        lambda: plain,
-        lambda: plain.expand(2, *plain.shape),
-        lambda: plain.mT if plain.ndim > 1 else plain,
-    ]
+    ways = [lambda: tensor, lambda: plain, lambda: plain.expand(2, *plain.shape)]
+    ways.append(lambda: plain.mT if plain.ndim > 1 else plain)
     if plain.ndim:
         ways.append(lambda: plain[draw(st.slices(len(plain)).filter(lambda s: (s.step or 1) > 0))])
     if room > 4:
@@ -106,9 +102,8 @@ def views(draw: st.DrawFn, tensor: torch.Tensor) -> Any:
 @st.composite
 def values(draw: st.DrawFn) -> Any:
     """Nested containers whose leaves may be the same object, or see the same memory."""
-    found = draw(
-        st.lists(st.one_of(arrays(), tensors(), st.sampled_from(ODD).map(lambda make: make())), min_size=1, max_size=3)
-    )
+    data = st.one_of(arrays(), tensors(), st.sampled_from(ODD).map(lambda make: make()))
+    found = draw(st.lists(data, min_size=1, max_size=3))
     strided = [each for each in found if isinstance(each, torch.Tensor) and _has_memory(each)]
     found += [draw(views(draw(st.sampled_from(strided)))) for _ in range(draw(st.integers(0, 4))) if strided]
     keys = st.one_of(st.integers(), st.text(CHARACTERS, max_size=3), st.tuples(st.booleans()))
@@ -130,9 +125,8 @@ def _loop(items: list[Any]) -> list[Any]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided and tensor.device.type == "cpu" and not (tensor.is_quantized or tensor.is_nested)
-    )
+    is_odd = tensor.is_quantized or tensor.is_nested
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not is_odd
 
 
 class Description:

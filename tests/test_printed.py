@@ -12,9 +12,8 @@ from nbddp.process.machine import Event
 from nbddp.text import fold
 
 TEXT = st.text(st.sampled_from("ab\r\n é€😀\0\x1b"), max_size=60)
-RAW = st.one_of(
-    TEXT.map(str.encode), st.binary(max_size=40), st.lists(TEXT.map(str.encode), max_size=3).map(b"\xff".join)
-)
+ENCODED = TEXT.map(str.encode)
+RAW = st.one_of(ENCODED, st.binary(max_size=40), st.lists(ENCODED, max_size=3).map(b"\xff".join))
 CUTS = st.lists(st.integers(1, 7), max_size=60)
 
 

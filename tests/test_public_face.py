@@ -173,8 +173,11 @@ def test_a_name_of_another_version_or_library_is_answered_with_the_one_here() ->
         nbddp.loader([1, 2], split_batch=True)
 
 
-def test_a_run_has_the_promised_attributes(cell: Cells) -> None:
-    done = run(cell("def train(): return 1").train)
+def test_a_run_has_the_promised_attributes_and_its_values_by_rank_and_rank_0s_value(cell: Cells) -> None:
+    done = run(cell("import nbddp\ndef train(): return {'rank': nbddp.rank()}").train, nprocs=3)
+    assert (done.values, done.value) == ([{"rank": 0}, {"rank": 1}, {"rank": 2}], {"rank": 0})
+    assert (done.state, done.nprocs, done.error) == ("finished", 3, None)
+    assert 0 < done.seconds < 60
     assert _public(done) == OF_A_RUN
     assert inspect.isawaitable(done)
     assert len(_public(done.history)) <= 20
@@ -182,19 +185,17 @@ def test_a_run_has_the_promised_attributes(cell: Cells) -> None:
 
 
 def test_a_rank_imports_no_front_end_and_no_kernel_side_module(cell: Cells) -> None:
-    modules = run(
-        cell("""
+    names = cell("""
         import nbddp
         def train():
             import sys
             nbddp.log(loss=1.0); nbddp.loader([1, 2]); nbddp.rank()
             return sorted(sys.modules)
-    """).train
-    ).value
+    """)
+    modules = run(names.train).value
     assert not {"ipywidgets", "anywidget", "ipykernel", "matplotlib", "pandas"} & {*modules}
-    kernels = tuple(
-        f"nbddp.{room}" for room in ("kernel", "job", "magic", "panel", "loggers.log_to", "history.history")
-    )
+    rooms = "kernel", "job", "magic", "panel", "loggers.log_to", "history.history"
+    kernels = tuple(f"nbddp.{room}" for room in rooms)
     assert [name for name in modules if name.startswith(kernels)] == []
     assert "nbddp.worker.rank" in modules
 

@@ -26,7 +26,7 @@ def test_the_last_error_is_raised_and_names_the_first(cell: Cells) -> None:
     error = error_of(names.train, max_restarts=2)
     assert "attempt 2" in str(error)
     assert isinstance(error.first, nbddp.RankDied)
-    assert (error.restarts, error.first.exitcode) == (2, 7)
+    assert (error.rank, error.restarts, error.first.exitcode) == (1, 2, 7)
     told = "Failed after 2 restarts; the first failure was RankDied: rank 1 of 2 ended with exit code 7"
     assert told in str(error)
     assert told in "\n".join(error._render_traceback_())

@@ -57,9 +57,7 @@ def test_a_run_ends_although_an_event_loop_that_waited_for_it_is_closed() -> Non
     assert (answers, run.state, run.done()) == ([run], "finished", True)
 
 
-@pytest.mark.parametrize(
-    "name", ["x" * 5000, "雪" * 300, "a\0b\nc/d", "\udc80"], ids=["long", "wide", "controls", "half"]
-)
+@pytest.mark.parametrize("name", ["x" * 5000, "雪" * 300, "a\0b\nc/d", "\udc80"], ids=["long", "wide", "null", "half"])
 def test_a_run_may_have_any_name(cell: Cells, name: str) -> None:
     going = run(cell("def train(): return 1").train, name=name, wait=False)
     assert going.wait().values == [1, 1]

@@ -87,11 +87,8 @@ def weights_equal(
     """Those of a script, of a cell with its own seed or nbddp's, and of one with the helpers, which are thin names."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     path = tmp_path / "train_script.py"
-    path.write_text(
-        TRAIN
-        + "\ndist.init_process_group('gloo')\nresult = train(7)\n"
-        + f"torch.save(result, r'{tmp_path}/%d.pt' % dist.get_rank())\ndist.destroy_process_group()\n"
-    )
+    save = f"torch.save(result, r'{tmp_path}/%d.pt' % dist.get_rank())\ndist.destroy_process_group()\n"
+    path.write_text(TRAIN + "\ndist.init_process_group('gloo')\nresult = train(7)\n" + save)
     launcher(tmp_path, path)
     theirs = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
     nbddp.run_script(path, nprocs=size, device="cpu", show=False)

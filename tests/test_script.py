@@ -104,9 +104,7 @@ def test_exit_code_0_is_a_success_and_3_a_failure(in_folder: Path) -> None:
         (in_folder / "a.py").write_text(f"import sys\nprint('worked')\n{ending}\n")
         run = script("a.py")
         assert (run.state, run.logs(1)) == ("finished", "worked\n")
-    (in_folder / "a.py").write_text(
-        "import os, sys\nif os.environ['RANK'] == '1': sys.exit(3)\nimport time\ntime.sleep(1000)"
-    )
+    Path("a.py").write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(1000)")
     with pytest.raises(nbddp.RankDied, match=r"rank 1 of 2 called sys.exit\(3\)") as caught:
         script("a.py")
     assert caught.value.exitcode == 3
