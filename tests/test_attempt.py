@@ -172,13 +172,11 @@ def test_ranks_that_all_fail_alike_say_so(texts: list[str], header: str) -> None
 MINE, THEIRS = ("/tmp/ipykernel_1/1.py", 3, "train"), (distributed_c10d.__file__, 7, "all_reduce")
 
 
-@pytest.mark.parametrize(
-    ("frames", "where"), [((), ""), ((MINE,), ""), ((MINE, THEIRS), "rank 0 failed in all_reduce")]
-)
-def test_a_timeout_in_a_collective_and_no_other_says_where_the_ranks_were(frames: tuple, where: str) -> None:
+@pytest.mark.parametrize(("frames", "said"), [((), ""), ((MINE,), ""), ((MINE, THEIRS), "rank 0 failed in all_reduce")])
+def test_a_timeout_in_a_collective_and_no_other_says_where_the_ranks_were(frames: tuple, said: str) -> None:
     report = Report(1.0, failure=Failure("call", "TimeoutError", "TimeoutError: timed out", frames=frames))
     error = follow(1, [message(0, report)]).error
-    assert error.where == (where and f"{where} (train, line 3)")
+    assert error.where == (said and f"{said} (train, line 3)")
 
 
 # ---------------------------------------------------------------------------- after a failure
@@ -223,7 +221,12 @@ def unable(phase: str) -> Event:
         ("starting", unable("setup"), nbddp.LaunchError, "rank 1 failed during setup: OSError: no such thing"),
         ("ready", exited(1, 1), nbddp.RankDied, "rank 1 of 2 ended with exit code 1 while unpacking train"),
         ("ready", exited(1, -9), nbddp.RankDied, "rank 1 of 2 was killed by SIGKILL"),
-        ("ready", unable("unpack"), nbddp.PayloadError, "rank 1 couldn't unpickle train and its data: OSError"),
+        (
+            "ready",
+            unable("unpack"),
+            nbddp.PayloadError,
+            "rank 1 couldn't unpickle train and its data: OSError: no such thing. One",
+        ),
     ],
 )
 def test_a_failure_before_the_function_says_how_far_it_came(comes_to: str, event: Event, kind: type, text: str) -> None:
@@ -338,21 +341,17 @@ def test_a_value_that_nobody_takes_since_another_rank_failed_is_closed() -> None
     assert (run.error.rank, block.fd) == (1, -1)
 
 
+FAILING = {CountSteps: [failed(0, 1.0, "boom"), *interrupted(1)]}
+
+
 @pytest.mark.parametrize(
-    "given",
-    [
-        {"comes_to": "starting"},
-        {"comes_to": "ready"},
-        {"when": {CountSteps: [failed(0, 1.0, "boom"), *interrupted(1)]}},
-    ],
-    ids=["starting", "ready", "failing"],
+    "given", [{"comes_to": "starting"}, {"comes_to": "ready"}, {"when": FAILING}], ids=["starting", "ready", "failing"]
 )
 def test_a_stop_before_the_function_has_begun_or_while_ranks_fail_has_no_error_and_kills(
     quick: pytest.MonkeyPatch, given: dict
 ) -> None:
     quick.setattr(attempt, "_COUNT_S", NEVER_S if CountSteps in given.get("when", ()) else 0.003)
-    machine = FakeMachine(**given)
-    run: nbddp.Run = nbddp.Run(TWO_RANKS)
+    machine, run = FakeMachine(**given), nbddp.Run(TWO_RANKS)
     run._ask_to_stop(NEVER_S)
     carry_out_on(run, machine)
     assert (run.state, run.error, machine.signals) == ("stopped", None, [([0, 1], KILL)])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 import nbddp
 from nbddp.history.history import History
 from nbddp.history.records import AUTOLOG
+from nbddp.loggers import autolog
 from tests.curves import Recorded
-from tests.support import Cells, run
+from tests.support import Cells, error_of, run
 
 PROGRAMS = Path(__file__).parent / "programs" / "logging"
 Curves = dict[str, list[tuple[int, float]]]
@@ -50,9 +51,6 @@ def assert_same(found: Curves, expected: Curves, **lengths: int) -> None:
         mine, theirs = (np.array(each[name]).astype(np.float32) for each in (found, expected))
         np.testing.assert_array_equal(mine, theirs, name)
     assert {name: len(found[name]) for name in lengths} == lengths
-
-
-# ---------------------------------------------------------------------------- TensorBoard
 
 
 def test_tensorboards_programs_draw_what_it_shows_a_second_writer_with_its_folder_in_front(in_folder: Path) -> None:
@@ -95,6 +93,11 @@ def test_writers_have_curves_of_their_own_and_arrays_are_numbers(cell: Cells, in
     }
 
 
+def test_what_wandb_refuses_is_left_to_its_own_error() -> None:
+    of_another_process = SimpleNamespace(id="a", name="b")  # it has its _step after its first log()
+    assert autolog._wandb(of_another_process, "train_loss", 2.0) == ({}, 2.0, "a/b")
+
+
 def test_another_version_of_a_library_ends_its_curves_and_not_the_training(cell: Cells, in_folder: Path) -> None:
     module("wandb/sdk/wandb_run.py", "class Run: pass")
     names = cell("""
@@ -119,9 +122,6 @@ def test_another_version_of_a_library_ends_its_curves_and_not_the_training(cell:
     assert made.logs().count("not recording what") == 2
     assert "[rank 0] nbddp: not recording what tensorboard logs (KeyError: 'odd')\n" in made.logs()
     assert "not recording what wandb logs (AttributeError: type object 'Run' has no attribute 'log')" in made.logs()
-
-
-# ---------------------------------------------------------------------------- log() and sessions
 
 
 def test_a_curve_that_log_writes_replaces_one_that_was_heard(cell: Cells, in_folder: Path) -> None:
@@ -162,9 +162,6 @@ def test_each_call_of_a_session_has_its_own_names(cell: Cells, in_folder: Path) 
             assert curves(session.run(names.train, (folder, value))) == {"loss": [(1, value)]}
 
 
-# ---------------------------------------------------------------------------- trainers
-
-
 def test_a_trainers_own_writer_is_not_heard_and_a_callbacks_is(cell: Cells, in_folder: Path) -> None:
     """Although the callback logs the trainer's value."""
     source = "class Trainer:\n    def log(self, logs): self.writer.add_scalar('train/loss', logs['loss'], 3)"
@@ -192,7 +189,5 @@ def test_an_import_that_fails_shows_only_the_users_frames_and_imports_no_other(c
             sys.path.insert(0, ".")
             import tensorboardX.writer
     """)
-    with pytest.raises(nbddp.RankError) as raised:
-        run(names.train, nprocs=1)
-    frames = traceback.extract_tb(raised.value.cause.__traceback__)
+    frames = traceback.extract_tb(error_of(names.train, nprocs=1).cause.__traceback__)
     assert [frame.name for frame in frames] == ["train", "<module>"]

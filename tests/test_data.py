@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,41 @@ def test_samplers_that_draw_differently_or_split_themselves_are_errors_with_a_re
         assert "pass the sampler you'd use on one GPU, or use torch's DataLoader" in said
     for (said,) in run(names.train, "torch's split").values:
         assert said.startswith("TypeError: loader() already distributes the samples. Since DistributedSampler")
+
+
+def test_ranks_that_split_the_data_differently_are_told(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        from torch.utils.data import random_split
+        def train(seed):
+            generator = None if seed is None else torch.Generator().manual_seed(seed)
+            part, _ = random_split(range(20), [16, 4], generator)
+            nbddp.barrier()
+            return sorted(x.item() for x in nbddp.loader(part))
+    """)
+    with pytest.raises(nbddp.RankError, match=r"'s Subset has different samples than rank .*manual_seed\(0\)\) does"):
+        run(names.train, None, seed=0)
+    first, second = run(names.train, 0, seed=1).values
+    assert len({*first, *second}) == 16
+
+
+class _Wrapper:
+    def __iter__(self) -> Any:
+        return iter(nbddp.loader(range(4)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda: nbddp.loader(nbddp.loader(range(4))), "given a loader that it has made"),
+        (lambda: nbddp.loader(_Wrapper()), "not a _Wrapper: pass the DataLoader inside it"),
+        (lambda: nbddp.gather_for_metrics([1, 2]), "takes a tensor, not a list: call it for each tensor"),
+        (lambda: nbddp.loader(range(4)).bs, r"distrib_ctx\(\) and nbddp.loader\(\) would both split the data"),
+    ],
+)
+def test_what_takes_no_share_says_what_to_pass(wrong: Callable[[], Any], says: str) -> None:
+    with pytest.raises((TypeError, AttributeError), match=says):
+        wrong()
 
 
 def test_a_stream_can_be_profiled_and_a_loader_that_one_rank_makes_in_addition_disturbs_no_other(cell: Cells) -> None:

@@ -34,7 +34,7 @@ def test_uneven_batches_are_named_as_the_likely_cause(cell: Cells) -> None:
     expected = re.compile(
         r"rank 0 finished after step 2; ranks 1 and 2 are in (backward|DDP's forward) after step [23] "
         r"\(train, line [67]\)\. Most likely, rank 0 had fewer batches than the others\. nbddp\.loader without "
-        r"exact=True gives every rank the same number\. With another one, use .*, or nbddp\.join\(model\)\n"
+        r"exact=True gives every rank the same number\. With another loader, use .*, or nbddp\.join\(model\)\n"
     )
     text = wait_until(lambda: (found := going.stacks()) and expected.match(found) and found, what=going.stacks)
     assert "loss = model" in text or "loss.backward()" in text  # the reader's own line
@@ -134,8 +134,7 @@ def test_a_collective_that_times_out_names_the_missing_rank(cell: Cells) -> None
     """)
     error = error_of(names.train, nprocs=3, pg_timeout=2)
     assert error.rank in (0, 1)
-    assert re.search(r"failed in all_reduce.* \(train, line 7\)", error.where), error.where
-    assert "rank 2 is in nap, line 3" in error.where
+    assert "ranks 0 and 1 failed in all_reduce (train, line 7); rank 2 is in nap, line 3" in error.where
     assert error.where in str(error)
     assert error.where in "\n".join(error._render_traceback_())
 
@@ -244,6 +243,15 @@ def test_an_interrupt_says_where_each_rank_was(notebook: Notebook) -> None:
     assert reply.evalue.startswith("train was stopped. Where the ranks were: ")
 
 
+def test_a_stop_gives_a_likely_reason_if_nothing_moves(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang, "_STANDS_S", 0.0)
+    going = start(cell("import nbddp\ndef train():\n    if nbddp.rank(): nbddp.barrier()").train)
+    wait_until(lambda: "rank 1 is waiting in barrier" in going.stacks())
+    going.stop()
+    told = r"rank 0 finished; rank 1 is waiting in barrier .*\. Every rank has to call the same collectives"
+    assert re.search(told, going.stacks())
+
+
 def _called(rank: int, function: str, line: int, *inner: Frame, step: int = -1) -> Location:
     return Location(rank, "running", (Frame("/tmp/ipykernel_1/2.py", line, function), *inner), step)
 
@@ -263,8 +271,8 @@ BARRIER = ALL_REDUCE._replace(function="barrier")
         (
             [_called(0, "train", 6, ALL_REDUCE), Location(1, "finished", left_after=2)],
             "rank 0 is waiting in all_reduce (train, line 6); rank 1 finished. Most likely, rank 1 left the loop "
-            "early (break or return) after batch 2. All ranks have to leave it after the same batch: let them agree, "
-            "nbddp.all_reduce(float(stop), 'max')",
+            "early (break or return) after batch 2. All ranks have to leave it after the same batch: decide together "
+            "with nbddp.all_reduce(float(stop), 'max')",
         ),
         (
             [_called(0, "<module>", 1, BARRIER), Location(1, "outside")],

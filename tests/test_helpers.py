@@ -69,13 +69,15 @@ def test_reduce_gather_and_barrier_give_the_right_values(cell: Cells) -> None:
                 bools=nbddp.all_reduce(torch.tensor([True, r > 1])), float8=nbddp.all_reduce(x.to(torch.float8_e5m2)),
                 quantized=[x.dequantize().sum().item() for x in nbddp.all_gather(quantized)],
                 objects=nbddp.all_gather({"r": [r] * r}), scalar=nbddp.all_gather(torch.tensor(r))[2].item(),
+                any=nbddp.all_reduce(torch.tensor([False, r > 1]), "max"),
             )
     """)
     for rank, value in enumerate(run(names.train, nprocs=3).values):
-        columns, bools, float8 = (value.pop(name) for name in ("columns", "bools", "float8"))
+        columns, bools, float8, any_ = (value.pop(name) for name in ("columns", "bools", "float8", "any"))
         assert columns.tolist() == [[0.0, 9.0], [3.0, 12.0], [6.0, 15.0]]
         assert columns.stride() == ((1, 3) if rank == 0 else (2, 1))  # as x
         assert (bools.tolist(), bools.dtype) == ([3, 2], torch.int64)
+        assert (any_.tolist(), any_.dtype) == ([False, True], torch.bool)
         assert (float8.tolist(), float8.dtype) == ([6.0, 64.0], torch.float8_e5m2)
         assert isinstance(value["sum"], int)
         assert value == {

@@ -59,6 +59,7 @@ def test_a_function_receives_every_step_once_in_order_and_tensorboard_steps_valu
         assert [event.step for event in events] == steps.tolist()
         np.testing.assert_array_equal([event.value for event in events], values.astype(np.float32))
         assert all(began < event.wall_time < ended for event in events)
+        np.testing.assert_allclose([event.wall_time for event in events], made.history.points(name).times, 0, 1e-3)
     writer.add_scalar("it's still open", 1.0)  # type: ignore[no-untyped-call]
     writer.close()  # type: ignore[no-untyped-call]
 

@@ -45,6 +45,8 @@ def written(name: str, value: Any, dice: random.Random) -> str:
     flag = dice.choice(OPTIONS[name][0])
     if value is True:
         return flag
+    if name == "gpus" and dice.random() < 0.5:
+        return " ".join(f"-g {gpu}" for gpu in value)
     text = shlex.quote(",".join(map(str, value)) if isinstance(value, list) else str(value))
     return flag + dice.choice([" ", "  ", "=" if flag.startswith("--") else ""]) + text
 

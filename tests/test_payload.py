@@ -231,7 +231,7 @@ def test_a_name_that_only_a_pickle_or_a_string_has_is_found_among_the_cells(cell
             global step
             step = 5
             return getattr(sys.modules["__main__"], "step" + "ped")(), step
-        def build(kind): return globals()[kind](5), "locked" in globals()
+        def build(kind): return [(globals()[each](5), "locked" in globals()) for each in [kind]][0]
         def miss():
             try: return sys.modules["__main__"].locked
             except AttributeError as error: return str(error)
@@ -339,6 +339,7 @@ def test_what_belongs_to_the_notebook_is_refused_with_the_path_to_it_and_what_to
         from safetensors.torch import save_file
         save_file({"w": torch.ones(2)}, "w.safetensors")
         class Environment: ...
+        class InMemoryStorage: ...
         class Accelerator: ...
         class Mine(Accelerator): ...
         @torch.library.custom_op("mine::double", mutates_args=())
@@ -349,13 +350,14 @@ def test_what_belongs_to_the_notebook_is_refused_with_the_path_to_it_and_what_to
         things = [make(ctypes.c_int(), fork.Lock(), fork), make((ctypes.c_double * 3)(), fork.Lock(), fork)]
         things += [fork.Lock(), fork.Event(), mmap.mmap(-1, 8), Environment(), safe_open("w.safetensors", "pt")]
         things += [ddp, double, ipywidgets.IntProgress(), InteractiveShell.__new__(InteractiveShell)]
-        things += [Accelerator(), Mine()]
+        things += [Accelerator(), Mine(), InMemoryStorage()]
         things += [open("log.txt", mode) for mode in ("w", "r", "rb")]  # the contents, too, stay here
         def helper(): return thing
         def train(): return helper()
     """)
-    # lmdb isn't installed here, and accelerate takes long to import.
-    for module, kind in (("lmdb", names.Environment), ("accelerate.accelerator", names.Accelerator)):
+    # lmdb and optuna aren't installed here, and accelerate takes long to import.
+    optuna = ("optuna.storages", names.InMemoryStorage)
+    for module, kind in (("lmdb", names.Environment), ("accelerate.accelerator", names.Accelerator), optuna):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{kind.__name__: kind}))
     one_process = "made in the notebook is tied to its process; create it inside the function: accelerator = Acc"
     texts = (
@@ -369,10 +371,11 @@ def test_what_belongs_to_the_notebook_is_refused_with_the_path_to_it_and_what_to
         "a DistributedDataParallel model belongs to this process's group; send model.module, and wrap it",
         "a CustomOpDef exists only in this process; define it in a module, and import it from there inside",
         "an IntProgress lives in the notebook's front end; log() values and update it in the notebook",
-        "an InteractiveShell is the notebook itself; ranks have none",
+        "an InteractiveShell is the notebook itself; leave it out",
         f"an Accelerator {one_process}",
         f"a Mine {one_process}",
-        *["an open file ('log.txt') belongs to this process; send its path, and open it there"] * 3,
+        "an InMemoryStorage has its trials in the notebook's memory: call trial.suggest_...() in the notebook and send",
+        *["an open file ('log.txt') belongs to this process; send its path, and open it in the function"] * 3,
     )
     for said, text in zip(refused(cell, names, "train → helper → thing"), texts, strict=True):
         assert said.startswith(text)

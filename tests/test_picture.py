@@ -187,6 +187,8 @@ def test_a_rank_that_is_slow_stuck_or_behind_is_marked() -> None:
     history.ranks[2].step = 9
     assert lagging(history, status("running", 4), now)[1] == "slow"
     assert not lagging(history, status(ranks=4), now)
+    logged(history=(two := logged(2, loss=[1.0] * 3, every_s=6.0)), loss=[1.0], first=3, every_s=6.0)
+    assert lagging(two, status("running", 2))[1] == "1 step behind"
 
 
 def test_of_16_ranks_one_sees_that_there_are_more_and_those_in_trouble() -> None:

@@ -74,6 +74,9 @@ def in_place(): step(model, torch.ones(1, 2)); return {"loss": 0.5, "steps": [1]
 def returned(): step(model, torch.ones(1, 2)); return [model]
 def weights(): step(model, torch.ones(1, 2)); return {"weights": model.state_dict()}
 def saved(): step(model, torch.ones(1, 2)); torch.save(model, "/dev/null")
+losses = []
+def fills(): losses.append(0.5)
+def fills_and_returns(): losses.append(0.5); return losses
 """
 
 
@@ -82,6 +85,8 @@ def saved(): step(model, torch.ones(1, 2)); torch.save(model, "/dev/null")
     [
         *[(name, "every rank trained on a DataLoader of 16 samples without") for name in ("plain", "in_workers")],
         *[(name, "") for name in ("sampled", "dealt", "split", "subset", "own", "returned", "weights", "saved")],
+        ("fills", "fills filled losses on the ranks: the notebook's own is unchanged. Return it"),
+        ("fills_and_returns", ""),
         ("in_place", "in_place trained a copy of the notebook's model: the notebook's own is unchanged. Return"),
     ],
 )
@@ -178,7 +183,7 @@ def test_a_stopped_runs_values_are_in_partial_as_far_as_there_are_any(cell: Cell
     started.stop(grace=0.5)
     assert (started.state, started.partial) == ("stopped", [(0, "so far"), None])
     with pytest.raises(
-        nbddp.NbddpError, match="train is stopped: it has no value, but partial has what ranks returned"
+        nbddp.NbddpError, match=r"train is stopped: it has no value, but \.partial has what the ranks returned"
     ):
         _ = started.value
     with nbddp.Session(nprocs=1, device="cpu", show=False) as session:
@@ -246,7 +251,7 @@ def test_weak_references_of_a_value_are_dead_in_the_notebook_which_is_said(cell:
 )
 def test_another_launcher_in_a_function_is_refused_before_ranks_start(notebook: Notebook, code: str) -> None:
     what = (
-        "'ddp_notebook' in train: write 'ddp'" if "ddp_" in code else "notebook_launcher() in train: call its function"
+        "'ddp_notebook' in train: write 'ddp'" if "ddp_" in code else "notebook_launcher() in train: call the function"
     )
     notebook.ok("import sys, types, nbddp\nsys.modules['accelerate'] = fake = types.ModuleType('accelerate')")
     notebook.ok(f"def notebook_launcher(*a, **k): pass\nfake.notebook_launcher = notebook_launcher\n{code}")
@@ -271,10 +276,17 @@ def test_another_launcher_in_a_function_is_refused_before_ranks_start(notebook: 
         ("Expected to mark a variable ready only once.", {}, "use_reentrant=False"),
         ("FileExistsError: [Errno 17] File exists: 'out'", {"alike": False}, "exist_ok=True"),
         ("FileExistsError: [Errno 17] File exists: 'out'", {}, ""),
-        ("FileNotFoundError: 'out/x'", {"alike": False, "rank": 1}, "If rank 0 makes it"),
+        ("FileNotFoundError: 'out/x'", {"alike": False, "rank": 1}, "If rank 0 creates it"),
         ("FileNotFoundError: 'out/x'", {"alike": False}, ""),
         ("PytorchStreamReader failed reading zip archive", {"alike": False, "rank": 1}, "nbddp.barrier()"),
+        ("PytorchStreamReader failed reading zip archive", {"alike": False}, "write it only if nbddp.is_primary()"),
         ("EOFError: Ran out of input", {"rank": 1}, ""),
+        ("UnboundLocalError: cannot access local variable 'x' where", {"alike": False, "rank": 1}, "broadcast()"),
+        ("NameError: name 'x' is not defined", {"alike": False}, ""),
+        ("DDP expects same model across all ranks, but Rank 0 has 2 params", {}, "nbddp.broadcast(parameters)"),
+        ("You must call `wandb.init()` before `wandb.log()`", {}, "log_to=wandb.run"),
+        ("default_collate: batch must contain tensors; found <class 'Data'>", {}, "nbddp.loader(dataloader)"),
+        ("SyncBatchNorm layers only work with GPU modules", {}, "if nbddp.device().type == 'cuda'"),
     ],
 )
 def test_errors_of_several_processes_say_what_to_do(text: str, how: dict[str, Any], says: str) -> None:

@@ -152,7 +152,16 @@ def test_private_files_cannot_be_opened_by_others_and_secrets_are_in_no_file_mes
     with pytest.raises(nbddp.RankError) as caught:
         run(names.train, SECRET, nprocs=2)
     failed = nbddp.last_run()
-    told = [str(caught.value), repr(caught.value), repr(failed), failed.logs(), str(failed.stacks())]
+    with pytest.raises(nbddp.LaunchError, match="the value of 'API_TOKEN' has type bytes") as refused:
+        run(names.train, SECRET, env={"API_TOKEN": SECRET.encode()})
+    told = [
+        str(caught.value),
+        repr(caught.value),
+        repr(failed),
+        failed.logs(),
+        str(failed.stacks()),
+        str(refused.value),
+    ]
     assert not [text for text in (*told, repr(failed.history)) if SECRET in text]
     started = start(names.wait, SECRET)
     wait_until(lambda: SECRET in started.logs(0))  # it opens no more files

@@ -122,6 +122,37 @@ def test_a_damaged_snapshot_is_refused_or_whole(seed: int) -> None:
             assert _same(nbddp.load_snapshot(path), state, {})
 
 
+def test_shares_of_a_sharded_model_are_refused_and_whole_states_come_back(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        import nbddp, torch
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        from torch.distributed.fsdp import fully_shard
+        def train(what):
+            torch.manual_seed(0)
+            plain = torch.nn.Linear(2, 4)
+            model = fully_shard(torch.nn.Sequential(plain))
+            optimizer = torch.optim.AdamW(model.parameters())
+            if what == "saved": return nbddp.save_snapshot("a.pt", model=model)
+            if what == "optimizer": return nbddp.save_snapshot("a.pt", optimizer=optimizer)
+            if what == "model": return model
+            if what == "state": return model.state_dict()
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            nbddp.save_snapshot("a.pt", model=state)
+            return state
+    """)
+    for what, kind in (("saved", nbddp.RankError), ("optimizer", nbddp.RankError)):
+        with pytest.raises(
+            kind, match=r"a.pt wasn't written: an? \w+ has only this rank's share: on all ranks, call get_"
+        ):
+            run(names.train, what)
+    for what in ("model", "state"):
+        with pytest.raises(nbddp.PayloadError, match="has only this rank's share"):
+            _ = run(names.train, what).value
+    state = run(names.train, "whole").value
+    assert [tuple(each.shape) for each in state.values()] == [(4, 2), (4,)]
+    assert torch.equal(state["0.weight"], nbddp.load_snapshot("a.pt")["model"]["0.weight"])
+
+
 def test_reading_a_snapshot_runs_no_code_unless_asked_to(in_folder: Path) -> None:
     with pytest.raises(nbddp.NbddpError, match=r"^s\.pt wasn't written: .*GLOBAL posix\.mkdir"):
         nbddp.save_snapshot("s.pt", harmless=1, evil=Planted("it_ran"))

@@ -78,9 +78,8 @@ def test_text_lines_report_once_a_restart_the_number_of_restarts_and_a_hang_with
     history.restart(REASON)
     for state in ("starting", "running", "running", "finished"):
         run.becomes(state, 38.0, restarts=1, max_restarts=3)
-    assert capsys.readouterr().out == (
-        f"train: restart 1 of 3 after {REASON}\ntrain: finished after 0:38 · 2 ranks · gloo · 1 restart\n"
-    )
+    told = f"train: restart 1 of 3 after {REASON}\ntrain: finished after 0:38 · 2 ranks · gloo · 1 restart\n"
+    assert capsys.readouterr().out == told
     run = Followed(Recorded())
     for seconds in (30, 31):
         run.becomes("running", seconds, hang=f"Nothing for {seconds} s\n  File ...")
@@ -100,6 +99,10 @@ def test_the_end_tells_once_what_the_ranks_have_not_logged_alike_and_a_remark(ca
     told = "total: 1 of 3 steps was logged by only 1 of 2 ranks (the first is step 1); the sums leave out this one"
     end = "train: finished after 1.0 s · 2 ranks · gloo · total 4"
     assert capsys.readouterr().out.splitlines() == [f"train: {told}", end, "train: no collective was called"]
+    short = Followed(Recorded())
+    short.becomes("running", 0.1)
+    short.becomes("finished", 1.0, remark="no collective was called")
+    assert "train: no collective was called\n" in capsys.readouterr().out
 
 
 def test_long_names_are_cut_in_the_middle_and_many_metrics_at_eight(capsys: Capsys) -> None:

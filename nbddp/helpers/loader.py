@@ -18,13 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
 
 from nbddp.helpers import context, log
 from nbddp.helpers.collectives import all_gather
 from nbddp.text import did_you_mean
 
-_made = itertools.count()  # numbers the shares that draw, which all ranks make in the same order
+_made = itertools.count()  # numbers the shares that are compared, which all ranks make in the same order
 _newest: _Loader | None = None  # the loader that has returned a batch last
 
 
@@ -44,7 +45,7 @@ class _Place:
             self.epoch, self.start, self.taken, self.begun = epoch, 0, 0, self.begun + 1
 
 
-class _Share(_Place, Sampler[Any]):
+class _Share(_Place, DistributedSampler[Any]):  # so that Lightning doesn't put another one around it
     """This rank's share of each epoch: every n-th of what one process would take, in its order.
 
     A pass that is left early is continued by the next one, which wraps around: so a single rank may look at a batch,
@@ -55,7 +56,8 @@ class _Share(_Place, Sampler[Any]):
     def __init__(self, source: Any, *, draws: bool, shuffle: bool, exact: bool) -> None:
         self.source, self.draws, self.shuffle, self.exact = source, draws, shuffle, exact
         self.length, self.continues = len(source), draws or shuffle
-        self._number, self._drawn = next(_made) if draws else -1, (-1, list[Any]())
+        compared = draws or isinstance(source, Subset)
+        self._number, self._drawn = next(_made) if compared else -1, (-1, list[Any]())
 
     def __iter__(self) -> Iterator[Any]:
         order = self._order()
@@ -73,6 +75,9 @@ class _Share(_Place, Sampler[Any]):
         """Return what one process would take: the same on all ranks."""
         seed = context.seed() + self.epoch  # as DistributedSampler
         if not self.draws:
+            if isinstance(self.source, Subset) and self._drawn[0] < 0:
+                self._drawn = 0, [int(index) for index in self.source.indices]
+                self._compare("Subset has", "random_split(data, lengths, torch.Generator().manual_seed(0)) does")
             generator = torch.Generator().manual_seed(seed)
             return torch.randperm(self.length, generator=generator).tolist() if self.shuffle else [*range(self.length)]
         if self._drawn[0] != self.epoch:
@@ -83,11 +88,11 @@ class _Share(_Place, Sampler[Any]):
                     if isinstance(own := getattr(each, "generator", None), torch.Generator):
                         own.manual_seed(seed)
                 self._drawn = self.epoch, list(self.source)
-            self._compare()
+            self._compare("sampler drew", f"Give it the same arguments and seeds on all ranks. If it {_SPLITS}")
         return list(self._drawn[1])
 
-    def _compare(self) -> None:
-        """Raise RuntimeError if another rank has drawn something else at this point of the program."""
+    def _compare(self, what: str, advice: str) -> None:
+        """Raise RuntimeError if another rank has other samples at this point of the program."""
         if context.world_size() == 1 or not dist.is_initialized():
             return
         point = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
@@ -97,8 +102,7 @@ class _Share(_Place, Sampler[Any]):
         rank, other = distributed_c10d._get_default_store().compare_set(key, "", here).decode().split()
         if other != digest:
             raise RuntimeError(
-                f"loader(): rank {context.rank()}'s sampler drew different samples than rank {rank}'s. Give it "
-                f"the same arguments and seeds on all ranks. If it {_SPLITS}"
+                f"loader(): rank {context.rank()}'s {what} different samples than rank {rank}'s. {advice}"
             )
 
 
@@ -154,6 +158,7 @@ _NOT_RESUMED = "loader() can't resume a stream that splits itself among ranks or
 _SPLITS = "splits the samples among the ranks itself, pass the sampler you'd use on one GPU, or use torch's DataLoader"
 _READERS = {each.__code__ for each in (context.rank, context.world_size, dist.get_rank, dist.get_world_size)}
 _READERS.add(type(os.environ).__getitem__.__code__)
+_BOTH = "and nbddp.loader() would both split the data among the ranks"
 _ASKED = "rank", "world_size", "get_rank", "get_world_size", "RANK", "WORLD_SIZE"
 
 
@@ -178,10 +183,17 @@ class _Loader(DataLoader[Any]):
         """accelerate asks in ``prepare()``, before it deals the share of this rank to the ranks once more."""
         if context.world_size() > 1:
             raise TypeError(
-                "accelerator.prepare() and nbddp.loader() would both split the data among the ranks: prepare the plain "
-                "DataLoader, or leave nbddp's out of prepare() and write x.to(nbddp.device())"
+                f"accelerator.prepare() {_BOTH}: prepare the plain DataLoader, or leave nbddp's out of prepare() and "
+                "write x.to(nbddp.device())"
             )
         return False
+
+    @property
+    def bs(self) -> int:
+        """fastai asks in ``distrib_ctx()``, likewise."""
+        raise AttributeError(
+            f"distrib_ctx() {_BOTH}: pass the plain DataLoader, or leave distrib_ctx() out and use nbddp.wrap(model)"
+        )
 
     @property
     def _place(self) -> Any:
@@ -245,19 +257,25 @@ class _Loader(DataLoader[Any]):
 def gather_for_metrics(x: torch.Tensor) -> torch.Tensor:
     """Return all ranks' entries for the samples of a loader, in the dataset's order, without repeated samples.
 
-    A collective, for the loader that returned the latest batch. So a metric doesn't depend on the number of ranks.
+    A collective, for the loader that returned the latest batch. The metric then doesn't depend on the number of ranks.
 
     Args:
         x: an entry for each sample of this rank's latest batch, or of all its batches in this pass, shape (n, ...).
 
     Raises:
+        TypeError: ``x`` isn't a tensor.
         ValueError: on all ranks, if there isn't an entry for each sample, or the loader has a ``batch_sampler``,
             or reads a stream without ``exact=True``.
     """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"gather_for_metrics() takes a tensor, not a {type(x).__name__}: call it for each tensor. For other "
+            "objects, use all_gather() with loader(..., exact=True)"
+        )
     began, share, left, batch, seen = _newest._at if _newest is not None else (0, 0, 0, 0, 0)
     if _newest is None or not left or _newest._place is _newest.batch_sampler:
         raise ValueError(
-            "gather_for_metrics() needs a batch of a loader without batch_sampler; for a stream, exact=True"
+            "gather_for_metrics() needs a batch from nbddp.loader() without batch_sampler; for a stream, use exact=True"
         )
     entries = len(x) if len(x) in (batch, seen) else 0
     shares, places = all_gather(x.detach()), all_gather((began + torch.arange(seen - entries, seen)) % share)
@@ -299,12 +317,12 @@ def loader(
     rank, as with ``DistributedSampler``.)
 
     ``loader.state_dict()`` has the position in the data. A loader that loads it with ``load_state_dict()`` continues
-    with the next sample, even on more or fewer ranks. It's right if every rank has taken as many batches as the
-    rank that saves it.
+    with the next sample, even on more or fewer ranks. The position is right if every rank has taken as many batches as
+    the rank that saves it.
 
     Args:
         dataset: map-style; or a stream, an ``IterableDataset``; or a DataLoader, which is re-created with its options
-            for this rank's share. Each rank reads its part of a ``datasets`` stream. One that reads its
+            for this rank's share. Each rank reads its part of a ``datasets`` stream. A stream that reads its
             rank or the world size while it's iterated is assumed to split itself. Any other is read by every rank,
             which keeps every n-th sample: its order must be the same on every rank. With several workers, the stream
             has to split itself among them, as in torch.
@@ -320,15 +338,18 @@ def loader(
         **kw: options of ``torch.utils.data.DataLoader``.
 
     Raises:
-        TypeError: the sampler is already distributed.
+        TypeError: the sampler, or the loader, is already distributed.
         ValueError: options that can't be combined, or a global batch size that isn't divisible by the world size.
-        RuntimeError: while iterating: the samplers of two ranks drew different samples.
+        RuntimeError: while iterating: the samplers of two ranks drew different samples, or they split the data
+            in different ways.
     """
     known = {**inspect.signature(loader).parameters, **inspect.signature(DataLoader).parameters}
     del known["kw"]
     for name in kw.keys() - known.keys():
         raise TypeError(f"loader() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
     ranks = context.world_size()
+    if isinstance(dataset, _Loader):
+        raise TypeError("loader() was given a loader that it has made: pass the dataset, or the plain DataLoader")
     if isinstance(dataset, DataLoader):
         if (batch_size, shuffle, sampler, batch_sampler) != (1, False, None, None):
             raise ValueError("a DataLoader has its own batch_size and sampler: set them there")
@@ -355,6 +376,10 @@ def loader(
             dataset = datasets.distributed.split_dataset_by_node(dataset, rank=context.rank(), world_size=ranks)
         stream = _StreamShare(dataset, exact=exact or splits, splits=splits)
         return _Loader(stream, batch_size, shuffle, sampler, batch_sampler, **kw)
+    if given is None and not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"loader() takes a dataset or a DataLoader, not a {type(dataset).__name__}: pass the DataLoader inside it"
+        )
     share = _Share(dataset if given is None else given, draws=given is not None, shuffle=shuffle, exact=exact)
     shuffle = shuffle and given is not None  # which torch refuses, as it does other options that exclude each other
     if batch_sampler is not None:

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbddp.errors import NbddpError
 from nbddp.files import new_file
 from nbddp.helpers import context, log
+from nbddp.payload import libraries
 
 _multiarray = np._core.multiarray if hasattr(np, "_core") else np.core.multiarray  # type: ignore[attr-defined]  # numpy 1
 _NUMPY = [np.ndarray, np.dtype, _multiarray._reconstruct, _multiarray.scalar]
@@ -40,7 +41,7 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
     """Write ``state`` to ``path``, only on rank 0; an old file stays until the new one is complete.
 
     Args:
-        **state: tensors, numbers, text, NumPy arrays and numbers, and containers of these. A model, an optimizer or
+        **state: tensors, numbers, text, NumPy arrays and numbers, and containers of these. A model, an optimizer, or
             any other object with a ``state_dict`` is saved as its ``state_dict`` (a DDP model as its ``.module``'s).
 
     Raises:
@@ -145,6 +146,11 @@ def _plain(value: Any, found: dict[int, Any]) -> Any:
     if id(value) in found:
         return found[id(value)]
     plain = value
+    parameters: Any = value.parameters() if isinstance(value, torch.nn.Module) else ()
+    if isinstance(value, torch.optim.Optimizer):
+        parameters = [each for group in value.param_groups for each in group["params"]]
+    for part in (value, *parameters):
+        libraries.reduced(part, back=True)  # refuses one of several shares
     if type(value) is dict:
         plain = found[id(value)] = {}  # before its items, which may hold it
         plain.update((key, _plain(item, found)) for key, item in value.items())

@@ -27,7 +27,7 @@ from nbddp.payload import Block
 from nbddp.process.machine import Event
 from nbddp.text import ranks_text
 
-_CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
+_CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow, and for other ranks' timeouts
 _LOSS_NOTICED_S = 5.0  # the same on several machines: it takes Ray 2 s to notice that one is gone
 _ANSWER_S = 5.0  # for the thread that follows to ask the ranks where they are
 _WHERE_S = 0.1  # for the ranks to say where they are, when somebody waits for their end
@@ -146,7 +146,7 @@ class Attempt:
         if before_s is not None or grace_s <= 0:
             return self._replace_plan(self._to_stop(0.0, self._grace_s))
         if self._waiting():
-            self.where = self.where or hang.summary(self.locator.locate(_WHERE_S))
+            self.where = self.where or self.locator.summary(_WHERE_S)
         self._taken = {}
         self._crew.send(CountSteps(), [rank for rank in self._waiting() if rank.interruptible])
         self._replace_plan(self._to_stop(_COUNT_S, grace_s))
@@ -206,7 +206,9 @@ class Attempt:
             return
         self._failed_at = self._failed_at or time.monotonic()
         window_s = _LOSS_NOTICED_S if any(rank.host for rank in failed) else _CONSEQUENCE_WINDOW_S
-        if time.monotonic() > self._failed_at + window_s or not all(rank.is_consequence for rank in failed):
+        others = [rank for rank in failed if not (rank.is_consequence or failure.is_timeout(rank))]
+        all_over = not self._waiting() and any(map(failure.is_timeout, failed))
+        if others or all_over or time.monotonic() > self._failed_at + window_s:
             self.ending = "failed"
             self._locate_after_a_timeout(failure.first(failed))
             kill_s, interrupt_s = self._patience.after_failure_s, 2 * _RELEASE_S

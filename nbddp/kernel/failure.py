@@ -71,10 +71,10 @@ def error_of(rank: RankState, name: str, crew: Crew, where: str = "") -> NbddpEr
         text = ". ".join(filter(None, [failure.text, advice(failure.text, crew.device)]))
         return LaunchError(f"rank {rank.number} failed during setup: {text}")
     if failure.phase == "unpack":
-        return PayloadError(
-            f"rank {rank.number} couldn't unpickle {name} and its data: {failure.text}. The modules that they use must "
-            "be importable in a new process, from the notebook's sys.path"
-        )
+        why = "One of the objects can't be unpickled: send plain data instead, such as dict(config)"
+        if failure.kind in ("ModuleNotFoundError", "ImportError", "AttributeError"):
+            why = "The modules that they use must be importable in a new process, from the notebook's sys.path"
+        return PayloadError(f"rank {rank.number} couldn't unpickle {name} and its data: {failure.text}. {why}")
     alike, names = all_alike(crew.ranks), dict(failure.names)
     cause = _cause(rank, crew.definitions, failure.text)
     known = advice(failure.text, crew.device, rank.number, alike=alike)

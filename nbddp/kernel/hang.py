@@ -120,6 +120,12 @@ class Locator:
         time.sleep(_RECHECK_S)
         return report(found, stalled=self.locate() == found)
 
+    def summary(self, wait_s: float) -> str:
+        """Return the line that sums up, with a likely reason if nothing has moved for a while."""
+        found = self.locate(wait_s)
+        stands = time.monotonic() > self._crew.moved_at + _STANDS_S
+        return summary(found, stalled=stands and self.locate(wait_s) == found)
+
     def look_for_a_stall(self) -> None:
         """Say in ``hang`` where the ranks are, if nothing has been logged or printed for long."""
         quiet_s = time.monotonic() - self._crew.moved_at
@@ -214,13 +220,13 @@ def _likely_reason(locations: Sequence[Location]) -> str:
         where = f"(break or return) after batch {left[0].left_after:,}"
         return (
             f". Most likely, {_ranks(left, 0)} left the loop early {where}. All ranks have to leave it "
-            "after the same batch: let them agree, nbddp.all_reduce(float(stop), 'max')"
+            "after the same batch: decide together with nbddp.all_reduce(float(stop), 'max')"
         )
     steps = {each.step for each in locations if each.step >= 0}
     if finished and (len(steps) > 1 or any(each.exchange for each in waiting)):
         return (
             f". Most likely, {_ranks(finished, 0)} had fewer batches than the others. nbddp.loader without exact=True "
-            "gives every rank the same number. With another one, use DistributedSampler, drop_last=True, or "
+            "gives every rank the same number. With another loader, use DistributedSampler, drop_last=True, or "
             "nbddp.join(model)"
         )
     if finished or len({(each.waiting_in, each.place) for each in waiting}) > 1:

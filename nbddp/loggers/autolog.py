@@ -137,9 +137,12 @@ def _folder(writer: Any) -> str:
 
 
 def _wandb(run: Any, data: Mapping[str, Any], step: Any = None, *_: Any, **__: Any) -> Any:
+    name = f"{run.id}/{run.name or run.id}"  # a run that came from another process begins with that
+    if not isinstance(data, Mapping):
+        return {}, step, name  # which W&B refuses
     newest = run._local_step if hasattr(run, "_local_step") else run._step  # W&B 0.31; 0.19 to 0.22
     is_dropped = step is not None and step < newest
-    return {} if is_dropped else data, newest if step is None else step, f"{run.id}/{run.name or run.id}"
+    return {} if is_dropped else data, newest if step is None else step, name
 
 
 def _mlflow(metrics: Mapping[str, Any], step: Any = None, *_: Any, **__: Any) -> Any:
@@ -156,7 +159,7 @@ def _lightning(connector: Any, metrics: Mapping[str, Any], step: Any = None) -> 
 
 
 def _transformers(trainer: Any, logs: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-    once = ("_runtime", "_per_second", "total_flos")  # one number about the whole run
+    once = ("_runtime", "_per_second", "_preparation_time", "total_flos")  # one number about the whole run
     return {name: value for name, value in logs.items() if not name.endswith(once)}, trainer.state.global_step, ""
 
 

@@ -53,7 +53,7 @@ class TextView:
         if status.over:
             self._source = None
             short = self._clock() < self._due if self._due < math.inf else status.seconds < _EVERY_S
-            if not (before and short and not self._said and not history.latest()):
+            if not (before and short and not self._said and not history.latest() and not status.remark):
                 self._write_end(source, status)
         elif self._clock() >= self._due and (line := progress_line(history)) not in ("", self._said):
             self._say(status, line)

@@ -255,7 +255,7 @@ def _stream(stream: Any) -> Any:
     if isinstance(stream, (io.BytesIO, io.StringIO)) or type(stream).__module__ != "_io":
         return NotImplemented  # of a library, which knows how to pickle it
     name = getattr(stream, "name", "")
-    raise TypeError(f"an open file ({name!r}) belongs to this process; send its path, and open it there")
+    raise TypeError(f"an open file ({name!r}) belongs to this process; send its path, and open it in the function")
 
 
 def _mapped(array: np.memmap[Any, Any]) -> Any:

@@ -140,7 +140,8 @@ def remove_own_folder() -> None:
 def preload(*modules: str) -> None:
     """Have the fork server import these modules, once for all ranks: ``nbddp.preload("pandas")``.
 
-    The next run starts a new server. Don't preload a module that starts threads or initializes CUDA.
+    The next run starts a new server. Don't preload a module that starts threads, initializes CUDA, or reads ``RANK``
+    when it's imported (ultralytics).
     """
     for name in modules:
         if importlib.util.find_spec(name.partition(".")[0]) is None:

@@ -104,6 +104,7 @@ class Orders:
         log.enter(self._metrics)
         with self._interruptible():
             function, args, kwargs = self._unpacked(order)
+            before = main_module.sizes()
             self._line.tell(messages.Called())
             with main_module.completed_by(self._line.definition), main_module.exiting_at_once():
                 value = function(*args, **kwargs)
@@ -114,6 +115,7 @@ class Orders:
             met=self._groups.used() or not steps.taken,
             left_after=steps.left_after,
             read_whole=steps.read_whole,
+            filled="" if value is not None else main_module.grown_since(before),
             trained_copy=steps.trained_copy and not reports.has_tensors(value),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,28 @@ def test_a_trainer_of_transformers_comes_back(own_notebook: Notebook, tmp_path: 
     equal = "all(torch.equal(weight, weights[name]) for name, weight in trainer.model.state_dict().items())"
     assert out(own_notebook.ok(f"trainer.state.global_step, {equal}")) == "(4, True)"
     assert out(own_notebook.ok("trainer.evaluate(trainer.train_dataset)['eval_loss'] > 0")) == "True"
+
+
+def test_lightning_leaves_the_share_of_a_loader_alone(cell: Cells) -> None:
+    if importlib.util.find_spec("pytorch_lightning") is None:  # its import changes the environment
+        pytest.skip("Lightning isn't installed")
+    names = cell("""
+        import nbddp, torch
+        def train():
+            import pytorch_lightning as lightning
+            class Model(lightning.LightningModule):
+                def __init__(self):
+                    super().__init__()
+                    self.layer, self.seen = torch.nn.Linear(1, 1), []
+                def training_step(self, batch, _):
+                    self.seen += batch[0].flatten().tolist()
+                    return self.layer(batch[0]).sum()
+                def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.1)
+            quiet = dict.fromkeys("logger enable_checkpointing enable_progress_bar enable_model_summary".split(), False)
+            trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **quiet)
+            data = torch.utils.data.TensorDataset(torch.arange(24.0).reshape(24, 1))
+            trainer.fit(model := Model(), nbddp.loader(data, 4, shuffle=True))
+            return model.seen
+    """)
+    first, second = run(names.train).values
+    assert sorted(first + second) == list(range(24))
