@@ -301,7 +301,7 @@ def signal_name(exitcode: int) -> str | None:
 def _likely_cause(exitcode: int, signal_name: str | None) -> str:
     if signal_name == "SIGKILL":
         return (
-            "was killed by SIGKILL without a Python error; most often, it hit the memory limit: "
+            "was killed by SIGKILL without a Python error; most likely, it hit the memory limit: "
             "try a smaller batch, fewer ranks, or fewer DataLoader workers"
         )
     if signal_name in CRASHES:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -94,8 +93,11 @@ def test_writers_have_curves_of_their_own_and_arrays_are_numbers(cell: Cells, in
 
 
 def test_what_wandb_refuses_is_left_to_its_own_error() -> None:
-    of_another_process = SimpleNamespace(id="a", name="b")  # it has its _step after its first log()
-    assert autolog._wandb(of_another_process, "train_loss", 2.0) == ({}, 2.0, "a/b")
+    class Attached:
+        id = property(lambda run: setattr(run, "_step", 3) or "a")  # as one that came from another process
+        name = "b"
+
+    assert autolog._wandb(Attached(), "train_loss", None) == ({}, 3, "a/b")
 
 
 def test_another_version_of_a_library_ends_its_curves_and_not_the_training(cell: Cells, in_folder: Path) -> None:

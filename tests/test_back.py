@@ -49,14 +49,16 @@ def test_a_trained_model_is_an_instance_of_the_notebooks_class(cell: Cells) -> N
 def test_an_unpicklable_result_is_named_and_the_rest_is_in_partial(cell: Cells, rank: int) -> None:
     names = cell("""
         import threading, nbddp
-        def train(bad): return {"fine": 1, "lock": threading.Lock()} if nbddp.rank() == bad else "fine"
+        def train(bad):
+            lock = threading.Lock()
+            return {"fine": 1, "lock": lock, "two": (2, lock)} if nbddp.rank() == bad else "fine"
     """)
     error = error_of(names.train, rank, kind=nbddp.PayloadError)
     partial = error.partial
     assert error.path == ("the result", "['lock']")
     assert f"returned on rank {rank}" in str(error)
     assert ".partial" in str(error)
-    assert (partial[1 - rank], partial[rank]["fine"]) == ("fine", 1)
+    assert (partial[1 - rank], partial[rank]["fine"], partial[rank]["two"][0]) == ("fine", 1, 2)
     assert partial[rank]["lock"].text.startswith("<unlocked _thread.lock")
     assert "stayed on its rank: cannot pickle" in repr(partial[rank])
     assert nbddp.last_run().state == "failed"

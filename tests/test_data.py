@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,15 +98,21 @@ def test_samplers_that_draw_differently_or_split_themselves_are_errors_with_a_re
 def test_ranks_that_split_the_data_differently_are_told(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
-        from torch.utils.data import random_split
-        def train(seed):
+        from torch.utils.data import RandomSampler, random_split
+        def train(seed, **how):
             generator = None if seed is None else torch.Generator().manual_seed(seed)
             part, _ = random_split(range(20), [16, 4], generator)
-            nbddp.barrier()
-            return sorted(x.item() for x in nbddp.loader(part))
+            if how: how["sampler"] = RandomSampler(part)
+            batches = nbddp.loader(part, **how)
+            for _ in range(2):
+                nbddp.barrier()
+                try: seen = sorted(x.item() for x in batches)
+                except RuntimeError as error: seen = str(error)
+            return seen
     """)
-    with pytest.raises(nbddp.RankError, match=r"'s Subset has different samples than rank .*manual_seed\(0\)\) does"):
-        run(names.train, None, seed=0)
+    for how in ({}, {"sampler": True}):
+        said = "".join(map(str, run(names.train, None, seed=0, kwargs=how).values))  # also in a second pass
+        assert re.search(r"'s Subset has different samples than rank .*manual_seed\(0\)\)", said)
     first, second = run(names.train, 0, seed=1).values
     assert len({*first, *second}) == 16
 
@@ -118,8 +125,8 @@ class _Wrapper:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (lambda: nbddp.loader(nbddp.loader(range(4))), "given a loader that it has made"),
-        (lambda: nbddp.loader(_Wrapper()), "not a _Wrapper: pass the DataLoader inside it"),
+        (lambda: nbddp.loader(nbddp.loader(range(4))), "already has the rank's share: pass the dataset"),
+        (lambda: nbddp.loader(_Wrapper()), "takes a dataset, an IterableDataset, or a DataLoader, not a _Wrapper"),
         (lambda: nbddp.gather_for_metrics([1, 2]), "takes a tensor, not a list: call it for each tensor"),
         (lambda: nbddp.loader(range(4)).bs, r"distrib_ctx\(\) and nbddp.loader\(\) would both split the data"),
     ],
@@ -198,6 +205,8 @@ def test_a_torch_dataloader_is_rebuilt_with_its_options(cell: Cells) -> None:
     assert sum(len(batch) for share in shares for batch in share) == 30
     with pytest.raises(ValueError, match="set them there"):
         nbddp.loader(DataLoader(data), 4)
+    with pytest.raises(ValueError, match="drop_last=True leaves some out"):
+        nbddp.loader(DataLoader(data, 4, drop_last=True), exact=True)
     with pytest.raises(ValueError, match=r"choose one$"):
         nbddp.loader(data, exact=True, drop_last=True)
     with pytest.raises(ValueError, match="mutually exclusive"):

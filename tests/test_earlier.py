@@ -94,9 +94,6 @@ def test_panel_and_picture_of_the_second_run_have_the_curves_of_the_first(notebo
     assert notebook.ok(look.format(2.0)).shown == "[(True, 4.0), (False, 8.0)] True\n"
 
 
-# ---------------------------------------------------------------------------- pictures
-
-
 def test_a_plot_has_metrics_of_a_run_or_loaded_history_and_another_runs_in_gray(cell: Cells, in_folder: Path) -> None:
     names = cell("import nbddp\ndef train(): nbddp.log(loss=1.0, acc=0.5, lr=0.1)")
     done = run(names.train)

@@ -114,9 +114,6 @@ def test_without_a_launcher_a_job_is_one_rank(cell: Cells, in_folder: Path, monk
         nbddp.load_result("r")
 
 
-# ---------------------------------------------------------------------------- ends
-
-
 FAILS = """
 import sys
 def helper(how):
@@ -174,9 +171,6 @@ def test_threads_and_exit_handlers_finish_and_what_pickles_of_a_result_is_kept(c
     assert told.endswith(f"Everything else is in {tmp_path / 'r'}")
     assert more == ["thread", "handler"]
     assert nbddp.load_result(tmp_path / "r")["steps"] == 5
-
-
-# ---------------------------------------------------------------------------- files
 
 
 def test_metrics_can_be_read_while_the_job_runs(cell: Cells, tmp_path: Path) -> None:

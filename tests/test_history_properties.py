@@ -67,9 +67,6 @@ def arrive(history: Recorded, by_rank: list[list[Call]], data: st.DataObject) ->
                 history.points(name)
 
 
-# ---------------------------------------------------------------------------- any bytes, any names, any values
-
-
 @FEW
 @given(st.text(CHARACTERS, max_size=120), st.lists(VALUES, min_size=1, max_size=40), CUTS)
 def test_bytes_cut_anywhere_give_equal_columns_under_any_name(name: str, values: list[float], cuts: list[int]) -> None:
@@ -80,9 +77,6 @@ def test_bytes_cut_anywhere_give_equal_columns_under_any_name(name: str, values:
     assert list(history) == [name]
     np.testing.assert_array_equal(history[name].values, values)
     assert history[name].steps.tolist() == list(range(len(values)))
-
-
-# ---------------------------------------------------------------------------- the rules of log
 
 
 def calls(names: list[str], usual: list[str | None]) -> st.SearchStrategy[Call]:

@@ -159,9 +159,6 @@ def test_a_sessions_calls_and_cells_send_what_they_log(cell: Cells) -> None:
     assert got[3:] == [(0, {"loss": 0.5})]
 
 
-# ---------------------------------------------------------------------------- which points
-
-
 def take(history: Recorded) -> dict[str, list[tuple[int, float]]]:
     return {name: list(zip(each.steps.tolist(), each.values.tolist())) for name, each in history.take().items()}
 

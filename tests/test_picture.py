@@ -71,9 +71,6 @@ def text_of(source: str) -> str:
     return " ".join(Page(re.sub("(?=<(?:div|td|b|span|pre|summary))", " ", source)).text.split())
 
 
-# ---------------------------------------------------------------------------- curves
-
-
 @FEW
 @given(st.data())
 def test_every_edge_of_the_band_was_logged_and_the_extremes_are_kept(data: st.DataObject) -> None:
@@ -142,9 +139,6 @@ def test_a_stage_has_its_color_in_every_chart_and_eight_lines_are_drawn() -> Non
     families = logged(**{f"metric_{letter}": [1.0] for letter in "abcdefgh"})
     assert text_of(plot(families)).endswith("Not drawn: Metric g, Metric h")
     assert text_of(plot(families, ["metric_h"])) == "Metric h ━ 1"
-
-
-# ---------------------------------------------------------------------------- around the curves
 
 
 def test_the_picture_has_tiles_and_ranks_with_their_memory_and_what_waits_for_the_user() -> None:
@@ -226,9 +220,6 @@ def test_a_failure_shows_the_error_the_stacks_and_the_failed_ranks_last_output()
     long = picture(Recorded(), status("stopped", hang=HANG + "\n<&x" * 1_000_000))
     assert "more characters" in long
     assert len(long) < 40_000
-
-
-# ---------------------------------------------------------------------------- safe, small, valid
 
 
 @pytest.mark.parametrize(

@@ -152,15 +152,17 @@ def test_seeds_differ_by_rank_and_repeat_by_run_and_the_notebooks_own_numbers_st
     """A forked process inherits the generator's state: every rank of every run would draw the same numbers."""
     names = cell("""
         import random, numpy, torch, uuid
-        def train(): return random.random(), float(numpy.random.rand()), torch.rand(1).item(), torch.initial_seed()
+        def train():
+            strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+            return random.random(), float(numpy.random.rand()), torch.rand(1).item(), torch.initial_seed(), strict
     """)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     first, again, other = (run(names.train, seed=seed, deterministic=True).values for seed in (7, 7, 8))
     assert first == again
-    assert [value[3] for value in first] == [7, 8]
+    assert [value[3:] for value in first] == [(7, (True, False)), (8, (True, False))]
     assert first[0] != first[1]
     assert other[0] == first[1]  # seed + rank
-    unseeded = [value for _ in range(2) for value in run(names.train).values]
+    unseeded = [value[:4] for _ in range(2) for value in run(names.train).values]
     for column in zip(*unseeded):
         assert len(set(column)) == 4
     assert torch.equal(torch.get_rng_state(), states[0])

@@ -96,9 +96,6 @@ def test_ddp_run_takes_torchruns_command_line(notebook: Notebook, in_folder: Pat
     notebook.ok("os.chdir(home)")
 
 
-# ---------------------------------------------------------------------------- ends
-
-
 def test_exit_code_0_is_a_success_and_3_a_failure(in_folder: Path) -> None:
     for ending in ("", "sys.exit()", "sys.exit(0)", "raise SystemExit"):
         (in_folder / "a.py").write_text(f"import sys\nprint('worked')\n{ending}\n")

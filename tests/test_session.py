@@ -353,6 +353,7 @@ def test_a_push_that_tears_an_optimizer_from_its_model_or_fails_has_sent_nothing
     ranks.ok("%ddp push m")
     assert ranks.cell("%ddp push o").evalue == "o shares parameters with m: push m and o together"
     ranks.ok("%ddp push m o")
+    assert ranks.cell("%ddp push o").evalue == "o shares parameters with m: push m and o together"
 
 
 def test_opening_again_keeps_the_names_and_other_options_are_refused(ranks: Notebook) -> None:
@@ -383,7 +384,7 @@ def test_a_rank_that_dies_ends_the_session_whose_names_can_be_pulled_from_the_ot
 
 def test_close_ends_the_ranks_and_a_fresh_cell_has_its_own(notebook: Notebook) -> None:
     notebook.cell("%ddp close")
-    notebook.ok("%load_ext nbddp\nlr = 3\n%ddp open -n 2 --device cpu")
+    notebook.ok("%load_ext nbddp\n%ddp -n 1 --device cpu\nlr = 3\n%ddp open -n 2\n%ddp --reset")
     assert len(ranks_of(notebook.pid)) == 2
     notebook.ok("%ddp close")
     wait_until_alone(notebook.pid)

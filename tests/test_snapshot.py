@@ -132,25 +132,40 @@ def test_shares_of_a_sharded_model_are_refused_and_whole_states_come_back(cell: 
             plain = torch.nn.Linear(2, 4)
             model = fully_shard(torch.nn.Sequential(plain))
             optimizer = torch.optim.AdamW(model.parameters())
-            if what == "saved": return nbddp.save_snapshot("a.pt", model=model)
-            if what == "optimizer": return nbddp.save_snapshot("a.pt", optimizer=optimizer)
-            if what == "model": return model
-            if what == "state": return model.state_dict()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            parts = {"model": model, "state": model.state_dict(), "optimizer": optimizer}
+            if what in parts:
+                nbddp.save_snapshot("a.pt", part=parts[what])
+            if what.startswith("returned "): return parts[what[9:]]
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             nbddp.save_snapshot("a.pt", model=state)
             return state
     """)
-    for what, kind in (("saved", nbddp.RankError), ("optimizer", nbddp.RankError)):
-        with pytest.raises(
-            kind, match=r"a.pt wasn't written: an? \w+ has only this rank's share: on all ranks, call get_"
-        ):
+    refused = r"a.pt wasn't written: a \w+ has only this rank's share: on all ranks, call get_model_state_dict"
+    for what in ("model", "state", "optimizer"):
+        run(names.train, what, nprocs=1)  # the share is the whole
+        with pytest.raises(nbddp.RankError, match=refused):
             run(names.train, what)
-    for what in ("model", "state"):
+    for what in ("returned model", "returned state"):
         with pytest.raises(nbddp.PayloadError, match="has only this rank's share"):
             _ = run(names.train, what).value
     state = run(names.train, "whole").value
     assert [tuple(each.shape) for each in state.values()] == [(4, 2), (4,)]
     assert torch.equal(state["0.weight"], nbddp.load_snapshot("a.pt")["model"]["0.weight"])
+
+
+def test_curves_resume_after_the_newest_step_of_all_metrics(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        import nbddp
+        def train():
+            resumed = nbddp.load_snapshot("s.pt")
+            for i in range(6):
+                nbddp.log(loss=i)
+                if i == 2: nbddp.log(accuracy=i)
+            if not resumed: nbddp.save_snapshot("s.pt")
+    """)
+    assert [run(names.train).history["loss"].steps[0] for _ in range(2)] == [0, 6]
 
 
 def test_reading_a_snapshot_runs_no_code_unless_asked_to(in_folder: Path) -> None:

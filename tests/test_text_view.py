@@ -128,9 +128,6 @@ def test_the_thread_of_a_run_in_the_background_writes_nothing(capsys: Capsys) ->
     assert capsys.readouterr().out == "train: finished after 9.0 s · 2 ranks · gloo · loss 1\n"
 
 
-# ---------------------------------------------------------------------------- real runs
-
-
 PICTURE = {"text/html", "text/plain"}
 
 

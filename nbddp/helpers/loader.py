@@ -53,11 +53,11 @@ class _Share(_Place, DistributedSampler[Any]):  # so that Lightning doesn't put 
     start.
     """
 
-    def __init__(self, source: Any, *, draws: bool, shuffle: bool, exact: bool) -> None:
-        self.source, self.draws, self.shuffle, self.exact = source, draws, shuffle, exact
+    def __init__(self, data: Any, source: Any, *, shuffle: bool, exact: bool) -> None:
+        self.source, self.draws, self.shuffle, self.exact = source, (draws := source is not data), shuffle, exact
         self.length, self.continues = len(source), draws or shuffle
-        compared = draws or isinstance(source, Subset)
-        self._number, self._drawn = next(_made) if compared else -1, (-1, list[Any]())
+        self._split = data if isinstance(data, Subset) else None
+        self._number, self._drawn = next(_made) if draws or self._split else -1, (-1, list[Any]())
 
     def __iter__(self) -> Iterator[Any]:
         order = self._order()
@@ -75,9 +75,6 @@ class _Share(_Place, DistributedSampler[Any]):  # so that Lightning doesn't put 
         """Return what one process would take: the same on all ranks."""
         seed = context.seed() + self.epoch  # as DistributedSampler
         if not self.draws:
-            if isinstance(self.source, Subset) and self._drawn[0] < 0:
-                self._drawn = 0, [int(index) for index in self.source.indices]
-                self._compare("Subset has", "random_split(data, lengths, torch.Generator().manual_seed(0)) does")
             generator = torch.Generator().manual_seed(seed)
             return torch.randperm(self.length, generator=generator).tolist() if self.shuffle else [*range(self.length)]
         if self._drawn[0] != self.epoch:
@@ -87,18 +84,26 @@ class _Share(_Place, DistributedSampler[Any]):  # so that Lightning doesn't put 
                         set_epoch(self.epoch)
                     if isinstance(own := getattr(each, "generator", None), torch.Generator):
                         own.manual_seed(seed)
-                self._drawn = self.epoch, list(self.source)
-            self._compare("sampler drew", f"Give it the same arguments and seeds on all ranks. If it {_SPLITS}")
+                drawn = self.epoch, list(self.source)
+            self._compare(self.epoch, drawn, "sampler drew", _DRAW_ALIKE)
+            self._drawn = drawn
         return list(self._drawn[1])
 
-    def _compare(self, what: str, advice: str) -> None:
+    def compare_split(self) -> None:
+        """Raise RuntimeError if another rank has a Subset of other samples: each has split the data in its own way."""
+        if self._split is not None:
+            indices = self._split.indices
+            samples = indices.tolist() if hasattr(indices, "tolist") else [*indices]
+            self._compare("split", samples, "Subset has", _SPLIT_ALIKE)
+
+    def _compare(self, when: int | str, samples: Any, what: str, advice: str) -> None:
         """Raise RuntimeError if another rank has other samples at this point of the program."""
         if context.world_size() == 1 or not dist.is_initialized():
             return
         point = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        digest = hashlib.sha256(repr(self._drawn).encode()).hexdigest()
+        digest = hashlib.sha256(repr(samples).encode()).hexdigest()
         kind = f"{type(self.source).__qualname__} {self.length} {self._number}"  # a rank may have made one more
-        key, here = f"nbddp draw {kind} {self.epoch} {point}", f"{context.rank()} {digest}"
+        key, here = f"nbddp draw {kind} {when} {point}", f"{context.rank()} {digest}"
         rank, other = distributed_c10d._get_default_store().compare_set(key, "", here).decode().split()
         if other != digest:
             raise RuntimeError(
@@ -156,6 +161,8 @@ class _StreamShare(_Place, IterableDataset[Any]):
 
 _NOT_RESUMED = "loader() can't resume a stream that splits itself among ranks or workers: save its own state_dict()"
 _SPLITS = "splits the samples among the ranks itself, pass the sampler you'd use on one GPU, or use torch's DataLoader"
+_SPLIT_ALIKE = "Split the same way on all ranks: random_split(data, lengths, torch.Generator().manual_seed(0))"
+_DRAW_ALIKE = f"Give it the same arguments and seeds on all ranks. If it {_SPLITS}"
 _READERS = {each.__code__ for each in (context.rank, context.world_size, dist.get_rank, dist.get_world_size)}
 _READERS.add(type(os.environ).__getitem__.__code__)
 _BOTH = "and nbddp.loader() would both split the data among the ranks"
@@ -205,6 +212,7 @@ class _Loader(DataLoader[Any]):
         place, size, batches = self._place, self.batch_size or 1, self._place is self.batch_sampler
         share, left = sys.maxsize, sys.maxsize if place.exact else 0  # 0: which samples are repeated isn't known
         if isinstance(place, _Share):
+            place.compare_split()
             share, left = len(place), place.length - place.start
         elif isinstance(place, _StreamShare):
             if callable(set_epoch := getattr(place.stream, "set_epoch", None)):  # of the package datasets
@@ -268,10 +276,7 @@ def gather_for_metrics(x: torch.Tensor) -> torch.Tensor:
             or reads a stream without ``exact=True``.
     """
     if not isinstance(x, torch.Tensor):
-        raise TypeError(
-            f"gather_for_metrics() takes a tensor, not a {type(x).__name__}: call it for each tensor. For other "
-            "objects, use all_gather() with loader(..., exact=True)"
-        )
+        raise TypeError(f"gather_for_metrics() takes a tensor, not a {type(x).__name__}: call it for each tensor")
     began, share, left, batch, seen = _newest._at if _newest is not None else (0, 0, 0, 0, 0)
     if _newest is None or not left or _newest._place is _newest.batch_sampler:
         raise ValueError(
@@ -349,7 +354,7 @@ def loader(
         raise TypeError(f"loader() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
     ranks = context.world_size()
     if isinstance(dataset, _Loader):
-        raise TypeError("loader() was given a loader that it has made: pass the dataset, or the plain DataLoader")
+        raise TypeError("loader(): this loader already has the rank's share: pass the dataset, or the plain DataLoader")
     if isinstance(dataset, DataLoader):
         if (batch_size, shuffle, sampler, batch_sampler) != (1, False, None, None):
             raise ValueError("a DataLoader has its own batch_size and sampler: set them there")
@@ -376,11 +381,11 @@ def loader(
             dataset = datasets.distributed.split_dataset_by_node(dataset, rank=context.rank(), world_size=ranks)
         stream = _StreamShare(dataset, exact=exact or splits, splits=splits)
         return _Loader(stream, batch_size, shuffle, sampler, batch_sampler, **kw)
-    if given is None and not hasattr(dataset, "__getitem__"):
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
         raise TypeError(
-            f"loader() takes a dataset or a DataLoader, not a {type(dataset).__name__}: pass the DataLoader inside it"
+            f"loader() takes a dataset, an IterableDataset, or a DataLoader, not a {type(dataset).__name__}"
         )
-    share = _Share(dataset if given is None else given, draws=given is not None, shuffle=shuffle, exact=exact)
+    share = _Share(dataset, dataset if given is None else given, shuffle=shuffle, exact=exact)
     shuffle = shuffle and given is not None  # which torch refuses, as it does other options that exclude each other
     if batch_sampler is not None:
         return _Loader(dataset, batch_size, shuffle, sampler, share, **kw)

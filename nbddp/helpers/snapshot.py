@@ -34,6 +34,15 @@ _NUMPY += {type(np.dtype(code)) for code in np.typecodes["All"]}
 _PLAIN = [bytes, frozenset, range, slice, argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath]
 _PLAIN += [datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone]
 
+
+class _Pickler(pickle.Pickler):
+    """Refuses what is only this rank's share."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return libraries.reduced(obj, back=True)
+
+
+_PICKLE = types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 _LOADS_AGAIN_S = 2.0  # a rank that has found no file, has written one, and loads it together with the others
 
 
@@ -52,7 +61,7 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
     with new_file(path) as file:
         try:
             with _checksums():
-                torch.save({"state": _plain(state, {}), "steps": log.last_steps()}, file)
+                torch.save({"state": _plain(state, {}), "steps": log.last_steps()}, file, _PICKLE)
             file.flush()
             os.fsync(file.fileno())
             _read(f"/proc/self/fd/{file.fileno()}", "cpu", mmap=True)
@@ -146,11 +155,6 @@ def _plain(value: Any, found: dict[int, Any]) -> Any:
     if id(value) in found:
         return found[id(value)]
     plain = value
-    parameters: Any = value.parameters() if isinstance(value, torch.nn.Module) else ()
-    if isinstance(value, torch.optim.Optimizer):
-        parameters = [each for group in value.param_groups for each in group["params"]]
-    for part in (value, *parameters):
-        libraries.reduced(part, back=True)  # refuses one of several shares
     if type(value) is dict:
         plain = found[id(value)] = {}  # before its items, which may hold it
         plain.update((key, _plain(item, found)) for key, item in value.items())
@@ -160,6 +164,7 @@ def _plain(value: Any, found: dict[int, Any]) -> Any:
     elif type(value) is tuple:
         plain = tuple(_plain(item, found) for item in value)
     elif hasattr(value, "state_dict") and not isinstance(value, type):
+        libraries.reduced(value, back=True)  # before a collective of FSDP's, in which rank 0 would be alone
         plain = value.state_dict()
     found[id(value)] = plain
     return plain

@@ -35,9 +35,7 @@ _ON_THE_CPU = {
         "This run is on the CPU. Write .to(nbddp.device()) instead of .cuda() or .to('cuda'): "
         "the same line then works with and without a GPU. A library that calls .cuda() itself needs a GPU"
     ),
-    r"SyncBatchNorm layers only work with GPU": (
-        "This run is on the CPU. Convert the model only on GPUs: if nbddp.device().type == 'cuda':"
-    ),
+    r"SyncBatchNorm layers only work with GPU": "This run is on the CPU: don't convert the model to SyncBatchNorm",
     r"NCCL built in|ProcessGroupNCCL is only supported with GPUs": (
         "This run is on the CPU, and NCCL needs GPUs. Use backend='gloo', or leave the backend out"
     ),
@@ -49,16 +47,13 @@ _ANYWHERE = {
         "gradients aren't averaged: call nbddp.wrap(model.module) again, and make a new optimizer"
     ),
     r"DDP expects same model across all ranks": (
-        "The ranks built different models. If each of them draws hyperparameters, draw them once and send them: "
-        "nbddp.broadcast(parameters), or one nbddp.run() for each trial"
+        "The ranks built different models. If each draws hyperparameters, draw them once: x = nbddp.broadcast(x)"
     ),
     r"must call `?wandb\.init\(\)`? before": (
-        "Each rank is a process of its own. nbddp.log() with log_to=wandb.run logs into the notebook's run; "
-        "nbddp.broadcast(dict(wandb.config)) on all ranks sends them rank 0's configuration"
+        "Each rank is its own process. nbddp.log() with log_to=wandb.run logs into the notebook's run. "
+        "For the configuration, pass dict(wandb.config) as an argument"
     ),
-    r"default_collate: batch must contain": (
-        "If a library has its own DataLoader for such data, pass that one: nbddp.loader(dataloader)"
-    ),
+    r"default_collate: batch must contain": "If a library has a DataLoader for these, nbddp.loader() takes that one",
     r"NCCL error|ncclSystemError|ncclRemoteError|ncclInternalError|ncclUnhandledCudaError": (
         "Pass env={'NCCL_DEBUG': 'INFO'} to see NCCL's reason in the ranks' output"
     ),
@@ -84,7 +79,7 @@ _ANYWHERE = {
     ),
 }
 _EXISTS = {"FileExistsError": "Another rank may have created it: os.makedirs(path, exist_ok=True) works on every rank"}
-_UNREADABLE = r"PytorchStreamReader failed|EOFError|JSONDecodeError|pickle data was truncated|HeaderTooSmall"
+_UNREADABLE = r"PytorchStreamReader failed|EOFError: Ran out of input|pickle data was truncated|HeaderTooSmall"
 _ON_RANK_0 = {
     _UNREADABLE: (
         "Another rank may be writing this file, too: write it only if nbddp.is_primary(), and call nbddp.barrier() on "
@@ -95,10 +90,10 @@ _ON_OTHERS = {
     r"FileNotFoundError|Parent directory .* does not exist|No such file or directory": (
         "If rank 0 creates it, make this rank wait: call nbddp.barrier() on all ranks after that"
     ),
-    r"cannot access local variable|referenced before assignment|name '\w+' is not defined": (
-        "If only rank 0 sets it, nbddp.broadcast() on all ranks gives it to the others"
+    r"cannot access local variable|referenced before assignment": (
+        "If only rank 0 sets it: set it to None before, and call x = nbddp.broadcast(x) on all ranks after that"
     ),
-    _UNREADABLE: (
+    f"{_UNREADABLE}|EOFError|JSONDecodeError": (
         "If rank 0 is still writing this file, make this rank wait: call nbddp.barrier() on all ranks after that"
     ),
 }
@@ -149,9 +144,10 @@ def remark(name: str, reports: Sequence[Report], codes: Iterable[CodeType]) -> s
         found.append((_SIDE_BY_SIDE, ranks))
     if ranks > 1 and first.read_whole and {report.read_whole for report in reports} == {first.read_whole}:
         found.append((_READ_WHOLE, first.read_whole.split()[0]))
-    if first.trained_copy and not _SAVES & {used for code in codes for used in code.co_names}:
+    saves = _SAVES & {used for code in codes for used in code.co_names}
+    if first.trained_copy and not saves:
         found.append((_TRAINED_A_COPY, name))
-    if first.filled:
+    if first.filled and not saves:
         found.append((_FILLED, f"{name} filled {first.filled}"))
     if any(report.weak_references for report in reports):
         found.append((_WEAK, name))

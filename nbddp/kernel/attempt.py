@@ -27,7 +27,8 @@ from nbddp.payload import Block
 from nbddp.process.machine import Event
 from nbddp.text import ranks_text
 
-_CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow, and for other ranks' timeouts
+_CONSEQUENCE_WINDOW_S = 1.0  # for the failure from which the known ones follow
+_ALSO_S = 0.5  # for other ranks' timeouts
 _LOSS_NOTICED_S = 5.0  # the same on several machines: it takes Ray 2 s to notice that one is gone
 _ANSWER_S = 5.0  # for the thread that follows to ask the ranks where they are
 _WHERE_S = 0.1  # for the ranks to say where they are, when somebody waits for their end
@@ -206,9 +207,7 @@ class Attempt:
             return
         self._failed_at = self._failed_at or time.monotonic()
         window_s = _LOSS_NOTICED_S if any(rank.host for rank in failed) else _CONSEQUENCE_WINDOW_S
-        others = [rank for rank in failed if not (rank.is_consequence or failure.is_timeout(rank))]
-        all_over = not self._waiting() and any(map(failure.is_timeout, failed))
-        if others or all_over or time.monotonic() > self._failed_at + window_s:
+        if time.monotonic() > self._failed_at + window_s or not all(rank.is_consequence for rank in failed):
             self.ending = "failed"
             self._locate_after_a_timeout(failure.first(failed))
             kill_s, interrupt_s = self._patience.after_failure_s, 2 * _RELEASE_S
@@ -216,10 +215,13 @@ class Attempt:
             self._replace_plan([(_RELEASE_S, self._release), *interrupts, (kill_s, self._crew.kill)])
 
     def _locate_after_a_timeout(self, first: RankState) -> None:
-        if failure.is_timeout(first):
-            locations = self.locator.locate(_WHERE_S)
-            if first.report is None or locations[first.number].waiting_in:  # else it's a TimeoutError of the user's
-                self.where = hang.summary(locations, stalled=True)
+        if not failure.is_timeout(first):
+            return
+        if first.report is None or self.locator.locate(_WHERE_S)[first.number].waiting_in:  # else the user's own error
+            deadline = time.monotonic() + _ALSO_S
+            while self._waiting() and (left := deadline - time.monotonic()) > 0:
+                self._note(self._crew.take(left))
+            self.where = hang.summary(self.locator.locate(_WHERE_S), stalled=True)
 
     def _end_what_is_late(self) -> None:
         if time.monotonic() > self._deadline and not self.ending:

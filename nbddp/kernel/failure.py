@@ -16,6 +16,7 @@ from nbddp.tracebacks import hide_libraries
 
 _TIMED_OUT = re.compile(r"tim(ed|e) ?-?out", re.IGNORECASE)
 _NCCL_TIMEOUT = "collective operation timeout"  # in the text with which NCCL's watchdog aborts
+_NOT_IMPORTED = re.compile(r"^(ModuleNotFound|Import|Attribute)Error|No module named")
 _NUMBER = re.compile(r"\d+")
 _LAST_LINES = 10
 _OUT_OF_MEMORY = (
@@ -71,10 +72,12 @@ def error_of(rank: RankState, name: str, crew: Crew, where: str = "") -> NbddpEr
         text = ". ".join(filter(None, [failure.text, advice(failure.text, crew.device)]))
         return LaunchError(f"rank {rank.number} failed during setup: {text}")
     if failure.phase == "unpack":
-        why = "One of the objects can't be unpickled: send plain data instead, such as dict(config)"
-        if failure.kind in ("ModuleNotFoundError", "ImportError", "AttributeError"):
-            why = "The modules that they use must be importable in a new process, from the notebook's sys.path"
-        return PayloadError(f"rank {rank.number} couldn't unpickle {name} and its data: {failure.text}. {why}")
+        why = ""
+        if _NOT_IMPORTED.search(failure.text):
+            why = ". The modules that they use must be importable in a new process, from the notebook's sys.path"
+        elif failure.kind in ("TypeError", "KeyError", "RecursionError"):
+            why = ". One of the objects can't be unpickled: send plain data instead, such as dict(config)"
+        return PayloadError(f"rank {rank.number} couldn't unpickle {name} and its data: {failure.text}{why}")
     alike, names = all_alike(crew.ranks), dict(failure.names)
     cause = _cause(rank, crew.definitions, failure.text)
     known = advice(failure.text, crew.device, rank.number, alike=alike)

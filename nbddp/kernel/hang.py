@@ -115,16 +115,18 @@ class Locator:
     def report(self) -> str:
         """Return the line that sums up, and each stack; a likely reason for a wait only if no rank moves."""
         found = self.locate()
-        if time.monotonic() < self._crew.moved_at + _STANDS_S:
-            return report(found)
-        time.sleep(_RECHECK_S)
-        return report(found, stalled=self.locate() == found)
+        return report(found, stalled=self._stands(found))
 
     def summary(self, wait_s: float) -> str:
         """Return the line that sums up, with a likely reason if nothing has moved for a while."""
         found = self.locate(wait_s)
-        stands = time.monotonic() > self._crew.moved_at + _STANDS_S
-        return summary(found, stalled=stands and self.locate(wait_s) == found)
+        return summary(found, stalled=self._stands(found, wait_s))
+
+    def _stands(self, found: Sequence[Location], *wait_s: float) -> bool:
+        if time.monotonic() < self._crew.moved_at + _STANDS_S:
+            return False
+        time.sleep(_RECHECK_S)
+        return self.locate(*wait_s) == found
 
     def look_for_a_stall(self) -> None:
         """Say in ``hang`` where the ranks are, if nothing has been logged or printed for long."""

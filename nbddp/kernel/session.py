@@ -336,7 +336,9 @@ class Session(Cells):
         if dead := [rank for rank in every if not rank.alive]:
             ended = failure.error_of(dead[0], "session", self._crew)
             self.lost, self._released = str(ended).splitlines()[0], False
-            return [f"The session is over: {self.lost}. %ddp pull NAME still works; %ddp open starts new ranks"]
+            return [
+                f"The session is over: {self.lost}. %ddp pull works with those that are left; %ddp open starts new ones"
+            ]
         try:
             counts = list(self._ask(CountCollectives(), every).values())
             groups = {group for count in counts for group in count}

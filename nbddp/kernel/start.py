@@ -57,7 +57,7 @@ def run(
         deterministic: True: turns on torch's deterministic algorithms and sets cuDNN's flags.
         env: environment variables for the ranks, in addition to the notebook's current ones.
         timeout: limit for the whole run's wall time, in seconds. Default: no limit.
-        pg_timeout: timeout of each collective, in seconds. Default: an hour if a cell waits for it, else torch's.
+        pg_timeout: timeout of each collective, in seconds. Default: an hour if a cell waits for the run, else torch's.
         max_restarts: how many times all ranks may be restarted after a failure.
         stop_on_nan: True: end the run as soon as a rank logs NaN (an infinity doesn't end it). A restart would only
             repeat it, so there is none.

@@ -138,10 +138,8 @@ def _folder(writer: Any) -> str:
 
 def _wandb(run: Any, data: Mapping[str, Any], step: Any = None, *_: Any, **__: Any) -> Any:
     name = f"{run.id}/{run.name or run.id}"  # a run that came from another process begins with that
-    if not isinstance(data, Mapping):
-        return {}, step, name  # which W&B refuses
     newest = run._local_step if hasattr(run, "_local_step") else run._step  # W&B 0.31; 0.19 to 0.22
-    is_dropped = step is not None and step < newest
+    is_dropped = not isinstance(data, Mapping) or (step is not None and step < newest)
     return {} if is_dropped else data, newest if step is None else step, name
 
 

@@ -7,6 +7,8 @@ import sys
 import weakref
 from typing import Any
 
+import torch.distributed as dist
+
 _MADE = "made in the notebook is tied to its process; create it inside the function"
 _ONE_PROCESS = (
     "in the notebook and is tied to its process; send what you passed to {0}(), and call {0}() inside the function"
@@ -75,7 +77,7 @@ def reduced(obj: Any, *, back: bool) -> Any:
     if kind not in known:
         known[kind] = _first(kind, _REFUSED_BACK if back else _REFUSED), _first(kind, _FORGETTING).split()
     why, names = known[kind]
-    if why:
+    if why and not (back and dist.get_world_size() == 1):  # a share that is the whole
         raise TypeError(f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__} {why}")
     if back or not names or not vars(obj).keys() & names:
         return NotImplemented
