@@ -209,8 +209,11 @@ def test_ranks_that_do_not_end_are_killed_in_a_run_and_interrupted_again_in_a_se
 # ---------------------------------------------------------------------------- before the function, and after it
 
 
-def unable(phase: str) -> Event:
-    return message(1, Report(1.0, failure=Failure(phase, "OSError", "OSError: no such thing")))
+def unable(phase: str, kind: str = "OSError") -> Event:
+    return message(1, Report(1.0, failure=Failure(phase, kind, f"{kind}: no such thing")))
+
+
+UNPICKLED = "rank 1 couldn't unpickle train and its data: "
 
 
 @pytest.mark.parametrize(
@@ -221,7 +224,9 @@ def unable(phase: str) -> Event:
         ("starting", unable("setup"), nbddp.LaunchError, "rank 1 failed during setup: OSError: no such thing"),
         ("ready", exited(1, 1), nbddp.RankDied, "rank 1 of 2 ended with exit code 1 while unpacking train"),
         ("ready", exited(1, -9), nbddp.RankDied, "rank 1 of 2 was killed by SIGKILL"),
-        ("ready", unable("unpack"), nbddp.PayloadError, "rank 1 couldn't unpickle train and its data: OSError"),
+        ("ready", unable("unpack"), nbddp.PayloadError, f"{UNPICKLED}OSError: no such thing"),
+        ("ready", unable("unpack", "KeyError"), nbddp.PayloadError, f"{UNPICKLED}KeyError: no such thing. One of the"),
+        ("ready", unable("unpack", "ImportError"), nbddp.PayloadError, f"{UNPICKLED}ImportError: no such thing. The"),
     ],
 )
 def test_a_failure_before_the_function_says_how_far_it_came(comes_to: str, event: Event, kind: type, text: str) -> None:
