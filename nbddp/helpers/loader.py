@@ -96,7 +96,7 @@ class _Share(_Place, DistributedSampler[Any]):  # so that Lightning doesn't put 
             samples = indices.tolist() if hasattr(indices, "tolist") else [*indices]
             self._compare("split", samples, "Subset has", _SPLIT_ALIKE)
 
-    def _compare(self, when: int | str, samples: Any, what: str, advice: str) -> None:
+    def _compare(self, when: int | str, samples: Any, what: str, hint: str) -> None:
         """Raise RuntimeError if another rank has other samples at this point of the program."""
         if context.world_size() == 1 or not dist.is_initialized():
             return
@@ -106,9 +106,7 @@ class _Share(_Place, DistributedSampler[Any]):  # so that Lightning doesn't put 
         key, here = f"nbddp draw {kind} {when} {point}", f"{context.rank()} {digest}"
         rank, other = distributed_c10d._get_default_store().compare_set(key, "", here).decode().split()
         if other != digest:
-            raise RuntimeError(
-                f"loader(): rank {context.rank()}'s {what} different samples than rank {rank}'s. {advice}"
-            )
+            raise RuntimeError(f"loader(): rank {context.rank()}'s {what} different samples than rank {rank}'s. {hint}")
 
 
 @contextlib.contextmanager

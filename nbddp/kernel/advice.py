@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from types import CodeType
 
@@ -147,7 +148,7 @@ def remark(name: str, reports: Sequence[Report], codes: Iterable[CodeType]) -> s
     saves = _SAVES & {used for code in codes for used in code.co_names}
     if first.trained_copy and not saves:
         found.append((_TRAINED_A_COPY, name))
-    if first.filled and not saves:
+    if first.filled in vars(sys.modules["__main__"]) and not saves:  # in a session, it may be the ranks' own
         found.append((_FILLED, f"{name} filled {first.filled}"))
     if any(report.weak_references for report in reports):
         found.append((_WEAK, name))

@@ -77,7 +77,7 @@ def reduced(obj: Any, *, back: bool) -> Any:
     if kind not in known:
         known[kind] = _first(kind, _REFUSED_BACK if back else _REFUSED), _first(kind, _FORGETTING).split()
     why, names = known[kind]
-    if why and not (back and dist.get_world_size() == 1):  # a share that is the whole
+    if why and not (back and dist.is_initialized() and dist.get_world_size() == 1):  # a share that is the whole
         raise TypeError(f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__} {why}")
     if back or not names or not vars(obj).keys() & names:
         return NotImplemented
