@@ -331,6 +331,8 @@ class Reply:
         """Take a message that has arrived on iopub."""
         if kind == "stream":
             self.shown += content["text"]
+        elif kind == "clear_output":
+            self.shown = ""
         elif kind in ("execute_result", "display_data", "update_display_data"):
             text = content["data"].get("text/plain", "")
             self.data.append(content["data"])

@@ -45,6 +45,21 @@ def test_a_trained_model_is_an_instance_of_the_notebooks_class(cell: Cells) -> N
     assert not hasattr(names.Net, "poison")
 
 
+def test_the_path_leads_through_lists_and_closures_and_what_cannot_be_unpickled_is_said(cell: Cells) -> None:
+    names = cell("""
+        import threading
+        def train():
+            lock = threading.Lock()
+            return [1, lambda: lock]
+        class Broken:
+            def __reduce__(self): return eval, ("1 / 0",)
+        def broken(): return Broken()
+    """)
+    assert error_of(names.train, kind=nbddp.PayloadError).path == ("the result", "[1]", "lock")
+    said = "what broken returned can't be unpickled here: ZeroDivisionError: division by zero"
+    assert str(error_of(names.broken, kind=nbddp.PayloadError)) == said
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_unpicklable_result_is_named_and_the_rest_is_in_partial(cell: Cells, rank: int) -> None:
     names = cell("""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 import nbddp
 from nbddp.helpers.loader import _seeded
@@ -42,15 +42,16 @@ def test_a_snapshot_resumes_in_the_middle_of_an_epoch_with_any_number_of_ranks(c
 
 def test_every_rank_makes_the_same_draw_and_takes_its_share(cell: Cells) -> None:
     names = cell("""
-        import nbddp, torch
+        import nbddp, numpy, random, torch
+        def own(): return torch.rand(1).item(), numpy.random.rand(), random.random()
         def train(weights):
             sampler = torch.utils.data.WeightedRandomSampler(weights, 50)
             loader = nbddp.loader(torch.arange(20), 4, sampler=sampler)
-            return [torch.cat(list(loader)).tolist() for _ in range(3)], torch.rand(1).item()
+            return [torch.cat(list(loader)).tolist() for _ in range(3)], own()
         def shuffled():
             loader = nbddp.loader(torch.arange(20), 4, shuffle=True)
             for _ in range(3): list(loader)
-            return torch.rand(1).item()
+            return own()
     """)
     weights = [1.0 + i % 4 for i in range(20)]
     done = run(names.train, weights, seed=11)
@@ -122,17 +123,24 @@ class _Wrapper:
         return iter(nbddp.loader(range(4)))
 
 
+def _by_batch() -> None:
+    next(iter(nbddp.loader(range(4), batch_sampler=BatchSampler(range(4), 2, drop_last=False))))
+    nbddp.gather_for_metrics(torch.ones(2))
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
         (lambda: nbddp.loader(nbddp.loader(range(4))), "already has the rank's share: pass the dataset"),
         (lambda: nbddp.loader(_Wrapper()), "takes a dataset, an IterableDataset, or a DataLoader, not a _Wrapper"),
         (lambda: nbddp.gather_for_metrics([1, 2]), "takes a tensor, not a list: call it for each tensor"),
+        (_by_batch, r"needs a batch from nbddp.loader\(\) without batch_sampler; for a stream, use exact=True"),
+        (lambda: nbddp.loader(range(4)).load_state_dict({"length": 5}), "saved with 5 samples, but the data now has 4"),
         (lambda: nbddp.loader(range(4)).bs, r"distrib_ctx\(\) and nbddp.loader\(\) would both split the data"),
     ],
 )
 def test_what_takes_no_share_says_what_to_pass(wrong: Callable[[], Any], says: str) -> None:
-    with pytest.raises((TypeError, AttributeError), match=says):
+    with pytest.raises((TypeError, AttributeError, ValueError), match=says):
         wrong()
 
 
@@ -171,8 +179,8 @@ def test_a_stream_is_shared_unless_it_reads_its_rank_while_it_is_iterated(cell: 
         def train(how, exact=True, workers=0):
             loader = nbddp.loader(Stream(how), 4, exact=exact, num_workers=workers, persistent_workers=workers > 0)
             return [torch.cat(list(loader)).tolist() for _ in range(2)]
-        def resume(how):
-            loader = nbddp.loader(Stream(how), 2)
+        def resume(how, workers=0):
+            loader = nbddp.loader(Stream(how), 2, num_workers=workers)
             loader.load_state_dict({"epoch": 1, "taken": 4})
             loader.set_epoch(1)
             return [torch.cat(list(loader)).tolist() for _ in range(2)]
@@ -187,6 +195,8 @@ def test_a_stream_is_shared_unless_it_reads_its_rank_while_it_is_iterated(cell: 
     assert run(names.resume, "plain").values == [[share[2:], share] for share in (shares[0], [*shares[1], 0])]
     with pytest.raises(nbddp.RankError, match=r"can't resume a stream .*save its own state_dict\(\)"):
         run(names.resume, "torch")
+    with pytest.raises(nbddp.RankError, match="can't resume a stream that splits itself among ranks or workers"):
+        run(names.resume, "plain", 2)
 
 
 def test_a_torch_dataloader_is_rebuilt_with_its_options(cell: Cells) -> None:
@@ -195,7 +205,7 @@ def test_a_torch_dataloader_is_rebuilt_with_its_options(cell: Cells) -> None:
         def train(loader): return [batch.tolist() for batch in nbddp.loader(loader, exact=True)]
     """)
     data: Any = torch.arange(10)
-    batches = torch.utils.data.BatchSampler(range(10), 4, drop_last=False)
+    batches = BatchSampler(range(10), 4, drop_last=False)
     twice = RandomSampler(data, replacement=True, num_samples=30)
     assert run(names.train, DataLoader(data, 2)).values == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
     by_batch = run(names.train, DataLoader(data, batch_sampler=batches)).values
@@ -317,6 +327,8 @@ def test_accumulated_gradients_equal_those_of_the_big_batch(cell: Cells, nprocs:
                 model.zero_grad()
             return found, complete, len(reduced)
     """)
+    with pytest.raises(ValueError, match="k must be a positive integer, not 0"), nbddp.accumulate(torch.nn.ReLU(), 0):
+        pass
     torch.manual_seed(1)
     x, y = torch.randn(48, 6), torch.randn(48, 1)
     whole = run(names.gradients, x, y, 1, nprocs=1).value[0][0]

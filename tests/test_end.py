@@ -73,6 +73,7 @@ def test_stop_runs_finally_blocks_and_keeps_what_was_logged(cell: Cells, in_fold
         import nbddp, time
         def train():
             nbddp.log(loss=1.5)
+            for _ in range(2 - nbddp.rank()): nbddp.log(mean=3.0, reduce="mean")
             try:
                 open(f"rank-{nbddp.rank()}", "w").close()
                 time.sleep(1000)
@@ -86,6 +87,7 @@ def test_stop_runs_finally_blocks_and_keeps_what_was_logged(cell: Cells, in_fold
     going.stop()
     assert len(list(in_folder.glob("closed-*"))) == 2
     assert going.history["loss"].values.tolist() == [1.5, 2.5]
+    assert going.history["mean"].steps.tolist() == [0]  # only rank 0 has come to step 1
     assert going.logs() == "[rank 0] cleaned up\n[rank 1] cleaned up\n"
 
 

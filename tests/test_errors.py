@@ -8,11 +8,14 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nbddp
+from nbddp.kernel.settings import Options, decide
 from tests.support import OUR_FILES, Cells, Notebook, error_of, marked_pids, run, start
 
 IN_THE_CELL_S = 0.5
@@ -137,6 +140,8 @@ def test_a_death_by_signal_is_named_with_its_rank(cell: Cells, number: signal.Si
     error = caught.value
     assert (going.state, error.rank, error.exitcode, error.signal_name) == ("failed", 1, -number, number.name)
     assert str(error).startswith("rank 1 of 3 ")
+    is_a_crash = number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
+    assert (f"crashed in native code ({number.name})" in str(error)) == is_a_crash
     assert number.name in str(error)
     if number == signal.SIGKILL:
         assert "memory" in str(error)
@@ -187,6 +192,31 @@ def test_a_cells_traceback_shows_only_the_users_lines_and_stops_run_all(notebook
     assert len(reply.traceback.splitlines()) < 40
 
 
+def test_parts_of_a_group_keep_their_lines_and_a_long_chain_its_newest_links(cell: Cells) -> None:
+    names = cell("""
+        def part(n): raise ValueError(n)
+        def train():
+            parts = []
+            for n in range(2):
+                try: part(n)
+                except ValueError as error: parts.append(error)
+            raise ExceptionGroup("several", parts)
+        def chain():
+            cause = None
+            for n in range(300):
+                try: raise ValueError(n) from cause
+                except ValueError as error: cause = error
+            raise cause
+    """)
+    for part in error_of(names.train).cause.exceptions:
+        assert [frame.name for frame in traceback.extract_tb(part.__traceback__)] == ["train", "part"]
+    links = [error_of(names.chain).cause]
+    while links[-1].__cause__:
+        links.append(links[-1].__cause__)
+    assert [link.args[0] for link in links] == list(range(299, 248, -1))
+    assert links[-1].__notes__ == ["[older exceptions omitted: the chain has 300]"]
+
+
 def generator() -> Iterator[int]:
     yield 1
 
@@ -208,6 +238,9 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"backend": 3}, "backend must be a name"),
     ({"backend": "nccl"}, "nccl"),
     ({"gpus": [0]}, "combined"),
+    ({"gpus": [0], "device": None}, "torch sees no GPU here. Leave gpus out"),
+    ({"gpus": "01", "device": None}, "a list of device numbers"),
+    ({"device": "cuda"}, "device='cuda', but torch sees no such device here"),
     ({"device": "cuda:1"}, "gpus=\\[1\\]"),
     ({"device": "abacus"}, "isn't a torch device"),
     ({"timeout": 0}, "too small"),
@@ -216,6 +249,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"max_restarts": -1}, "too small"),
     ({"seed": 1.5}, "an integer"),
     ({"env": {"A": 1}}, "strings"),
+    ({"env": [("A", "1")]}, "dict of strings, not list"),
+    ({"env": {"A=B": "1"}}, "'A=B': a name can't"),
+    ({"env": {"A": "1\0"}}, "null bytes"),
+    ({"env": {"RANK": "1"}}, "env sets RANK, which nbddp sets"),
     ({"args": "abc"}, "tuple"),
     ({"args": {"a": 1}}, "use kwargs="),
     ({"args": (1, 2, 3)}, "can't be called"),
@@ -229,10 +266,43 @@ CASES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_bad_arguments_are_refused_at_once(cell: Cells) -> None:
+def test_bad_arguments_are_refused_at_once(cell: Cells, in_folder: Path) -> None:
     names = cell("def train(a=1): return a")
     before = marked_pids()
     for options, match in CASES:
         with pytest.raises(nbddp.LaunchError, match=match):
             nbddp.run(**{"fn": names.train, "device": "cpu", "show": False, **options})
+    with pytest.raises(TypeError, match=r"argument 'a'; to pass it to your function, write kwargs=\{\"a\": 5\}$"):
+        nbddp.run(names.train, a=5)  # type: ignore[call-overload]
+    with pytest.raises(nbddp.RankError, match="already running on a rank: call the function directly"):
+        nbddp.run(lambda: nbddp.run(names.train), nprocs=1, device="cpu", show=False)
+    with pytest.raises(nbddp.LaunchError, match=r"^preload\(\): there is no module trasformers$"):
+        nbddp.preload("trasformers")
     assert marked_pids() == before
+    os.makedirs("deleted")
+    os.chdir("deleted")
+    os.rmdir("../deleted")
+    with pytest.raises(nbddp.LaunchError, match="working directory has been deleted"):
+        nbddp.run(names.train, device="cpu")
+
+
+def test_gpus_are_chosen_by_number_and_numbers_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    for options, match in (
+        ({"gpus": [2]}, "there is no GPU 2 here, only [0, 1]"),
+        ({"gpus": [0, 1], "nprocs": 3}, "gpus=[0, 1] lists 2, one per rank: leave nprocs out"),
+        ({"gpus": [1, 1]}, "To share a GPU, use backend='gloo'"),
+        ({"nprocs": 3}, "torch sees 2 cuda devices here: use nprocs=2, or device='cpu'"),
+    ):
+        with pytest.raises(nbddp.LaunchError, match=re.escape(match)):
+            nbddp.run(print, **options)
+    for gpus, indices, visible in (
+        (None, (0, 1), "3,5"),
+        ([1, 0], (0, 1), "5,3"),
+        ([1, 1], (0, 0), "5"),
+    ):
+        chosen = decide("", Options(gpus=gpus, backend="gloo"))
+        assert (chosen.device, chosen.world_size, chosen.indices) == ("cuda", 2, indices)
+        assert chosen.environ["CUDA_VISIBLE_DEVICES"] == visible
+    assert decide("", Options(nprocs=1)).backend == "nccl"

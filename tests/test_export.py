@@ -293,6 +293,7 @@ def test_what_cannot_run_is_refused_in_one_line(cell: Cells, in_folder: Path, mo
         (["job.nbddp", "--result", "gone/r"], {}, "--result: the folder {}/gone doesn't exist; create it first"),
         (["job.nbddp", "--metrics", "job.nbddp"], {}, "--metrics: job.nbddp exists and isn't a metrics file"),
         (["job.nbddp"], {"SLURM_STEP_NUM_TASKS": "2"}, "each srun task would train on its own: use srun torchrun"),
+        (["job.nbddp"], {"RANK": "0"}, "the launcher didn't set WORLD_SIZE: use torchrun"),
         (["lacks.nbddp"], {}, MISSING),
     ):
         code, printed = Job(in_folder, *words, **environ).end()

@@ -208,7 +208,7 @@ def test_a_break_is_told_from_fewer_batches_and_a_worker_that_hangs_is_named_wit
         class Data(torch.utils.data.Dataset):
             def __len__(self): return 16
             def __getitem__(self, i):
-                if i == 9 and nbddp.rank() == 1: time.sleep(1000)
+                if i == 5 and nbddp.rank() == 1: time.sleep(1000)  # the second worker; the first becomes idle
                 return torch.ones(2)
         def train(workers, data=range(16)):
             for step, x in enumerate(torch.utils.data.DataLoader(data, 4, num_workers=workers)):

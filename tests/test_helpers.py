@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import nbddp
+from nbddp.helpers import collectives, context
+from nbddp.messages import Place, Settings
 from tests.support import Cells, run
 
 
@@ -310,7 +312,9 @@ def test_progress_reaches_the_notebook(cell: Cells) -> None:
     assert (bar.desc, bar.total, bar.done) == ("", 3, 3)
 
 
-def test_main_first_lets_local_rank_0_finish_before_the_others_begin(cell: Cells, tmp_path: Path) -> None:
+def test_main_first_lets_local_rank_0_finish_before_the_others_begin(
+    cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = cell("""
         import nbddp, os, time
         def train(folder):
@@ -322,3 +326,10 @@ def test_main_first_lets_local_rank_0_finish_before_the_others_begin(cell: Cells
             return existed
     """)
     assert run(names.train, str(tmp_path), nprocs=3).values == [False, True, True]
+    done = []
+    monkeypatch.setattr(collectives, "barrier", lambda: done.append("waited"))
+    for rank in range(4):  # two on each of two machines
+        monkeypatch.setattr(context, "_current", (Settings("", 4), Place(rank, rank % 2, 2, folder="")))
+        with nbddp.main_first():
+            done.append(rank)
+    assert done == [0, "waited", "waited", 1, 2, "waited", "waited", 3]

@@ -314,6 +314,7 @@ def test_a_job_is_loaded_from_its_ranks_files_while_it_runs(tmp_path: Path) -> N
         HEAD + msgpack.packb({"name": "loss", "ops": [None], "rows": b"123"}),
         HEAD + msgpack.packb({"name": "loss", "ops": [None], "rows": b"\xff" * 40}),
         Start(7, 3, 1.0).head(),
+        Start(1, 3, 1.0).head() + POINT,
         Start(0, 1 << 40, 1.0).head(),
         HEAD[:-2],
         HEAD + b"\xc1",

@@ -51,6 +51,9 @@ def test_invalid_values_steps_and_weights_are_refused_alike_in_a_rank_and_in_the
     assert here[5] == "ValueError: log(weight=-1): a weight must be finite and at least 0, e.g. the number of samples"
     assert here[10] == "ValueError: reduce must be None, 'mean', 'sum', 'min', or 'max', not 'median'"
     assert all(text.startswith("TypeError: log(loss=") for text in here[11:])
+    for wrong in (5, {1: 0.5}):
+        with pytest.raises(TypeError, match=r"log\(\) takes metrics by name, log\(loss=0\.5\) or"):
+            nbddp.log(wrong)  # type: ignore[arg-type]
 
 
 def test_a_number_from_a_device_is_shown_when_it_arrives_also_if_nothing_is_logged_after_it(cell: Cells) -> None:

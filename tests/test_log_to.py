@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,14 @@ def test_a_function_receives_every_step_once_in_order_and_tensorboard_steps_valu
     got: list[tuple[int, dict[str, float]]] = []
     writer = SummaryWriter("mine")  # type: ignore[no-untyped-call]
     began = time.time()
-    made = run(names.train, log_to=[lambda step, metrics: got.append((step, metrics)), writer])
+    wandb: list[Any] = []
+    like_wandb = SimpleNamespace(define_metric=lambda *args, **kwargs: wandb.append((args, kwargs)), log=wandb.append)
+    lightning: list[Any] = []
+    like_lightnings = SimpleNamespace(
+        log_metrics=lambda row, step: lightning.append((step, row)), save=lambda: lightning.append("saved")
+    )
+    to = [lambda step, metrics: got.append((step, metrics)), writer, like_wandb, like_lightnings]
+    made = run(names.train, log_to=to)
     ended = time.time()
     merged: dict[int, dict[str, float]] = {}
     for step, metrics in got:
@@ -60,6 +68,10 @@ def test_a_function_receives_every_step_once_in_order_and_tensorboard_steps_valu
         np.testing.assert_array_equal([event.value for event in events], values.astype(np.float32))
         assert all(began < event.wall_time < ended for event in events)
         np.testing.assert_allclose([event.wall_time for event in events], made.history.points(name).times, 0, 1e-3)
+    assert wandb[0] == (("*",), {"step_metric": "step"})
+    assert [row["step"] for row in wandb[1:]] == [step for step, _ in got]
+    assert all(began < row["_timestamp"] < ended and row["rank"] == 0 for row in wandb[1:31] if "rank" in row)
+    assert lightning == [*got, "saved"]
     writer.add_scalar("it's still open", 1.0)  # type: ignore[no-untyped-call]
     writer.close()  # type: ignore[no-untyped-call]
 

@@ -21,7 +21,7 @@ from nbddp.payload import carried
 from nbddp.process.machine import Event
 from nbddp.ray.actor import NodeMachine
 from tests.machines import FakeMachine, exited, failed, finished, run_on
-from tests.support import Cells
+from tests.support import Cells, script
 
 
 @pytest.fixture
@@ -51,6 +51,21 @@ def test_nprocs_is_the_total_and_without_it_there_is_one_rank_per_gpu_of_the_nod
     ):
         with pytest.raises(nbddp.LaunchError, match=why):
             decide("train", Options(**options))
+
+
+def test_a_node_that_hears_nothing_of_the_notebook_ends() -> None:
+    began = time.monotonic()
+    source = """
+        import os, time
+        from nbddp.ray import actor
+        actor.SILENCE_S = 2.0
+        node = actor.Node("127.0.0.1", os.getppid())
+        for _ in range(3): time.sleep(1); node.beat(); print("heard", flush=True)
+        time.sleep(60)
+    """
+    said = script(source)
+    assert (said.returncode, said.stdout) == (1, "heard\n" * 3)
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.usefixtures("_two_nodes_with_four_gpus")
@@ -98,6 +113,7 @@ def test_own_modules_are_imported_under_their_own_names(cell: Cells, tmp_path: P
         "pack/__init__.py": "from .part import two",
         "pack/part.py": "two = 2",
         "bare/inner.py": "three = 3",
+        "later/alone.py": "another",
     }
     for name, source in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -109,7 +125,7 @@ def test_own_modules_are_imported_under_their_own_names(cell: Cells, tmp_path: P
             def train(): return pack.two, bare.inner.three, alone.__file__
             def wrong(): alone.fail()
         """)
-        modules = carried.sources([str(tmp_path)])
+        modules = carried.sources([str(tmp_path), str(tmp_path / "later")])  # the first, as import takes it
         packed = [start.pack_call("train", fn, (), {}, elsewhere=True) for fn in (names.train, names.wrong)]
     finally:
         sys.path.remove(str(tmp_path))

@@ -125,6 +125,8 @@ def test_nan_is_marked_in_the_chart_of_its_metric_only_and_a_notice_names_the_ra
     assert marks == {"Loss": ["NaN since step 60"], "Accuracy": []}
     assert notices(history) == ["train/loss has been NaN since step 60 on rank 1"]
     assert notices(logged(4, loss=[1.0, math.inf, math.nan])) == ["loss has been ∞ since step 1 on ranks 0 to 3"]
+    many = notices(logged(**{f"m{i}": [math.nan] for i in range(9)}))
+    assert many[2:] == ["m2 has been NaN since step 0 on rank 0", "and 6 more with NaN or infinite values"]
 
 
 def test_a_single_nan_among_numbers_is_not_the_end_of_the_line() -> None:

@@ -236,9 +236,9 @@ def test_a_users_text_cannot_break_out_of_the_picture(nasty: str) -> None:
         status("failed", 2, nasty, failed_rank=0, hang=f"{nasty}\n{nasty}", **texts), 1, state="running", waits=nasty
     )
     history = logged(2, **{nasty: range(50), f"val/{nasty}": range(50), **{f"{nasty}{i}": [1.0] for i in range(14)}})
-    history.add(0, [{"time": 1.0, "bar": [0, nasty, 1, 2]}])
     history.restart(nasty)
     logged(history=history, first=25, **{nasty: [math.nan]})
+    history.add(0, [{"time": 1.0, "bar": [0, nasty, 1, 2, {nasty: nasty}]}])
     run = dataclasses.replace(run, restarts=1)
     page = Page(picture(history, run, history, tail=lambda rank, chars: f"\x1b[31m{nasty}\x1b[0m\n"))
     tags = {"div", "span", "b", "img", "table", "tr", "th", "td", "details", "summary", "pre"}

@@ -16,7 +16,7 @@ import pytest
 
 import nbddp
 from nbddp.messages import Settings
-from tests.support import Cells, run, wait_until
+from tests.support import Cells, run, script, wait_until
 
 
 def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go() -> None:
@@ -55,6 +55,27 @@ def test_a_run_ends_although_an_event_loop_that_waited_for_it_is_closed() -> Non
     asyncio.run(give_up())
     asyncio.run(wait())
     assert (answers, run.state, run.done()) == ([run], "finished", True)
+
+
+def test_a_script_that_ends_stops_its_runs() -> None:
+    began = time.monotonic()
+    source = "import time, nbddp\nnbddp.run(time.sleep, [90], nprocs=2, device='cpu', wait=False).wait(0.5)"
+    assert "TimeoutError" in script(source).stderr
+    assert time.monotonic() - began < 30
+
+
+def test_shutdown_stops_the_runs_and_the_fork_server_which_the_next_run_starts_again() -> None:
+    said = script("""
+        import nbddp, psutil, time
+        run = nbddp.run(time.sleep, [90], nprocs=2, device="cpu", wait=False)
+        while run.state != "running": time.sleep(0.05)
+        servers = [each for each in psutil.Process().children() if "forkserver" in str(each.cmdline())]
+        print(run.done(), run.cancel(), len(servers))
+        nbddp.shutdown()
+        print(run.state, psutil.wait_procs(servers, 10)[1])
+        print(nbddp.run(abs, [-1], nprocs=1, device="cpu").value)
+    """)
+    assert (said.stdout, said.stderr) == ("False False 1\nstopped []\n1\n", "")
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "雪" * 300, "a\0b\nc/d", "\udc80"], ids=["long", "wide", "null", "half"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,9 +105,28 @@ def test_displays_figures_handles_and_widgets_are_rank_0s(ranks: Notebook) -> No
     assert "application/vnd.jupyter.widget-view+json" in shown.data[0]
 
 
+def test_a_widgets_callback_runs_on_its_rank_between_cells_and_an_output_is_cleared(ranks: Notebook) -> None:
+    shown = ranks.ok("""
+        clicked = []
+        button = ipywidgets.Button()
+        button.on_click(lambda _: clicked.append(rank))
+        button
+    """)
+    said = {"method": "custom", "content": {"event": "click"}}
+    view: Any = shown.data[0]["application/vnd.jupyter.widget-view+json"]
+    client = ranks._client
+    client.shell_channel.send(client.session.msg("comm_msg", {"comm_id": view["model_id"], "data": said}))
+    assert ranks.ok("nbddp.all_gather(clicked)").shown == "[[0], [], []]\n"
+    source = "from IPython.display import clear_output\nprint('before')\nclear_output()\nprint('after')"
+    assert ranks.ok(source).shown == "after\n"
+
+
 def test_input_asks_once_in_the_notebook_for_all_ranks(ranks: Notebook) -> None:
     talk = ranks.talk("name = input('name? ')\nnbddp.all_gather(name)", ["Ada"])
     assert (talk.prompts, talk.result) == (["name? "], "['Ada', 'Ada', 'Ada']")
+    talk = ranks.talk("nbddp.all_gather(input(f'{rank % 2}? '))", ["even", "odd"])
+    assert talk.prompts == ["[ranks 0 and 2] 0? ", "[rank 1] 1? "]
+    assert talk.result == "['even', 'odd', 'even']"
 
 
 def test_an_error_that_a_cell_shows_and_survives_is_shown_and_the_cell_can_be_interrupted(ranks: Notebook) -> None:
@@ -129,8 +150,9 @@ def test_tab_and_shift_tab_ask_rank_0(ranks: Notebook) -> None:
 
 
 def test_a_failure_of_one_rank_ends_a_cell_with_its_lines_and_the_panel_shows_who_was_stopped(ranks: Notebook) -> None:
-    ranks.ok("kept = [rank]")
+    ranks.ok("kept = [rank]\ng = dist.new_group()")
     reply = ranks.cell("if rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(t)")
+    assert "Re-create g: the failure ended its process group" in reply.traceback
     assert (reply.ename, reply.evalue) == ("ValueError", "boom")
     assert "raise ValueError('boom')" in reply.traceback
     assert "rank 1 of 3" in reply.traceback
@@ -238,11 +260,13 @@ def test_an_interrupt_in_training_leaves_equal_models(ranks: Notebook) -> None:
             model(torch.ones(2, 4) * (rank + 1)).sum().backward()
             optimizer.step()
         for _ in range(3): step()
+        done = 0
     """)
-    reply = interrupted(ranks, "print('begun', flush=True)\nwhile True: step()", "begun")
+    reply = interrupted(ranks, "print('begun', flush=True)\nwhile True: step(); done += 1", "begun")
     assert (reply.ename, OUR_FILES.search(reply.traceback)) == ("KeyboardInterrupt", None)
     weights = "torch.cat([p.detach().flatten() for p in model.parameters()])"
     assert ranks.ok(f"len({{str(w.tolist()) for w in nbddp.all_gather({weights})}})").shown == "1\n"
+    ranks.ok("for _ in range(done + 5): step()")  # the stop was that cell's
 
 
 def test_a_cell_that_catches_the_interrupt_and_ends_by_itself_leaves_a_group_that_works(ranks: Notebook) -> None:
@@ -332,7 +356,8 @@ def test_a_cell_that_takes_a_while_or_fails_is_a_run(ranks: Notebook) -> None:
 
 def test_ddp_and_other_lines_in_one_cell_are_refused(ranks: Notebook) -> None:
     assert "%ddp close must be in its own cell" in ranks.cell("x = 1\n%ddp close").traceback
-    assert "leave out --nprocs 2" in ranks.cell("%%ddp -n 2\n1").shown
+    for option in ("--nprocs 2", "--background"):
+        assert f"leave out {option}" in ranks.cell(f"%%ddp {option}\n1").shown
 
 
 def test_cells_of_px_and_distributed_run_with_their_first_line_changed(ranks: Notebook) -> None:
@@ -375,6 +400,8 @@ def test_a_rank_that_dies_ends_the_session_whose_names_can_be_pulled_from_the_ot
     assert "rank 0 of 3 was killed by SIGKILL" in reply.traceback
     notebook.ok("%ddp pull x")
     assert notebook.ok("%%local\nx").shown == "8\n"
+    source = '%%local\nget_ipython().magics_manager.registry["DdpMagics"].session.pull("x", rank=0)'
+    assert notebook.cell(source).evalue.startswith("rank 0 of 3 was killed by SIGKILL")
     notebook.ok("%ddp open -n 2 --device cpu")  # ends the others
     assert not set(before) & set(ranks_of(notebook.pid))
     notebook.ok("%ddp close")
@@ -389,6 +416,10 @@ def test_close_ends_the_ranks_and_a_fresh_cell_has_its_own(notebook: Notebook) -
     notebook.ok("%ddp close")
     wait_until_alone(notebook.pid)
     assert notebook.ok("%%ddp -n 2 --device cpu\nlr * world_size").shown == "6\n"
+    notebook.ok("%%ddp -n 2 --device cpu --as left\nimport threading\nexit()\nthreading.Lock()")
+    assert "<unlocked _thread.lock" in notebook.ok("left.value").result
+    assert "unknown command %ddp opne; did you mean open?" in notebook.cell("%ddp opne").shown
+    assert "%ddp logs takes one rank, or nothing" in notebook.cell("%ddp logs all").shown
 
 
 def test_a_third_interrupt_gives_the_session_up(notebook: Notebook) -> None:
@@ -458,3 +489,35 @@ def test_an_interrupt_while_ranks_are_put_right_loses_no_error(
             session.run(fail)
         run = nbddp.last_run()
         assert (run.state, str(run.error.__cause__)) == ("failed", "the error")
+
+
+def test_a_session_of_a_script_has_logs_is_busy_with_one_cell_and_is_lost_at_its_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(nbddp.LaunchError, match=r"^timeout= is an option of run\(\), not of a session$"):
+        nbddp.Session(nprocs=2, device="cpu", timeout=3)  # type: ignore[call-arg]
+    with nbddp.Session(nprocs=2, device="cpu") as session:
+        session.cell("from IPython.display import HTML, display\ndisplay(HTML('b'))\nprint('hello', rank)\nrank + 5")
+        assert capsys.readouterr().out.endswith("hello 0\n5\n[rank 1] hello 1\n[rank 1] 6\n")
+        assert session.logs(1).endswith("hello 1\n")
+        assert "[rank 0] hello 0\n" in session.logs()
+        session.cell("get_ipython().run_cell('1 / 0')")
+        assert "ZeroDivisionError" in support.without_colours(capsys.readouterr().out)
+        waits = threading.Thread(target=session.cell, args=("import time; time.sleep(1.5)",))
+        waits.start()
+        wait_until(lambda: session._busy)
+        for use in (lambda: session.cell("1"), lambda: session.run(print), lambda: session.push(x=1)):
+            with pytest.raises(nbddp.NbddpError, match=r"^the ranks are busy: wait until"):
+                use()
+        waits.join()
+        session.cell("w = torch.nn.Linear(1, 1)\no = torch.optim.SGD(w.parameters())\nw(torch.ones(1)).backward()")
+        with pytest.raises(nbddp.CellError) as caught:
+            session.cell("for _ in range(rank + 1): o.step()\ng = torch.distributed.new_group()\n1 / (1 - rank)")
+        assert "The ranks have taken 1 to 2 optimizer steps, so their models differ" in caught.value.shown
+        session.cell("exit()")
+        assert repr(session) == "<Session: the session is closed, 2 ranks>"
+        for use in (lambda: session.cell("1"), lambda: session.run(print), lambda: session.push(x=1)):
+            with pytest.raises(nbddp.SessionLost, match=r"^the session is closed. Open a new session$"):
+                use()
+        with pytest.raises(nbddp.SessionLost, match=r"^the session is closed$"):
+            session.pull("x")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -170,29 +172,47 @@ def test_a_loader_resumed_at_any_step_goes_on_as_if_uninterrupted(
 
 
 @FEW
-@given(st.integers(1, 60), RANKS, RANKS, st.integers(1, 9), st.integers(0, 50))
+@given(st.integers(1, 60), st.lists(st.tuples(RANKS, st.integers(0, 5)), max_size=3), RANKS, st.integers(1, 9))
 def test_resumed_with_other_ranks_every_sample_of_the_epoch_is_taken_once(
-    size: int, ranks: int, later_ranks: int, batch_size: int, steps: int
+    size: int, parts: list[tuple[int, int]], last_ranks: int, batch_size: int
 ) -> None:
-    steps = min(steps, size // ranks // batch_size)  # the batches that are full on every rank
-
-    def begun(_: int) -> tuple[list[list[int]], Any]:
+    def part(_: int, steps: int | None, state: Any) -> tuple[list[list[int]], Any]:
         loader = _loader("shuffle", size, batch_size, exact=True)
+        loader.load_state_dict(state)
         return _batches(loader, steps), loader.state_dict()
 
-    shares, states = zip(*_on_ranks(ranks, begun))
-    seen = [i for share in shares for batch in share for i in batch]
-    if len(seen) == size:
-        assert states[0] == {"epoch": 1, "taken": 0, "length": size}
-        return
-
-    def rest(_: int) -> list[list[int]]:
-        loader = _loader("shuffle", size, batch_size, exact=True)
-        loader.load_state_dict(states[0])
-        return _batches(loader)
-
-    seen += [i for share in _on_ranks(later_ranks, rest) for batch in share for i in batch]
+    seen: list[int] = []
+    state = {"epoch": 0, "taken": 0, "length": size}
+    for ranks, steps in [*parts, (last_ranks, None)]:
+        all_full = (size - len(seen)) // ranks // batch_size
+        most = None if steps is None else min(steps, all_full)
+        shares, states = zip(*_on_ranks(ranks, functools.partial(part, steps=most, state=state)))
+        seen += [i for share in shares for batch in share for i in batch]
+        state = states[0]
+        if len(seen) == size:
+            break
     assert sorted(seen) == list(range(size))
+    assert state == {"epoch": 1, "taken": 0, "length": size}
+
+
+def test_a_batch_for_all_ranks_is_divided_and_a_share_and_an_epoch_are_told_to_whoever_asks() -> None:
+    class Told(SequentialSampler):
+        epochs: ClassVar[list[int]] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    def train(_: int) -> tuple[int, list[int], list[int]]:
+        Told.epochs = []
+        told = nbddp.loader(range(12), sampler=Told(range(12)))
+        list(told), list(told)
+        stream: Any = Sized(11)
+        lengths = [len(nbddp.loader(stream, 1, exact=exact)) for exact in (True, False)]
+        return len(_batches(nbddp.loader(range(12), 6, split_batches=True))[0]), Told.epochs, lengths
+
+    assert _on_ranks(3, train) == [(2, [0, 1], [share, 4]) for share in (4, 4, 3)]
+    with pytest.raises(ValueError, match="a global batch_size of 8 isn't divisible by 3 ranks"):
+        _on_ranks(3, lambda _: nbddp.loader(range(12), 8, split_batches=True))
 
 
 class Numbers(IterableDataset[int]):
@@ -201,6 +221,11 @@ class Numbers(IterableDataset[int]):
 
     def __iter__(self) -> Any:
         return iter(range(self.size))
+
+
+class Sized(Numbers):
+    def __len__(self) -> int:
+        return self.size
 
 
 def _streams(size: int, ranks: int, *, exact: bool, start: int = 0) -> list[list[int]]:
