@@ -130,13 +130,8 @@ def damaged(whole: bytes, seed: int) -> bytes:
 
 def script(source: str, *args: str, timeout_s: float = 120.0, **env: str) -> subprocess.CompletedProcess[str]:
     """Run source as a plain script, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source), *args],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, **env},
-    )
+    command = [sys.executable, "-c", textwrap.dedent(source), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, **env})
 
 
 def free_port() -> int:
@@ -249,7 +244,7 @@ def handlers() -> dict[int, Any]:
 class Surroundings:
     """Everything of this process that a run must leave as it was."""
 
-    environ: dict[str, str] = field(default_factory=lambda: _environ())
+    environ: dict[str, str] = field(default_factory=lambda: {**os.environ, "PYTEST_CURRENT_TEST": ""})
     cwd: str = field(default_factory=os.getcwd)
     sys_path: list[str] = field(default_factory=lambda: list(sys.path))
     handlers: dict[int, Any] = field(default_factory=handlers)
@@ -290,10 +285,6 @@ def _temporary_files() -> set[str]:
     found = set(os.listdir(tempfile.gettempdir())) | {path.name for path in Path(get_temp_dir()).glob("r-*")}
     # "tmp": made by torch, in processes that were killed, or by torch 2.6; ours have other prefixes.
     return {name for name in found if not name.startswith(("pytest-", "torchinductor", "pytorch-errorfile-", "tmp"))}
-
-
-def _environ() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
 
 
 # ---------------------------------------------------------------------------- real notebooks

@@ -143,16 +143,14 @@ def test_the_cause_is_the_earliest_failure_that_follows_from_no_other_ranks_end(
 def test_a_consequence_waits_for_its_cause(quick: pytest.MonkeyPatch) -> None:
     quick.setattr(attempt, "_CONSEQUENCE_WINDOW_S", NEVER_S)
     machine, looks = FakeMachine(failed(0, 1.0, CLOSED)), itertools.count(1)
-    look = lambda _: next(looks) == 5 and machine.tell(failed(1, 2.0, "boom"))  # noqa: E731
-    _, crew, signals = followed(machine, look=look)
+    _, crew, signals = followed(machine, look=lambda _: next(looks) == 5 and machine.tell(failed(1, 2.0, "boom")))
     assert (failure.first(crew.ranks).number, signals) == (1, [])
 
 
 def test_a_consequence_without_a_cause_is_the_error_when_its_time_is_over() -> None:
     machine = FakeMachine(failed(1, 5.1, CLOSED), failed(0, 5.0, CLOSED))
     run = follow(3, machine)
-    assert (run.error.rank, run.error.alike) == (0, False)
-    assert machine.signals[0] == ([2], INT)
+    assert (run.error.rank, run.error.alike, machine.signals[0]) == (0, False, ([2], INT))
 
 
 @pytest.mark.parametrize(
@@ -175,8 +173,7 @@ MINE, THEIRS = ("/tmp/ipykernel_1/1.py", 3, "train"), (distributed_c10d.__file__
 @pytest.mark.parametrize(("frames", "said"), [((), ""), ((MINE,), ""), ((MINE, THEIRS), "rank 0 failed in all_reduce")])
 def test_a_timeout_in_a_collective_and_no_other_says_where_the_ranks_were(frames: tuple, said: str) -> None:
     report = Report(1.0, failure=Failure("call", "TimeoutError", "TimeoutError: timed out", frames=frames))
-    error = follow(1, [message(0, report)]).error
-    assert error.where == (said and f"{said} (train, line 3)")
+    assert follow(1, [message(0, report)]).error.where == (said and f"{said} (train, line 3)")
 
 
 # ---------------------------------------------------------------------------- after a failure
@@ -232,8 +229,7 @@ UNPICKLED = "rank 1 couldn't unpickle train and its data: "
 def test_a_failure_before_the_function_says_how_far_it_came(comes_to: str, event: Event, kind: type, text: str) -> None:
     machine = FakeMachine(event, comes_to=comes_to)
     error = follow(2, machine).error
-    assert type(error) is kind
-    assert str(error).startswith(text)
+    assert (type(error), str(error)[: len(text)]) == (kind, text)
     assert machine.signals[0] == ([0], KILL)  # nothing of the user's that an interrupt could end
 
 
@@ -368,8 +364,7 @@ def test_a_second_stop_can_only_shorten_the_grace_and_one_without_asks_for_nothi
             attempt.stop(grace_s)
 
     machine = FakeMachine(deaf=True)
-    signals = followed(machine, called=stop_each)[2]
-    assert signals == [([0, 1], INT), ([0, 1], KILL)]
+    assert followed(machine, called=stop_each)[2] == [([0, 1], INT), ([0, 1], KILL)]
     assert machine.sent.count(CountSteps()) == (graces_s[0] > 0)
 
 

@@ -100,6 +100,19 @@ def test_what_wandb_refuses_is_left_to_its_own_error() -> None:
     assert autolog._wandb(Attached(), "train_loss", None) == ({}, 3, "a/b")
 
 
+def test_a_library_that_has_been_imported_before_is_heard(cell: Cells, in_folder: Path) -> None:
+    names = cell("""
+        from nbddp.loggers import autolog
+        def train():
+            from torch.utils.tensorboard import SummaryWriter
+            heard = []
+            autolog.listen(lambda metrics, step: heard.append((metrics, step)), dict)
+            SummaryWriter("mine").add_scalar("loss", 0.5, 3)
+            return heard
+    """)
+    assert run(names.train, nprocs=1, autolog=False).value == [({"loss": 0.5}, 3)]
+
+
 def test_another_version_of_a_library_ends_its_curves_and_not_the_training(cell: Cells, in_folder: Path) -> None:
     module("wandb/sdk/wandb_run.py", "class Run: pass")
     names = cell("""
@@ -119,8 +132,7 @@ def test_another_version_of_a_library_ends_its_curves_and_not_the_training(cell:
             return "trained"
     """)
     made = run(names.train)
-    assert made.values == ["trained", "trained"]
-    assert list(made.history) == ["before"]
+    assert (made.values, list(made.history)) == (["trained", "trained"], ["before"])
     assert made.logs().count("not recording what") == 2
     assert "[rank 0] nbddp: not recording what tensorboard logs (KeyError: 'odd')\n" in made.logs()
     assert "not recording what wandb logs (AttributeError: type object 'Run' has no attribute 'log')" in made.logs()

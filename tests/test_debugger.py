@@ -30,8 +30,7 @@ def test_a_breakpoint_opens_pdb_in_the_users_frame_with_the_cells_lines(cell: No
         y = x * 2
         breakpoint()
         return y
-    def outer():
-        return inner(nbddp.rank() + 20)
+    def outer(): return inner(nbddp.rank() + 20)
     run(outer).value
     """
     talk = cell.talk(source, ["p x, y", "l", "w", "up", "p nbddp.rank()", "down", "pp [y]", "!y = 7", "c"])
@@ -58,14 +57,12 @@ def test_stepping_until_return_into_and_from_line_to_line_to_a_cells_last(cell: 
     run(f).value
     """
     talk = cell.talk(source, ["n", "n", "s", "r", "n", "n", "p a", "c"])
-    assert "--Call--" in talk.shown
-    assert "->8" in talk.shown
-    assert "-> breakpoint()" in talk.shown
+    for text in ("--Call--", "->8", "-> breakpoint()"):
+        assert text in talk.shown
     assert talk.result == "9"
     talk = cell.talk("%%ddp -n 1\nx = 20\nbreakpoint()\nx += 1\nx", ["n", "n", "p x", "n"])
     lines = [line for line in talk.shown.splitlines() if line.startswith("->")]
-    assert lines == ["-> breakpoint()", "-> x += 1", "-> x"]
-    assert (talk.shown.count("--"), talk.result) == (0, "21")
+    assert (lines, talk.shown.count("--"), talk.result) == (["-> breakpoint()", "-> x += 1", "-> x"], 0, "21")
 
 
 def test_nbddp_breakpoint_stops_one_rank_under_a_condition(cell: Notebook) -> None:
@@ -100,8 +97,7 @@ def test_ranks_at_one_line_are_one_prompt_and_each_can_be_visited(cell: Notebook
     dist.all_reduce(x)
     x.item()
     """
-    answers = ["p rank", "rank 1", "p rank", "rank 5", "rank 0", "p x.item()", "rank all", "n", "c"]
-    talk = cell.talk(source, answers)
+    talk = cell.talk(source, ["p rank", "rank 1", "p rank", "rank 5", "rank 0", "p x.item()", "rank all", "n", "c"])
     assert talk.prompts == [BOTH, BOTH, ONE, ONE, BOTH, ZERO, ZERO, BOTH, BOTH]
     assert "[rank 1] 1\n" in talk.shown
     assert "There is no rank 5 here, only ranks 0 and 1.\n" in talk.shown
@@ -128,10 +124,8 @@ def test_q_ends_the_run_as_stop_does(cell: Notebook) -> None:
 def test_an_interrupt_at_the_prompt_ends_the_run_and_users_finally_runs(cell: Notebook, tmp_path: object) -> None:
     source = f"""
     def f():
-        try:
-            breakpoint()
-        finally:
-            open("{tmp_path}/finally", "w").close()
+        try: breakpoint()
+        finally: open("{tmp_path}/finally", "w").close()
     run(f)
     """
     assert cell.talk(source, ["p 1", cell.interrupt]).ename == "KeyboardInterrupt"
@@ -142,8 +136,7 @@ def test_pdb_opens_where_a_rank_failed_while_its_peers_wait(cell: Notebook) -> N
     source = """
     def f(x):
         scale = 3
-        if nbddp.rank() == 1:
-            return torch.nn.functional.linear(torch.ones(2, x), torch.ones(3, 5)) * scale
+        if nbddp.rank() == 1: return torch.nn.functional.linear(torch.ones(2, x), torch.ones(3, 5)) * scale
         dist.all_reduce(torch.ones(1))
     nbddp.run(f, (4,), nprocs=2, device="cpu", pdb=True)
     """
@@ -175,14 +168,12 @@ def test_a_cells_error_opens_ipythons_debugger_with_pdb(cell: Notebook) -> None:
 def test_where_nobody_can_answer_the_run_goes_on_and_says_so_once(cell: Notebook) -> None:
     cell.ok("%%ddp --background\nfor i in range(3):\n    breakpoint()\nprint('through')")
     shown = cell.ok("print(nbddp.last_run().wait().logs())").shown
-    assert shown.count("debugger skipped: no interactive input here") == 1
-    assert shown.count("through") == 2
+    assert [shown.count(text) for text in ("debugger skipped: no interactive input here", "through")] == [1, 2]
     assert cell.ok("nbddp.last_run()").shown.startswith("<Run In[")
     # In a front end without stdin.
     message = cell._client.execute("%%ddp\nfor i in range(3):\n    breakpoint()\n'value'", allow_stdin=False)
-    reply = cell.end_of(message)
-    assert reply.shown.count("debugger skipped: no interactive input here") == 1
-    assert reply.shown.count("'value'") == 1
+    shown = cell.end_of(message).shown
+    assert [shown.count(text) for text in ("debugger skipped: no interactive input here", "'value'")] == [1, 1]
     # In a script.
     run = nbddp.run(lambda: [breakpoint(), nbddp.rank()][1], nprocs=2, device="cpu", pdb=True)
     assert run.values == [0, 1]

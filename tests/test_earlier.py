@@ -34,10 +34,8 @@ def _no_runs_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_is_compared_with_the_newest_of_its_function_that_has_curves_and_is_over(cell: Cells) -> None:
     names = cell(TRAIN)
-    first = run(names.train)
-    assert first._before is None
-    assert run(names.other)._before is None
-    second = run(names.train, 2.0)
+    first, other, second = run(names.train), run(names.other), run(names.train, 2.0)
+    assert first._before is other._before is None
     assert second._before is first.history
     with pytest.raises(nbddp.RankError):
         run(names.train, 3.0, 0)
@@ -95,8 +93,7 @@ def test_panel_and_picture_of_the_second_run_have_the_curves_of_the_first(notebo
 
 
 def test_a_plot_has_metrics_of_a_run_or_loaded_history_and_another_runs_in_gray(cell: Cells, in_folder: Path) -> None:
-    names = cell("import nbddp\ndef train(): nbddp.log(loss=1.0, acc=0.5, lr=0.1)")
-    done = run(names.train)
+    done = run(cell("import nbddp\ndef train(): nbddp.log(loss=1.0, acc=0.5, lr=0.1)").train)
     html = done.history.plot("acc", "lr", before=done).data
     assert [f"<b>{title}</b>" in html for title in ("Loss", "Accuracy", "Learning rate")] == [False, True, True]
     assert "earlier run" in html

@@ -91,6 +91,21 @@ def test_stop_runs_finally_blocks_and_keeps_what_was_logged(cell: Cells, in_fold
     assert going.logs() == "[rank 0] cleaned up\n[rank 1] cleaned up\n"
 
 
+def test_a_finished_functions_thread_is_waited_for_and_its_child_ends_with_the_rank(
+    cell: Cells, in_folder: Path
+) -> None:
+    names = cell("""
+        import subprocess, threading, time
+        def train():
+            def write(): time.sleep(2.5); open("written", "w").close()
+            threading.Thread(target=write).start()
+            return subprocess.Popen(["sleep", "1000"]).pid
+    """)
+    child = run(names.train, nprocs=1).value
+    assert os.path.exists("written")
+    wait_until(lambda: not psutil.pid_exists(child))
+
+
 @pytest.fixture
 def patient(notebook: Notebook) -> Iterator[Notebook]:
     """A notebook that waits twelve times as long after an interrupt: what ends within seconds hasn't waited."""
@@ -160,8 +175,7 @@ def test_an_interrupt_while_the_ranks_start_leaves_none(notebook: Notebook) -> N
         notebook.shown_so_far(message, until="go")
         time.sleep(delay_s)  # the moment is the point
         notebook.interrupt()
-        reply = notebook.end_of(message)
-        assert reply.ename == "KeyboardInterrupt"
+        assert notebook.end_of(message).ename == "KeyboardInterrupt"
         wait_until_alone(notebook.pid)
     assert notebook.ok("nbddp.run(lambda: 5, nprocs=2, device='cpu', show=False).value").shown.strip() == "5"
 

@@ -40,13 +40,19 @@ def test_secrets_and_long_values_are_not_shown() -> None:
 
     names = found(fail, "hf_123", "x" * 10**6, 10**5000, b"y" * 99, "sk-123", "me")
     assert names["api_token"] == names["key"] == names["key + user"] == "str (not shown)"
-    assert names["text"] == f"'{'x' * 60}'... (length 1,000,000)"
-    assert names["huge"] == "int"
+    assert (names["text"], names["huge"]) == (f"'{'x' * 60}'... (length 1,000,000)", "int")
     assert names["data"] == f"b'{'y' * 60}'... (length 99)"
     assert not [text for text in names.values() if "hf_123" in text or "sk-123" in text]
     secret = ["self.key", "passphrase", "db_pwd", "privateKey", "config.api_key", "HF_TOKEN", "key[:3]"]
     assert {failing_line.describe(name, "sk-123") for name in secret} == {"str (not shown)"}
     assert {failing_line.describe(name, "abc") for name in ("monkey", "text", "keys", "model.name")} == {"'abc'"}
+
+
+def test_a_line_without_names_shows_the_functions_variables() -> None:
+    def step(rate: float, many: list[int]) -> None:
+        raise ValueError("boom")
+
+    assert found(step, 0.1, [1]) == {"rate": "0.1", "many": "list of 1"}
 
 
 class Angry:

@@ -238,27 +238,28 @@ def test_a_warning_of_ddps_constructor_names_the_users_file(cell: Cells) -> None
     assert run(names.train).values == [[names.train.__code__.co_filename]] * 2
 
 
-def test_the_history_has_logged_values_in_order_at_their_steps(cell: Cells) -> None:
+def test_the_history_has_logged_values_in_order_at_their_steps_and_the_newest_progress(cell: Cells) -> None:
     names = cell("""
         import nbddp, numpy, torch
         def train():
-            for i in range(5):
+            for i in nbddp.progress(range(5), desc="epoch"):
+                for step in nbddp.progress((i for i in range(4)), total=4, desc="step"): pass
                 nbddp.log(loss=1 / (i + 1), lr=i)
                 if i % 2 == 1: nbddp.log({"val/acc": torch.tensor([0.1 * i])})
             nbddp.log(numpy=numpy.float32(1.5), tensor=torch.tensor(2.5, requires_grad=True), flag=True)
             for step in (10, 20, 30): nbddp.log(own=step, step=step)
             nbddp.log(after=1)
+            return list(nbddp.progress([1, 2, 3]))
     """)
-    history = run(names.train).history
+    history = (done := run(names.train)).history
     assert list(history) == ["loss", "lr", "val/acc", "numpy", "tensor", "flag", "own", "after"]
-    steps, values = history["loss"]
-    assert steps.tolist() == [0, 1, 2, 3, 4]
-    assert values.tolist() == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
+    assert [column.tolist() for column in history["loss"]] == [[0, 1, 2, 3, 4], [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]]
     assert history["val/acc"].steps.tolist() == [1, 3]  # at the step of the loss before it
-    assert history["own"].steps.tolist() == [10, 20, 30]
-    assert history["after"].steps.tolist() == [30]
+    assert (history["own"].steps.tolist(), history["after"].steps.tolist()) == ([10, 20, 30], [30])
     np.testing.assert_allclose(history["val/acc"].values, [0.1, 0.3], rtol=1e-6)
     assert [history[name].values.tolist() for name in ("numpy", "tensor", "flag")] == [[1.5], [2.5], [1.0]]
+    bar = history.ranks[0].bars[0]
+    assert (done.value, bar.desc, bar.total, bar.done) == ([1, 2, 3], "", 3, 3)
 
 
 def test_log_with_reduce_is_weighted_and_needs_no_collective(cell: Cells) -> None:
@@ -296,20 +297,6 @@ def test_nothing_logged_is_lost_when_a_rank_dies(cell: Cells, how: str) -> None:
     with pytest.raises((nbddp.RankDied, nbddp.RankError)):
         run(names.train, how)
     assert nbddp.last_run().history["loss"].values.tolist() == [float(i) for i in range(5000)]
-
-
-def test_progress_reaches_the_notebook(cell: Cells) -> None:
-    names = cell("""
-        import nbddp
-        def train():
-            for epoch in nbddp.progress(range(3), desc="epoch"):
-                for step in nbddp.progress((i for i in range(4)), total=4, desc="step"): pass
-            return list(nbddp.progress([1, 2, 3]))
-    """)
-    done = run(names.train)
-    assert done.value == [1, 2, 3]
-    bar = done.history.ranks[0].bars[0]
-    assert (bar.desc, bar.total, bar.done) == ("", 3, 3)
 
 
 def test_main_first_lets_local_rank_0_finish_before_the_others_begin(

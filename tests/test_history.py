@@ -50,10 +50,9 @@ def test_a_history_is_a_mapping_from_names_to_series_and_an_empty_one_writes_an_
     assert (tmp_path / "h.csv").read_text().strip() == "step"
     history = two_metrics()
     assert isinstance(history, Mapping)
-    assert list(history) == list(history.keys()) == list(dict(history)) == ["loss", "acc"]
+    assert [*history] == [*history.keys()] == [*dict(history)] == ["loss", "acc"]
     assert [(name, series.values.tolist()) for name, series in history.items()] == [("loss", [0.5]), ("acc", [1.0])]
-    assert ("loss" in history, "los" in history) == (True, False)
-    assert history == history
+    assert ("loss" in history, "los" in history, history == history) == (True, False, True)
     assert history != two_metrics()
     assert len({history, two_metrics()}) == 2
 
@@ -123,8 +122,7 @@ def test_where_ranks_do_not_log_alike_a_notice_says_so() -> None:
     log(history, 0, "mine", [1], reduce="mean")
     log(history, 1, "val", [0], reduce="sum")
     history.settle()
-    assert history["total"].steps.tolist() == [0, 2]
-    assert history["loss"].steps.tolist() == [0, 1, 2]
+    assert [history[name].steps.tolist() for name in ("total", "loss")] == [[0, 2], [0, 1, 2]]
     skipped = "1 of 3 steps was logged by only 2 of 3 ranks (the first is step 1)"
     first = "rank 0 logged it with reduce='max'"
     assert history.notices == [
@@ -188,8 +186,7 @@ def test_steps_that_are_repeated_after_a_restart_replace_the_old_ones(reduce: st
     assert (spread.steps.tolist(), spread.low.tolist()) == (steps.tolist(), values.tolist())
     history.to_csv(tmp_path / "h.csv")
     rows = csv.DictReader((tmp_path / "h.csv").read_text().splitlines())
-    assert [float(row["loss"]) for row in rows] == values.tolist()
-    assert history.latest() == {"loss": 6.5}
+    assert ([float(row["loss"]) for row in rows], history.latest()) == (values.tolist(), {"loss": 6.5})
 
 
 @pytest.mark.parametrize(
@@ -303,21 +300,13 @@ def test_a_job_is_loaded_from_its_ranks_files_while_it_runs(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
-        b"step,loss\n0,1\n",
-        POINT,
-        HEAD + msgpack.packb("text"),
+        *(b"", b"step,loss\n0,1\n", POINT, HEAD + msgpack.packb("text"), HEAD[:-2], HEAD + b"\xc1"),
         HEAD + msgpack.packb([1.0, 2**60, False, None, 1, {"loss": 0.5}]),
         HEAD + msgpack.packb([1.0, 3, False, "median", 1, {"loss": 0.5}]),
         HEAD + msgpack.packb([1.0, 3, False, None, -1, {"loss": 0.5}]),
         HEAD + msgpack.packb([1.0, 3, False, None, 1, {"loss": "high"}]),
-        HEAD + msgpack.packb({"name": "loss", "ops": [None], "rows": b"123"}),
-        HEAD + msgpack.packb({"name": "loss", "ops": [None], "rows": b"\xff" * 40}),
-        Start(7, 3, 1.0).head(),
-        Start(1, 3, 1.0).head() + POINT,
-        Start(0, 1 << 40, 1.0).head(),
-        HEAD[:-2],
-        HEAD + b"\xc1",
+        *(HEAD + msgpack.packb({"name": "loss", "ops": [None], "rows": rows}) for rows in (b"123", b"\xff" * 40)),
+        *(Start(7, 3, 1.0).head(), Start(1, 3, 1.0).head() + POINT, Start(0, 1 << 40, 1.0).head()),
         (HEAD + POINT) * 200_000,
     ],
     ids=lambda data: f"{len(data)} bytes",

@@ -27,15 +27,13 @@ def test_plt_show_shows_rank_0s_figures_and_closes_them(call: str, notebook: Not
     notebook.ok(f"import nbddp, os\nos.chdir({str(in_folder)!r})\ndef show():{textwrap.indent(SHOWS, '  ')}")
     reply = notebook.ok(f"run = {call}nprocs=2, device='cpu')\nprint(run.logs(1))\nos.chdir('/')")
     assert [data["text/html"] for data in reply.data if "text/html" in data] == ["<b>0</b>"]
-    assert ["image/png" in data for data in reply.data] == [False, True, True]
-    assert reply.shown.count("[]\n") == 2
+    assert (["image/png" in data for data in reply.data], reply.shown.count("[]\n")) == ([False, True, True], 2)
 
 
 def test_input_asks_rank_0_and_every_rank_gets_its_own_answer(notebook: Notebook) -> None:
     notebook.ok("import nbddp\ndef ask(): return input('name? ') if nbddp.rank() == 0 else 'nobody'")
     talk = notebook.talk("nbddp.run(ask, nprocs=2, device='cpu', show=False).values", ["Ada"])
-    assert talk.prompts == ["[rank 0] name? "]
-    assert talk.result == "['Ada', 'nobody']"
+    assert (talk.prompts, talk.result) == (["[rank 0] name? "], "['Ada', 'nobody']")
 
 
 def test_a_run_waits_in_an_async_cell(notebook: Notebook) -> None:

@@ -55,8 +55,7 @@ def test_a_function_receives_every_step_once_in_order_and_tensorboard_steps_valu
     for step, metrics in got:
         assert not merged.get(step, {}).keys() & metrics.keys()
         merged.setdefault(step, {}).update(metrics)
-    assert list(merged) == list(range(30))
-    assert merged[3] == {"loss/train": 0.25, "rank": 0.0, "mean": 3.5}
+    assert (list(merged), merged[3]) == (list(range(30)), {"loss/train": 0.25, "rank": 0.0, "mean": 3.5})
     assert [merged[step]["mean"] for step in range(30)] == made.history["mean"].values.tolist()
     assert math.isnan(merged[7]["odd"])
     found = EventAccumulator("mine")
@@ -103,8 +102,7 @@ def test_one_that_raises_is_named_once_and_the_others_get_everything(names: Any)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("default")
             made = run(names.train, log_to=[fail, lambda step, metrics: got.append(step)])
-        assert set(got) == set(range(30))
-        assert len(made.history["rank"].steps) == 30
+        assert (set(got), len(made.history["rank"].steps)) == ({*range(30)}, 30)
         text = "fail gets no more metrics: OSError: disk on fire. The run continues, and run.history has all of them"
         assert [str(each.message) for each in said] == [text]
 
@@ -167,8 +165,7 @@ def test_a_sessions_calls_and_cells_send_what_they_log(cell: Cells) -> None:
     with nbddp.Session(nprocs=1, device="cpu", log_to=lambda step, metrics: got.append((step, metrics))) as session:
         session.run(cell(TRAIN).train, (2,))
         session.cell("import nbddp\nnbddp.log(loss=0.5)")
-    assert got[1] == (1, {"loss/train": 0.5, "rank": 0, "mean": 1})
-    assert got[3:] == [(0, {"loss": 0.5})]
+    assert (got[1], got[3:]) == ((1, {"loss/train": 0.5, "rank": 0, "mean": 1}), [(0, {"loss": 0.5})])
 
 
 def take(history: Recorded) -> dict[str, list[tuple[int, float]]]:

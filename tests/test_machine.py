@@ -48,12 +48,7 @@ def test_ranks_meet_and_their_values_metrics_and_output_arrive(cell: Cells, mach
 
 
 def test_the_first_failure_has_its_cause(cell: Cells, machines: Machines) -> None:
-    names = cell("""
-        import nbddp
-        def train():
-            if nbddp.rank() == 3: raise KeyError("missing")
-            nbddp.barrier()
-    """)
+    names = cell('import nbddp\ndef train():\n    if nbddp.rank() == 3: raise KeyError("missing")\n    nbddp.barrier()')
     error = run_on(machines, names.train).error
     assert (isinstance(error, nbddp.RankError), error.rank, error.cause.args) == (True, 3, ("missing",))
 
@@ -104,8 +99,7 @@ def test_stacks_say_where_each_rank_is_until_it_is_stopped(cell: Cells, machines
         wait_until(lambda: nbddp.last_run() is not before)
         run = nbddp.last_run()
         wait_until(lambda: run.state == "running")
-        where = "all 4 ranks are in train, line 3\n\nranks 0 to 3 are here"
-        wait_until(lambda: run.stacks().startswith(where))
+        wait_until(lambda: run.stacks().startswith("all 4 ranks are in train, line 3\n\nranks 0 to 3 are here"))
         run.stop()
     assert over.result().state == "stopped"
 

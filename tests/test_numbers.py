@@ -44,8 +44,7 @@ def test_ticks_have_as_many_digits_as_their_distance_needs_and_those_of_steps_ar
         (-1e-5, 1e-5): "-1e-5 -5e-6 0 5e-6 1e-5",
     }
     assert {ends: " ".join(numbers.labels(numbers.ticks(*ends))) for ends in texts} == texts
-    assert numbers.ticks(0, 3, whole=True) == [0, 1, 2, 3]
-    assert numbers.ticks(0, 12, whole=True) == [0, 3, 6, 9, 12]
+    assert [numbers.ticks(0, end, whole=True) for end in (3, 12)] == [[0, 1, 2, 3], [0, 3, 6, 9, 12]]
 
 
 def test_logarithmic_ticks_are_round_numbers_each_as_short_as_possible() -> None:
@@ -60,6 +59,14 @@ def test_a_log_scale_of_constants_mixed_signs_and_many_decades_has_ticks_and_a_c
         assert drawn(logged(loss=values), log=True).count(f">{label}</text>") == 1
     assert "no positive values" in drawn(logged(loss=[-1.0, 0.0]), log=True)
     assert ">all values are NaN or infinite</text>" in drawn(logged(loss=[math.nan] * 5))
+
+
+def test_the_throughput_is_that_of_all_ranks_together() -> None:
+    history = logged(2, loss=[1.0])
+    for rank, samples in ((0, 10), (1, 30)):
+        for second in range(5):
+            history.add(rank, [{"time": 100.0 + second, "samples": samples * second}])
+    assert progress(history).throughput == pytest.approx(40.0)
 
 
 def test_a_stage_or_a_parameter_group_first_or_last_gives_one_chart() -> None:

@@ -28,8 +28,7 @@ def test_logs_of_all_ranks_are_labelled_line_by_line_and_kept_after_a_crash(cell
     with pytest.raises(nbddp.RankDied, match="line 2 of 1"):
         run(names.train, True)
     failed = nbddp.last_run()
-    assert failed.logs() == lines
-    assert failed.logs(1) == "line 0 of 1\nline 1 of 1\nline 2 of 1\n"
+    assert (failed.logs(), failed.logs(1)) == (lines, "line 0 of 1\nline 1 of 1\nline 2 of 1\n")
 
 
 def test_carriage_return_bars_are_folded(cell: Cells) -> None:

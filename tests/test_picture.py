@@ -92,8 +92,7 @@ def test_every_edge_of_the_band_was_logged_and_the_extremes_are_kept(data: st.Da
 
 
 def test_a_bucket_is_the_mean_of_its_numbers_and_none_where_there_is_only_nan() -> None:
-    history = logged(loss=[4.0, math.nan] * 40 + [math.nan] * 80)
-    (line,) = charts(history, points=20)[0][0].lines
+    (line,) = charts(logged(loss=[4.0, math.nan] * 40 + [math.nan] * 80), points=20)[0][0].lines
     assert [*line.y[:10]] == [4.0] * 10
     assert np.isnan(line.y[10:]).all()
 
@@ -147,10 +146,8 @@ def test_the_picture_has_tiles_and_ranks_with_their_memory_and_what_waits_for_th
     page = picture(history, status(ranks=2))
     text = text_of(page)
     assert "Finished train 1 rank · gloo Step 1 Epoch 5 of 5 Train loss 0.5000 Acc" in text
-    assert "Total time 1:02" in text
-    assert "Loss ━ 0.5000" in text
+    assert ["Total time 1:02" in text, "Loss ━ 0.5000" in text, "Time left" in text] == [True, True, False]
     assert text.endswith("0 cpu finished 1 100.0 ms 600 MiB 1 cpu finished 1 100.0 ms 600 MiB")
-    assert "Time left" not in text
     assert 'alt="Loss: train 0.5000"' in page
     text = text_of(picture(Recorded(2), change(status("running", 2), 1, waits="at line 3")))
     assert text.startswith("Paused at line 3 train")
@@ -188,8 +185,7 @@ def test_a_rank_that_is_slow_stuck_or_behind_is_marked() -> None:
 def test_of_16_ranks_one_sees_that_there_are_more_and_those_in_trouble() -> None:
     history = logged(16, loss=[1.0])
     history.ranks[13].arrived_at -= 60
-    page = picture(history, status("running", 16))
-    shown, rest = page.split("<details")
+    shown, rest = picture(history, status("running", 16)).split("<details")
     assert "silent for 60 s" in shown
     assert shown.count("<tr>") == 1 + 8
     assert "and 8 more</summary>" in rest
@@ -232,14 +228,12 @@ def test_a_failure_shows_the_error_the_stacks_and_the_failed_ranks_last_output()
 )
 def test_a_users_text_cannot_break_out_of_the_picture(nasty: str) -> None:
     texts = dict.fromkeys(("name", "summary", "error", "remark"), nasty)
-    run = change(
-        status("failed", 2, nasty, failed_rank=0, hang=f"{nasty}\n{nasty}", **texts), 1, state="running", waits=nasty
-    )
+    failed = status("failed", 2, nasty, failed_rank=0, hang=f"{nasty}\n{nasty}", restarts=1, **texts)
+    run = change(failed, 1, state="running", waits=nasty)
     history = logged(2, **{nasty: range(50), f"val/{nasty}": range(50), **{f"{nasty}{i}": [1.0] for i in range(14)}})
     history.restart(nasty)
     logged(history=history, first=25, **{nasty: [math.nan]})
     history.add(0, [{"time": 1.0, "bar": [0, nasty, 1, 2, {nasty: nasty}]}])
-    run = dataclasses.replace(run, restarts=1)
     page = Page(picture(history, run, history, tail=lambda rank, chars: f"\x1b[31m{nasty}\x1b[0m\n"))
     tags = {"div", "span", "b", "img", "table", "tr", "th", "td", "details", "summary", "pre"}
     assert page.names <= tags | {"@class", "@style", "@src", "@alt", "@open"}
@@ -261,16 +255,13 @@ def test_the_picture_stays_small_whatever_was_logged() -> None:
             logged(history=history, first=steps - 1, **{names[0]: [1.0]})
         texts = dict.fromkeys(("error", "remark"), "long " * 1_000)
         run = status("failed", 300, "host" * 100, failed_rank=0, hang=HANG * 10_000, restarts=1, **texts)
-        page = picture(history, run, history, tail=lambda rank, chars: "output " * 10_000)
-        assert len(page.encode()) <= 100_000
+        assert len(picture(history, run, history, tail=lambda rank, chars: "output " * 10_000).encode()) <= 100_000
 
 
-# fmt: off
 ODD_VALUES = [
     [2.0], [2.0] * 100, [math.nan] * 50, [math.nan, math.inf, 1.0], [1e-30, 1e30], [1e308, -1e308] * 300,
     [1.7e308, -math.inf] * 40, [0.0, 5e-324], [5e-324, 5e-324], [1.0, 1.0 + 2**-52], [1e16, 1e16 + 2],
-]
-# fmt: on
+]  # fmt: skip
 
 
 def test_the_picture_of_odd_values_and_steps_is_valid_svg() -> None:

@@ -217,7 +217,6 @@ def test_every_module_has_a_docstring_no_function_over_60_lines_and_no_name_like
 
 
 def test_private_interfaces_of_torch_and_python_are_all_listed_and_still_exist() -> None:
-    """This fails when a new version drops one."""
     gone = {}
     for owner, names in PRIVATE.items():
         module, _, name = owner.partition(":")

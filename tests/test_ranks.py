@@ -166,16 +166,12 @@ def test_seeds_differ_by_rank_and_repeat_by_run_and_the_notebooks_own_numbers_st
     for column in zip(*unseeded):
         assert len(set(column)) == 4
     assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert np.random.get_state()[1].tolist() == states[2]
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_threads_are_divided_among_the_ranks(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = cell("""
-        import os, torch
-        def train(): return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
-    """)
+    names = cell('import os, torch\ndef train(): return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]')
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
     for nprocs in (1, 2, 3):

@@ -25,9 +25,8 @@ from tests.support import Cells, Notebook, out, run, start, wait_until
 def test_imports_for_their_effects_are_repeated_on_the_ranks(own_notebook: Notebook, tmp_path: Path) -> None:
     for name in ("plugin", "starred", "named", "absent"):
         (tmp_path / f"effect_{name}.py").write_text(f"import json\njson.{name} = 1\n")
-    (tmp_path / "effect_picky.py").write_text(
-        "import sys\nif 'ipykernel' not in sys.modules: raise OSError('not here')"
-    )
+    picky = "import sys\nif 'ipykernel' not in sys.modules: raise OSError('not here')"
+    (tmp_path / "effect_picky.py").write_text(picky)
     own_notebook.ok(f"""
         import sys; sys.path.insert(0, {str(tmp_path)!r})
         %load_ext nbddp
@@ -182,9 +181,8 @@ def test_a_stopped_runs_values_are_in_partial_as_far_as_there_are_any(cell: Cell
     wait_until(lambda: len(os.listdir(tmp_path)) == 2)
     started.stop(grace=0.5)
     assert (started.state, started.partial) == ("stopped", [(0, "so far"), None])
-    with pytest.raises(
-        nbddp.NbddpError, match=r"train is stopped: it has no value, but \.partial has what the ranks returned"
-    ):
+    told = r"train is stopped: it has no value, but \.partial has what the ranks returned"
+    with pytest.raises(nbddp.NbddpError, match=told):
         _ = started.value
     with nbddp.Session(nprocs=1, device="cpu", show=False) as session:
         assert session.run(lambda: 1).partial == []
@@ -266,11 +264,7 @@ def test_another_launcher_in_a_function_is_refused_before_ranks_start(notebook: 
     ("text", "how", "says"),
     [
         ("AttributeError: 'DistributedDataParallel' object has no attribute 'encode'", {}, "model.module.encode"),
-        (
-            'Missing key(s) in state_dict: "a".\n\tUnexpected key(s) in state_dict: "module.a".',
-            {},
-            "model.module.state",
-        ),
+        ('Missing key(s) in state_dict: "a".\n\tUnexpected key(s) in state_dict: "module.a"', {}, "model.module.state"),
         ("RuntimeError: received 0 items of ancdata", {}, "set_sharing_strategy('file_system')"),
         ("name: EADDRINUSE, message: address already in use", {}, "don't set MASTER_PORT"),
         ("Expected to mark a variable ready only once.", {}, "use_reentrant=False"),
@@ -288,10 +282,15 @@ def test_another_launcher_in_a_function_is_refused_before_ranks_start(notebook: 
         ("You must call `wandb.init()` before `wandb.log()`", {}, "log_to=wandb.run"),
         ("default_collate: batch must contain tensors; found <class 'Data'>", {}, "nbddp.loader() takes that one"),
         ("SyncBatchNorm layers only work with GPU modules", {}, "don't convert the model"),
+        ("AssertionError: Torch not compiled with CUDA enabled", {}, ".to(nbddp.device())"),
+        ("AssertionError: Torch not compiled with CUDA enabled", {"device": "cuda"}, ""),
+        ("Expected to have finished reduction in the prior iteration before", {}, "find_unused_parameters=True"),
+        ("NCCL error in: x.cpp, unhandled system error", {"device": "cuda"}, "NCCL_DEBUG"),
+        ("ValueError: boom", {}, ""),
     ],
 )
 def test_errors_of_several_processes_say_what_to_do(text: str, how: dict[str, Any], says: str) -> None:
-    found = advised(text, "cpu", **how)
+    found = advised(text, **{"device": "cpu", **how})
     assert (says in found, bool(found)) == (True, bool(says))
 
 
@@ -320,9 +319,8 @@ def test_a_number_that_was_typed_for_all_ranks_is_an_error_and_no_hang(cell: Cel
 def test_what_is_open_or_locked_in_the_notebook_is_refused_by_name(cell: Cells) -> None:
     names = cell("import nbddp\nconnection = None\ndef train(): return connection")
     names.train.__globals__["connection"] = database = sqlite3.connect(":memory:")
-    with pytest.raises(
-        nbddp.PayloadError, match=r"train → connection: a Connection is open .* sqlite3.connect\(path\)"
-    ):
+    told = r"train → connection: a Connection is open .* sqlite3.connect\(path\)"
+    with pytest.raises(nbddp.PayloadError, match=told):
         run(names.train)
     database.close()
 

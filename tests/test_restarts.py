@@ -86,11 +86,6 @@ def test_what_a_restart_cannot_heal_is_not_restarted(cell: Cells, in_folder: Pat
 
 
 def test_a_timeout_is_that_of_all_attempts_together_and_names_the_first_failure(cell: Cells) -> None:
-    names = cell("""
-        import time
-        def train():
-            time.sleep(0.3)
-            raise ValueError("once more")
-    """)
+    names = cell('import time\ndef train():\n    time.sleep(0.3)\n    raise ValueError("once more")')
     with pytest.raises(nbddp.RunTimeout, match=r"Failed after \d restarts?; the first failure was RankError"):
         run(names.train, max_restarts=30, timeout=2)

@@ -22,14 +22,12 @@ TRAIN = """
 import os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-
 class MyTrainDataset(Dataset):
     def __init__(self, size):
         generator = torch.Generator().manual_seed(0)
         self.data = [(torch.rand(20, generator=generator), torch.rand(1, generator=generator)) for _ in range(size)]
     def __len__(self): return len(self.data)
     def __getitem__(self, index): return self.data[index]
-
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -37,7 +35,6 @@ class Net(torch.nn.Module):
             torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.2),
             torch.nn.Linear(64, 1))
     def forward(self, x): return self.layers(x)
-
 def train(seed, epochs=3):
     torch.manual_seed(seed + dist.get_rank())
     model = DDP(Net())

@@ -56,8 +56,7 @@ def test_a_run_listens_only_on_loopback(cell: Cells, tmp_path: Path, how: str, i
     heard = _heard_beyond_loopback({os.getpid(), *marked_pids()})
     ports = [port for pid in started.pids for _, port in listening_ports(pid)]
     (tmp_path / "go").touch()
-    assert started.wait().values == [2.0, 2.0]
-    assert heard == []
+    assert (started.wait().values, heard) == ([2.0, 2.0], [])
     assert len(ports) >= 2  # gloo's own, or this has looked at nothing
 
 
@@ -116,14 +115,12 @@ _STRANGER = """
 
 @as_root
 def test_another_user_cannot_reach_ranks_server_or_folder(cell: Cells) -> None:
-    names = cell("import time\ndef wait(data): time.sleep(60)")
-    started = start(names.wait, SECRET * 100_000)
+    started = start(cell("import time\ndef wait(data): time.sleep(60)").wait, SECRET * 100_000)
     server = forkserver.running()
     pids = {pid: list(open_fds(pid)) for pid in (*started.pids, server._forkserver_pid)}
     said = script(_STRANGER, json.dumps([pids, _folders(), server._forkserver_address]))
     started.stop(0)
-    assert said.stderr == ""
-    assert json.loads(said.stdout) == ["nothing, which always works"]
+    assert (said.stderr, json.loads(said.stdout)) == ("", ["nothing, which always works"])
 
 
 def _folders() -> list[str]:
@@ -154,15 +151,9 @@ def test_private_files_cannot_be_opened_by_others_and_secrets_are_in_no_file_mes
     failed = nbddp.last_run()
     with pytest.raises(nbddp.LaunchError, match="the value of 'API_TOKEN' has type bytes") as refused:
         run(names.train, SECRET, env={"API_TOKEN": SECRET.encode()})
-    told = [
-        str(caught.value),
-        repr(caught.value),
-        repr(failed),
-        failed.logs(),
-        str(failed.stacks()),
-        str(refused.value),
-    ]
-    assert not [text for text in (*told, repr(failed.history)) if SECRET in text]
+    told = [*map(str, (caught.value, refused.value, failed.stacks())), failed.logs()]
+    told += map(repr, (caught.value, failed, failed.history))
+    assert not [text for text in told if SECRET in text]
     started = start(names.wait, SECRET)
     wait_until(lambda: SECRET in started.logs(0))  # it opens no more files
     folder, *of_runs = _folders()
@@ -197,10 +188,8 @@ def test_a_job_holds_neither_the_environment_nor_source_that_it_does_not_need(
             # the key of the service: {SECRET}
             key = "{SECRET}"
             {line}
-            def unused():
-                return "{SECRET}"
-            def helper():
-                return environ  # helper's line
+            def unused(): return "{SECRET}"
+            def helper(): return environ  # helper's line
             class Model:
                 def forward(self): return helper()  # the method's line
             def train(): return Model().forward()
@@ -209,8 +198,7 @@ def test_a_job_holds_neither_the_environment_nor_source_that_it_does_not_need(
         nbddp.export(names.train, tmp_path / "job.nbddp")
         data = (tmp_path / "job.nbddp").read_bytes()
         assert SECRET.encode() not in data
-        assert b"helper's line" in data
-        assert b"the method's line" in data
+        assert [text in data for text in (b"helper's line", b"the method's line")] == [True, True]
 
 
 def test_os_environ_in_a_function_is_that_of_its_rank(cell: Cells) -> None:

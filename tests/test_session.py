@@ -266,7 +266,7 @@ def test_an_interrupt_in_training_leaves_equal_models(ranks: Notebook) -> None:
     assert (reply.ename, OUR_FILES.search(reply.traceback)) == ("KeyboardInterrupt", None)
     weights = "torch.cat([p.detach().flatten() for p in model.parameters()])"
     assert ranks.ok(f"len({{str(w.tolist()) for w in nbddp.all_gather({weights})}})").shown == "1\n"
-    ranks.ok("for _ in range(done + 5): step()")  # the stop was that cell's
+    ranks.ok("for _ in range(nbddp.all_reduce(done, 'max') + 5): step()")  # the stop was that cell's
 
 
 def test_a_cell_that_catches_the_interrupt_and_ends_by_itself_leaves_a_group_that_works(ranks: Notebook) -> None:

@@ -287,3 +287,14 @@ def test_gathered_entries_are_in_the_datasets_order_without_repeated_samples(
         assert gathered == order[first * ranks : (first + batch_size) * ranks]
     else:
         assert gathered == [i for i in order if i in gathered or not step]
+
+
+def test_entries_are_gathered_for_the_loader_of_the_latest_batch() -> None:
+    def sizes(_: int) -> list[int]:
+        found = []
+        for batch in nbddp.loader(range(6), 2):
+            found.append(len(nbddp.gather_for_metrics(batch)))
+            found += [len(nbddp.gather_for_metrics(each)) for each in nbddp.loader(range(4), 3)]
+        return found
+
+    assert _on_ranks(1, sizes) == [[2, 3, 1] * 3]

@@ -143,13 +143,7 @@ def test_an_executed_notebook_keeps_the_picture_and_no_dead_widget(notebook: Not
 
 
 def test_a_view_shows_in_which_line_a_rank_has_stopped(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = cell("""
-        def train():
-            name = input("name? ")
-            stop()
-            return name
-        def stop(): breakpoint()
-    """)
+    names = cell('def train():\n    name = input("name? ")\n    stop()\n    return name\ndef stop(): breakpoint()')
     seen = []
 
     def answer(prompt: str) -> str:
@@ -159,5 +153,4 @@ def test_a_view_shows_in_which_line_a_rank_has_stopped(cell: Cells, monkeypatch:
 
     monkeypatch.setattr(builtins, "input", answer)
     run = nbddp.run(names.train, nprocs=2, device="cpu", show="text")
-    assert run.values == ["Ada", "Ada"]
-    assert seen == [["for input"] * 2, ["at line 6"] * 2]
+    assert (run.values, seen) == (["Ada", "Ada"], [["for input"] * 2, ["at line 5"] * 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -36,6 +36,13 @@ def started_browser() -> Iterator[Browser]:
         started = playwright.chromium.launch(executable_path=chromium(), args=FLAGS.split())
         yield started
         started.close()
+
+
+@pytest.fixture
+def expect(started_browser: Browser) -> Any:
+    from playwright import sync_api
+
+    return sync_api.expect
 
 
 @pytest.fixture(scope="package")

@@ -36,7 +36,6 @@ SETTINGS = {
 TRAIN = """
 import math, random, time
 import nbddp
-
 def train(epochs=3, steps=200, pause=0.01, fail_at=None):
     noise, step = random.Random(nbddp.rank()), 0
     for epoch in nbddp.progress(range(epochs), desc="epoch"):
@@ -51,7 +50,6 @@ def train(epochs=3, steps=200, pause=0.01, fail_at=None):
         nbddp.log({"val/loss": 2.4 * math.exp(-step / 160) + 0.25}, step=step)
         print(f"epoch {epoch} on rank {nbddp.rank()}", flush=True)
     return step
-
 nbddp.run(nbddp.rank, nprocs=2, device="cpu", show=False)
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,9 +26,7 @@ def begin(sheet: Sheet, source: str = LONG) -> Cell:
     return cell
 
 
-def test_the_curve_grows_while_the_cell_is_busy(sheet: Sheet) -> None:
-    from playwright.sync_api import expect
-
+def test_the_curve_grows_while_the_cell_is_busy(sheet: Sheet, expect: Any) -> None:
     cell = begin(sheet)
     step, plot = cell.tile("Step"), cell.panel.locator(".nbddp-plot").first
     before = plot.screenshot()
@@ -40,9 +38,7 @@ def test_the_curve_grows_while_the_cell_is_busy(sheet: Sheet) -> None:
     expect(sheet.page.locator("#jp-main-statusbar")).to_contain_text("| Busy", timeout=10_000)
 
 
-def test_stop_stops_within_a_second(sheet: Sheet) -> None:
-    from playwright.sync_api import expect
-
+def test_stop_stops_within_a_second(sheet: Sheet, expect: Any) -> None:
     took = []
     while not took or (took[-1] > 1 and len(took) < 3):  # a busy machine may take longer once
         cell = begin(sheet)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,9 +26,7 @@ COLORED = """() => {  // whether the last chart has a pixel that isn't gray
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_a_single_value_is_drawn_and_a_chart_without_values_to_draw_says_so(started_browser: Browser) -> None:
-    from playwright.sync_api import expect
-
+def test_a_single_value_is_drawn_and_a_chart_without_values_says_so(started_browser: Browser, expect: Any) -> None:
     from nbddp.panel.widget import Panel
 
     panel, history = Panel("", ""), logged(gain=[-1.0, 0.0], loss=[2.0, 0.0], lost=[math.nan] * 2, once=[0.5])

@@ -14,12 +14,10 @@ PROGRAMS = """
 import collections, itertools, multiprocessing, os, signal, subprocess, sys, threading, time
 import nbddp, torch
 from torch import nn
-
 def training(make):
     torch.manual_seed(0)
     model = nbddp.wrap(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
     return model, make(model.parameters(), lr=0.01)
-
 def step_of(model, optimizer, batch, step=None):
     optimizer.zero_grad()
     yield
@@ -29,31 +27,23 @@ def step_of(model, optimizer, batch, step=None):
     yield
     optimizer.step()
     nbddp.log(loss=loss.item(), step=step)
-
 def weights(model): return [p.tolist() for p in model.parameters()]
-
 def batch_of(step): return torch.full((4, 4), (step % 100 + nbddp.rank() / 8) / 8)
-
 def trains(steps, make=torch.optim.Adam):
     model, optimizer = training(make)
     for step in range(steps): yield from step_of(model, optimizer, batch_of(step))
     return weights(model)
-
 def trains_with_sgd(steps): return (yield from trains(steps, torch.optim.SGD))
-
 class Data(torch.utils.data.Dataset):
     def __init__(self, length): self.length = length
     def __len__(self): return self.length
     def __getitem__(self, i): return torch.full((4,), i / 8)
-
 def loads(steps):
     model, optimizer = training(torch.optim.SGD)
     for epoch in range(steps):
         data = Data(32 if steps < ENDLESS else 10**6)  # torch doesn't miss a worker that's killed between epochs
-        for batch in nbddp.loader(data, batch_size=8, num_workers=1):
-            yield from step_of(model, optimizer, batch)
+        for batch in nbddp.loader(data, batch_size=8, num_workers=1): yield from step_of(model, optimizer, batch)
     return weights(model)
-
 def resumes(steps):
     model, optimizer = training(torch.optim.Adam)
     state = nbddp.load_snapshot(path)
@@ -64,7 +54,6 @@ def resumes(steps):
         yield from step_of(model, optimizer, batch_of(step), step)
         nbddp.save_snapshot(path, model=model, optimizer=optimizer, step=step + 1)
     return weights(model)
-
 def reduces(steps):
     total = 0.0
     for step in range(steps):
@@ -72,14 +61,12 @@ def reduces(steps):
         total += nbddp.all_reduce(torch.ones(3) * (step + nbddp.rank())).sum().item()
         yield
     return total
-
 def gathers(steps):
     for step in range(steps):
         yield
         found = nbddp.all_gather({"rank": nbddp.rank(), "text": "x" * (step % 100)})
         yield
     return found
-
 def waits(steps):
     for step in range(steps):
         yield
@@ -87,28 +74,24 @@ def waits(steps):
         nbddp.barrier()
         yield
     return steps
-
 def computes(steps):  # holds the GIL in C, so that no interrupt ends it
     for step in range(steps):
         yield
         collections.deque(range(10**5) if steps < ENDLESS else itertools.count(), maxlen=0)
         yield
     return steps
-
 def floods(steps):
     for step in range(steps):
         yield
         for i in range(100): print(f"{i:06d}" + "x" * 500)
         yield
     return steps
-
 def calls(steps):
     for step in range(steps):
         yield
         subprocess.run(["sleep", "0.02" if steps < ENDLESS else "1000"], check=True)
         yield
     return steps
-
 def forks(steps):
     for step in range(steps):
         seconds = 0.02 if steps < ENDLESS else 1000
@@ -118,7 +101,6 @@ def forks(steps):
         child.join()
         yield
     return child.exitcode
-
 def spawns(steps):
     from torch.multiprocessing import start_processes
     for step in range(steps):
@@ -126,23 +108,18 @@ def spawns(steps):
         start_processes(sleeps, (0.02 if steps < ENDLESS else 1000,), nprocs=2, start_method="fork")
         yield
     return steps
-
 def sleeps(rank, seconds): time.sleep(seconds)
-
 def refuse(text):
     if "RANK" not in os.environ: raise RuntimeError("not in the notebook")
     return Unloadable(text)
-
 class Unloadable(Exception):
     def __reduce__(self): return refuse, self.args
-
 def harm(fault):
     if fault == "raises": raise ValueError("boom")
     if fault == "raises what the notebook can't unpickle": raise Unloadable("boom")
     if fault == "os._exit": os._exit(3)
     if fault == "sys.exit": sys.exit(3)
     if fault.startswith("SIG"): os.kill(os.getpid(), getattr(signal, fault))
-
 def train(program, steps, fault, ranks, moment):
     value = None
     def work():

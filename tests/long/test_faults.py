@@ -202,8 +202,7 @@ def test_a_kernel_killed_at_any_moment_leaves_no_process_and_no_file(tmp_path: P
             notebook.ok(f"{SETUP}\nPROGRAMS = {faults.PROGRAMS!r}\nexec(PROGRAMS)\npath = '{case.index}.pt'")
             is_warm = rng.random() < 0.8  # else it's killed while the fork server imports torch
             notebook.ok("again()" if is_warm else "")
-            message = notebook.begin(f"print('go', flush=True)\n{case.source}")
-            notebook.shown_so_far(message, "go")
+            notebook.shown_so_far(notebook.begin(f"print('go', flush=True)\n{case.source}"), "go")
             time.sleep(case.delay_s if is_warm else rng.uniform(0, 5))
             notebook.kill()
             deadline = time.monotonic() + (GONE_S if is_warm else IMPORTED_S)

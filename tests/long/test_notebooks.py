@@ -68,8 +68,7 @@ def test_gradients_averaged_by_hand_equal_ddps(in_folder: Path) -> None:
     assert found["two"]["by hand - alone"] > 0.01
     assert found["two"]["by hand - start"] > 0.1
     assert 0 < found["three"][0] < 1e-5
-    assert found["three"][1] == 0
-    assert found["world"] == 2
+    assert (found["three"][1], found["world"]) == (0, 2)
 
 
 def test_an_interrupted_and_resumed_training_ends_with_the_same_weights(in_folder: Path) -> None:

@@ -9,14 +9,12 @@ import gc, sys, time, tracemalloc, types
 from nbddp.kernel.run import Run
 from nbddp.messages import Settings
 from nbddp.panel import html, live, svg, widget
-
 now = 0.0
 clock = types.SimpleNamespace(**{**vars(time), "monotonic": lambda: now})
 live.time = widget.time = clock
 run = Run(Settings("train", 2))
 run._views += [live.view_for(run._source(), kind) for kind in KINDS]
 run.state = "running"
-
 def follow(minutes):
     global now
     for _ in range(minutes * 60):
@@ -26,16 +24,13 @@ def follow(minutes):
             records = [[now + n / 20, n, False, "mean", 1, {"loss": n % 7, "acc": n % 5}] for n in steps]
             run._recording.add(rank, [*records, {"bar": [0, "epoch", 1, 5], "time": now}])
         run._draw()
-
 def kept():
     blocks = [block for metric in run._recording.metrics.values() for block in metric.blocks]
     return sum(array.nbytes for block in blocks for array in block.rows._arrays.values())
-
 def used():
     time.sleep(0.5)  # for what the kernel still sends
     gc.collect()
     return tracemalloc.get_traced_memory()[0] - kept()
-
 tracemalloc.start()
 follow(1)
 history, before = kept(), used()

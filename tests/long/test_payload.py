@@ -10,6 +10,7 @@ import pytest
 from tests.support import Cells, run
 from tests.test_payload import refused
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 TIED = "in the notebook and is tied to its process; send what you passed to {0}(), and call {0}() inside the function"
 ACCELERATED, SET_UP = "comes from accelerator.prepare() ", "comes from fabric.setup() "
 MADE = "made in the notebook is tied to its process; create it inside the function"
@@ -26,15 +27,11 @@ LAUNCHERS = """
     things = [Accelerator(), mine, mine.state, PartialState(), GradientState()]
     things += mine.prepare(optimizer, loader, schedule)
 """
+PREPARED = "an AcceleratedOptimizer", "a DataLoaderShard", "an AcceleratedScheduler"
 REFUSED = [
-    f"an Accelerator {MADE}: accelerator = Accelerator()",
-    f"a Mine {MADE}: accelerator = Accelerator()",
-    f"an AcceleratorState {MADE}",
-    f"a PartialState {MADE}",
-    f"a GradientState {MADE}",
-    f"an AcceleratedOptimizer {ACCELERATED}{TIED.format('prepare')}",
-    f"a DataLoaderShard {ACCELERATED}{TIED.format('prepare')}",
-    f"an AcceleratedScheduler {ACCELERATED}{TIED.format('prepare')}",
+    *(f"{kind} {MADE}: accelerator = Accelerator()" for kind in ("an Accelerator", "a Mine")),
+    *(f"{kind} {MADE}" for kind in ("an AcceleratorState", "a PartialState", "a GradientState")),
+    *(f"{kind} {ACCELERATED}{TIED.format('prepare')}" for kind in PREPARED),
 ]
 OF_OTHERS = """
     import torch, pytorch_lightning
@@ -55,7 +52,6 @@ REFUSED_OF_OTHERS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("source", "texts"), [(LAUNCHERS, REFUSED), (OF_OTHERS, REFUSED_OF_OTHERS)], ids=["accelerate", "others"]
 )
@@ -67,7 +63,6 @@ def test_a_launchers_object_is_refused_by_name_with_a_remedy(
     assert refused(cell, cell(source)) == texts
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_compiled_function_arrives_as_its_original_and_its_settings(
     cell: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,11 +80,9 @@ def test_a_compiled_function_arrives_as_its_original_and_its_settings(
             settings = [(each.fullgraph, each._dynamic) for each in compilers]
             return tripled(torch.ones(2)).tolist(), relu(torch.tensor([-1.0, 2.0])).tolist(), settings, tripled.__name__
     """)
-    expected = [3.0, 3.0], [0.0, 2.0], [(True, None), (False, True)], "tripled"
-    assert run(names.train, nprocs=1).value == expected
+    assert run(names.train, nprocs=1).value == ([3.0] * 2, [0.0, 2.0], [(True, None), (False, True)], "tripled")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_lightning_data_module_arrives_without_its_trainer_and_trains_with_ddp(
     cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

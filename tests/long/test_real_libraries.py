@@ -22,9 +22,8 @@ def test_accelerate_cannot_deal_out_a_share_once_more(cell: Cells) -> None:
     """)
     assert run(names.train, names.DataLoader).values == [8, 8]
     assert run(names.train, nbddp.loader, nprocs=1).value == 16
-    with pytest.raises(
-        nbddp.RankError, match="would both split the data among the ranks: prepare the plain DataLoader"
-    ):
+    told = "would both split the data among the ranks: prepare the plain DataLoader"
+    with pytest.raises(nbddp.RankError, match=told):
         run(names.train, nbddp.loader)
 
 

@@ -38,7 +38,6 @@ import os, sys
 import torch, torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel as DDP
-
 def main(rank, world_size, port, out):
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", port
@@ -55,7 +54,6 @@ def main(rank, world_size, port, out):
         losses.append(loss.item())
     torch.save((losses, model.module.weight.tolist()), f"{out}/{rank}.pt")
     dist.destroy_process_group()
-
 if __name__ == "__main__":
     mp.spawn(main, args=(2, *sys.argv[1:]), nprocs=2)
 """

@@ -6,11 +6,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.support import script
 from tests.test_text_view import PICTURE, TRAIN
@@ -45,22 +42,18 @@ if __name__ == "__main__":
     assert lines == ["only printed", "done", first, "over", second, second]
 
 
-@pytest.fixture
-def executed(in_folder: Path) -> Callable[..., list[Any]]:
-    def execute(*cells: str) -> list[Any]:
-        """The outputs of each cell, as ``jupyter nbconvert --execute`` leaves them."""
-        new = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
-        code = [{**new, "id": f"c{number}", "source": source} for number, source in enumerate((TRAIN, *cells))]
-        metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-        notebook = {"cells": code, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
-        (in_folder / "test.ipynb").write_text(json.dumps(notebook))
-        command = ["jupyter", "nbconvert", "--to", "notebook", "--execute", "--inplace", "test.ipynb"]
-        subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
-        after = json.loads((in_folder / "test.ipynb").read_text())
-        assert "widgets" not in after["metadata"]
-        return [cell["outputs"] for cell in after["cells"]][1:]
-
-    return execute
+def executed(*cells: str) -> list[Any]:
+    """The outputs of each cell, as ``jupyter nbconvert --execute`` leaves them in the current folder."""
+    new = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+    code = [{**new, "id": f"c{number}", "source": source} for number, source in enumerate((TRAIN, *cells))]
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    notebook = {"cells": code, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    Path("test.ipynb").write_text(json.dumps(notebook))
+    command = ["jupyter", "nbconvert", "--to", "notebook", "--execute", "--inplace", "test.ipynb"]
+    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+    after = json.loads(Path("test.ipynb").read_text())
+    assert "widgets" not in after["metadata"]
+    return [cell["outputs"] for cell in after["cells"]][1:]
 
 
 def shown(outputs: list[Any]) -> list[Any]:
@@ -68,7 +61,7 @@ def shown(outputs: list[Any]) -> list[Any]:
     return ["".join(out["text"]) if "text" in out else (out["output_type"], {*out["data"]}) for out in outputs]
 
 
-def test_nbconvert_keeps_the_picture_of_a_run_once(executed: Callable[..., list[Any]]) -> None:
+def test_nbconvert_keeps_the_picture_of_a_run_once(in_folder: Path) -> None:
     call = "nbddp.run(train, nprocs=2, device='cpu'{})"
     at_once, background, waited, silent = executed(
         call.format(""), f"run = {call.format(', wait=False')}", "run.wait()", call.format(", show=False")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_a_failure_is_shown_also_on_a_dark_page(sheet: Sheet) -> None:
-    from playwright.sync_api import expect
-
+def test_a_failure_is_shown_also_on_a_dark_page(sheet: Sheet, expect: Any) -> None:
     panel = sheet.run("nbddp.run(train, (3, 200, 0.01, 100), nprocs=3, device='cpu')").panel
     notes = panel.locator("[data-part=notes]")
     expect(panel).to_have_attribute("data-state", "failed")
@@ -38,13 +36,10 @@ def test_a_failure_is_shown_also_on_a_dark_page(sheet: Sheet) -> None:
 
 
 def brightness(color: str) -> float:
-    numbers = [float(part) for part in color[color.index("(") + 1 : -1].split(",")]
-    return sum(numbers[:3]) / 3
+    return sum(map(float, color[color.index("(") + 1 : -1].split(",")[:3])) / 3
 
 
-def test_hover_zoom_and_log_scale(sheet: Sheet) -> None:
-    from playwright.sync_api import expect
-
+def test_hover_zoom_and_log_scale(sheet: Sheet, expect: Any) -> None:
     cell = begin(sheet)
     wait_until(lambda: cell.tile("Step") > 60)
     panel, mouse = cell.panel, sheet.page.mouse
@@ -74,9 +69,7 @@ def test_hover_zoom_and_log_scale(sheet: Sheet) -> None:
     expect(tips.first).to_be_hidden()
 
 
-def test_stop_ends_a_run_in_the_background_while_another_cell_is_busy(sheet: Sheet) -> None:
-    from playwright.sync_api import expect
-
+def test_stop_ends_a_run_in_the_background_while_another_cell_is_busy(sheet: Sheet, expect: Any) -> None:
     cell = begin(sheet, LONG[:-1] + ", wait=False)")
     assert not cell.is_busy
     other = sheet.begin("import time; time.sleep(5)")
@@ -97,9 +90,7 @@ run = nbddp.run(fit, nprocs=2, device="cpu")
 """
 
 
-def test_the_debuggers_prompt_is_under_the_cell(sheet: Sheet) -> None:
-    from playwright.sync_api import expect
-
+def test_the_debuggers_prompt_is_under_the_cell(sheet: Sheet, expect: Any) -> None:
     cell = sheet.begin(FIT)
     prompt = cell.output.locator(":not(.jp-OutputArea-stdin-hiding) > .jp-Stdin .jp-Stdin-input")
     prompt.fill("p loss", timeout=30_000)

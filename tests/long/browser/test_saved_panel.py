@@ -9,7 +9,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_the_saved_notebook_shows_the_picture_without_a_kernel(sheet: Sheet) -> None:
-    from playwright.sync_api import expect
-
+def test_the_saved_notebook_shows_the_picture_without_a_kernel(sheet: Sheet, expect: Any) -> None:
     cell = sheet.run("run = nbddp.run(train, (2, 100, 0.002), nprocs=2, device='cpu')")
     expect(cell.panel.locator("canvas")).to_have_count(2)
     saved = sheet.save()
@@ -50,9 +48,7 @@ def test_the_saved_notebook_shows_the_picture_without_a_kernel(sheet: Sheet) -> 
     page.close()
 
 
-def test_a_reload_while_the_cell_is_busy_shows_the_last_picture_and_a_lost_kernel_is_said(sheet: Sheet) -> None:
-    from playwright.sync_api import expect
-
+def test_a_reload_of_a_busy_page_shows_the_last_picture_and_a_lost_kernel_is_said(sheet: Sheet, expect: Any) -> None:
     cell = sheet.begin("run = nbddp.run(train, (1, 100_000), nprocs=2, device='cpu')")
     expect(cell.output.locator(".nbddp-picture img")).to_have_count(2, timeout=30_000)
     expect(cell.panel.locator("canvas")).to_have_count(2, timeout=30_000)
@@ -70,9 +66,7 @@ def test_a_reload_while_the_cell_is_busy_shows_the_last_picture_and_a_lost_kerne
     sheet.lab.interrupt()
 
 
-def test_notebook_7_shows_the_panel_and_stops_the_run(started_browser: Browser) -> None:
-    from playwright.sync_api import expect
-
+def test_notebook_7_shows_the_panel_and_stops_the_run(started_browser: Browser, expect: Any) -> None:
     from tests.browser.lab import Lab
 
     with Lab("notebook") as lab:
@@ -135,10 +129,8 @@ def _answers(address: str) -> bool:
 
 
 def test_marimo_shows_the_panel_while_the_cell_is_busy_and_then_the_picture(
-    marimo: str, started_browser: Browser
+    marimo: str, started_browser: Browser, expect: Any
 ) -> None:
-    from playwright.sync_api import expect
-
     page = started_browser.new_page(viewport={"width": 1100, "height": 900})
     with page.expect_response("**/api/kernel/instantiate"):
         page.goto(marimo)
