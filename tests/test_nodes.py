@@ -58,7 +58,7 @@ def test_a_node_that_hears_nothing_of_the_notebook_ends() -> None:
     source = """
         import os, time
         from nbddp.ray import actor
-        actor.SILENCE_S = 2.0
+        actor.SILENCE_S = 3.0
         node = actor.Node("127.0.0.1", os.getppid())
         for _ in range(3): time.sleep(1); node.beat(); print("heard", flush=True)
         time.sleep(60)
