@@ -32,9 +32,10 @@ def test_the_first_cells_of_a_new_kernel_work_or_say_what_to_write() -> None:
 
 
 def test_the_cell_reads_the_notebooks_names_and_sets_none_of_them(magic: Notebook) -> None:
-    magic.ok("scale = 10\nx = 'mine'\ndef scaled(v): return v * scale")
-    assert magic.ok("%%ddp\nx = scaled(rank + 1)\nextra = x\nnbddp.all_gather(x)").shown == "[10, 20]\n"
+    magic.ok("scale = input = 10\nx = 'mine'\ndef scaled(v): return v * scale")
+    assert magic.ok("%%ddp\nx = scaled(rank + 1)\nextra = x\nnbddp.all_gather(x), input").shown == "([10, 20], 10)\n"
     assert magic.ok("x, 'extra' in globals()").shown == "('mine', False)\n"
+    magic.ok("del input")
 
 
 def test_rank_device_torch_and_dist_are_ready_in_the_cell(magic: Notebook) -> None:

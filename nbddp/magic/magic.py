@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import builtins
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
@@ -145,7 +144,7 @@ class DdpMagics(Magics):
         shell, source = self.shell, self.shell.transform_cell(cell)
         found = {
             name: shell.user_ns[name]
-            for name in reads.names_read(source, out) - vars(builtins).keys() - {*OF_A_RANK}
+            for name in reads.names_read(source, out) - {*OF_A_RANK}
             if name in shell.user_ns and shell.user_ns_hidden.get(name) is not shell.user_ns[name]
         }
         for name in found.keys() & reads.names_bound(source):
