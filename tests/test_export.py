@@ -94,6 +94,7 @@ def test_without_a_launcher_a_job_is_one_rank(cell: Cells, in_folder: Path, monk
             return Net(2, 1), data.sum().item(), nbddp.rank(), nbddp.world_size(), sys.argv, hydra.where, mapped[5]
     """)
     mapped = np.memmap("mapped", "f4", "w+", shape=1 << 18)
+    mapped[5] = 0.5
     nbddp.export(names.main, "job.nbddp", (mapped,), kwargs={"steps": 3})
     before = Path("job.nbddp").read_bytes()
     os.unlink("mapped")
@@ -102,7 +103,7 @@ def test_without_a_launcher_a_job_is_one_rank(cell: Cells, in_folder: Path, monk
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     model, *rest = nbddp.load_result("r")
     assert isinstance(model, names.Net)
-    assert rest == [0.0, 0, 1, ["main.py"], "next to the notebook", 0.0]
+    assert rest == [0.0, 0, 1, ["main.py"], "next to the notebook", 0.5]
     assert len(nbddp.History.load("m")["loss"].steps) == 3
     assert (sorted(os.listdir()), Path("job.nbddp").read_bytes()) == (["hydra.py", "job.nbddp", "m", "r"], before)
     del vars(sys.modules["__main__"])["Net"]
