@@ -1,8 +1,6 @@
 """The check after every test: nothing of a run may be left, and the process is as it was before."""
 
 # ruff: noqa: E402 - what's inherited by the tests' own processes is set before anything can ask for it
-from __future__ import annotations
-
 import atexit
 import ctypes
 import importlib

@@ -1,7 +1,5 @@
 """A history without a run, as its ranks would log it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Machines for tests: one whose events are written down, and one that is reached by pickle, as Ray's actor is."""
 
-from __future__ import annotations
-
 import pickle
 import queue
 import signal

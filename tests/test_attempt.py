@@ -1,7 +1,5 @@
 """What a run decides, on events that are written down: which failure is the cause, restarts, stop, timeout."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import functools

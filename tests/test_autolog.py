@@ -1,7 +1,5 @@
 """Unmodified programs that log with other libraries draw curves: what those libraries have stored, each number once."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 from typing import Any

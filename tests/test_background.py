@@ -1,7 +1,5 @@
 """``wait=False``: several runs at once, awaited and looked at."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

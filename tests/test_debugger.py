@@ -1,7 +1,5 @@
 """The debugger under the cell: breakpoints, prompts of several ranks, after errors, in the background, in a session."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

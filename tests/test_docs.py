@@ -1,7 +1,5 @@
 """Every code block of README and docs runs as it is written, and tables of options have all of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """The earlier run of the same function, script, or cell, in gray; and pictures of a history's curves."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """However a run ends, it ends in time and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

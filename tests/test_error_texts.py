@@ -1,7 +1,5 @@
 """Error texts: what happened and what to do come first, with the user's own lines, at a bounded length."""
 
-from __future__ import annotations
-
 import re
 import signal
 import traceback

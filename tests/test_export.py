@@ -1,7 +1,5 @@
 """An exported job without a notebook: what the file holds, how its ranks meet and end, what they write."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

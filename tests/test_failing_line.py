@@ -1,7 +1,5 @@
 """An error names the variables of its failing line: shapes, types, devices, values."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

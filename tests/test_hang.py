@@ -1,7 +1,5 @@
 """A stalled run says which rank is where, and a working run is not reported as stalled."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """``rank log progress wrap all_reduce ...``: on every rank, and in the notebook as rank 0 of 1."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

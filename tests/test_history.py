@@ -1,7 +1,5 @@
 """A history: what the notebook knows of a run's progress and metrics. No process is needed."""
 
-from __future__ import annotations
-
 import csv
 import math
 import os

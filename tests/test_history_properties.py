@@ -3,8 +3,6 @@
 Each rank's calls go through ``log``. The reference applies the rules to dicts, point by point.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

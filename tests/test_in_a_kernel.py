@@ -1,7 +1,5 @@
 """What a function shows and asks in a notebook: displays, figures, ``input()``, debuggers."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

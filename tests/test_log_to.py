@@ -1,7 +1,5 @@
 """``run(log_to=...)``: what destinations receive, judged by their own packages; those that fail or hang."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """What several machines do, reached directly or by pickle; all other tests have one."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """``%%ddp`` on fresh ranks and ``%ddp``: what a cell reads, keeps, returns, and says when it cannot run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The magics' lines: every set of options is parsed, and every other line is refused with a message."""
 
-from __future__ import annotations
-
 import random
 import shlex
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory: what ranks and GPUs use, and the OOM killer. The driver and the cgroups are made up."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Several machines, as far as that can be seen without Ray; long/test_ray.py has the real one."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import time

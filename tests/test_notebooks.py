@@ -1,7 +1,5 @@
 """The quickstart's claims hold in a fresh kernel on two CPU ranks, and all notebooks are saved as they should be."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """What every view says in numbers: formats, ticks, names, smoothing, NaN, progress."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ranks print: whole lines, each with its rank; and a flood blocks nothing."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The wheel and the sdist are complete, and their metadata agree with the README and with the package."""
 
-from __future__ import annotations
-
 import ast
 import email.message
 import re

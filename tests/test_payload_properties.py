@@ -3,8 +3,6 @@
 ``NBDDP_CASES=3000 python -m pytest tests/test_payload_properties.py --timeout=0`` tries that many new values.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import importlib

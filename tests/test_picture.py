@@ -1,7 +1,5 @@
 """The picture of a run: what it shows, that it's safe and small, and that it draws only what was logged."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import html.parser

@@ -1,7 +1,5 @@
 """Output is shown as a terminal would show it, wherever its bytes are cut."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The public names, signatures, and errors are as promised, and each process imports only what it needs."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

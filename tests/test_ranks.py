@@ -1,7 +1,5 @@
 """What a rank finds: its process group, environment, device, threads and seeds, and any group that it makes itself."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What notebooks do that were written for other launchers, or by hand: it works, or a sentence says what to write."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

@@ -1,7 +1,5 @@
 """Restarts after a failure: steps, errors and counts are right, and a stop, interrupt or timeout is not restarted."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

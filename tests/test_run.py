@@ -1,7 +1,5 @@
 """A ``Run`` as a ``Future``."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

@@ -1,7 +1,5 @@
 """The same seed gives the weights of processes with torchrun's variables, to the bit; the official tutorial trains."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """What another user on the same machine can and cannot do to a run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

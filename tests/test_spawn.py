@@ -1,7 +1,5 @@
 """``nbddp.spawn`` behaves as ``torch.multiprocessing.spawn``, and works from a cell."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import pickle

@@ -1,7 +1,5 @@
 """A run as lines of text: in a terminal, a script, a notebook that a program executes."""
 
-from __future__ import annotations
-
 import builtins
 import dataclasses
 import threading

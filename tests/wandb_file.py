@@ -3,8 +3,6 @@
 In a process of its own, ``python -m tests.wandb_file FILE``: W&B's package changes the one that imports it.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """Cases of the fault suite: a program, a fault, its moment, and how it's called; and which ends are right."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import dataclass

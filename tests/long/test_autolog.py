@@ -1,7 +1,5 @@
 """Other libraries as they are draw what they have stored."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Results that are large, or can't come back."""
 
-from __future__ import annotations
-
 from tests.support import Cells, run, script
 
 

@@ -1,7 +1,5 @@
 """The benchmarks run to the end and fill their table; no test says how fast anything is."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.__main__ import PARTS

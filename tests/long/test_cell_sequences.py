@@ -4,8 +4,6 @@
 """
 
 # ruff: noqa: E501 - a cell is one line
-from __future__ import annotations
-
 import difflib
 import os
 import random

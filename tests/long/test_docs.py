@@ -1,7 +1,5 @@
 """Every code block of the guides runs as it is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

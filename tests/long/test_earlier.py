@@ -1,7 +1,5 @@
 """The earlier run of the same cell."""
 
-from __future__ import annotations
-
 from tests.support import Notebook
 
 _CELL = "%%ddp -n 2 --device cpu\nimport nbddp\nnbddp.log(x=1.0)"

@@ -1,7 +1,5 @@
 """However a kernel or a script ends, no rank is left; and many runs don't make a kernel grow."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

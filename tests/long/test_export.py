@@ -1,7 +1,5 @@
 """A job under a real torchrun."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 ``NBDDP_SEED`` draws other ones, ``NBDDP_CASES=200`` (with ``--timeout=0``) more, ``NBDDP_CASE=17`` only that one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

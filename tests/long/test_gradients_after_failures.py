@@ -3,8 +3,6 @@
 ``NBDDP_CASES=300 NBDDP_SEED=7 python -m pytest tests/long/test_gradients_after_failures.py --timeout=0``
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time

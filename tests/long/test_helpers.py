@@ -1,7 +1,5 @@
 """Collectives of every dtype and shape."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support import Cells, run

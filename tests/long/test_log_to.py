@@ -1,7 +1,5 @@
 """W&B's run and a logger of Lightning's as destinations, judged by what they have stored."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

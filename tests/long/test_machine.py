@@ -1,7 +1,5 @@
 """What every machine does: on those that the gate's tests leave out."""
 
-from __future__ import annotations
-
 import pytest
 
 from nbddp.process.machine import LocalMachine

@@ -1,7 +1,5 @@
 """Nodes that are cut off, and actors that are killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import textwrap

@@ -1,7 +1,5 @@
 """The claims of the notebooks that take longer hold, too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A kernel's memory grows by the history of its runs alone, whatever the views have drawn."""
 
-from __future__ import annotations
-
 from tests.support import Notebook
 
 FOLLOW = """

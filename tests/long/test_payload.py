@@ -1,7 +1,5 @@
 """What objects of large libraries arrive as, or with which remedy they are refused."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

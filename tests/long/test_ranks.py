@@ -1,7 +1,5 @@
 """Other start methods inside ranks, and what only counts when a process starts."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Several machines on a real Ray of three nodes, from a real notebook. Ray's own processes are not the tests'."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What notebooks do with other launchers' libraries: it works, or a sentence says what to write."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

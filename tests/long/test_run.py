@@ -1,7 +1,5 @@
 """Runs in scripts of their own: odd streams and signals, a fork server that doesn't start."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The same weights as under torchrun itself, also where the ranks have unequal shares of the data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Scripts whose processes start processes of their own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run as lines of text in a script, and a notebook that a program executes."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
