@@ -204,9 +204,9 @@ class Case:
     def is_right(self, error: str, text: str, traceback: str) -> bool:
         """Whether this is the error that its fault has to end in; of a cell on ranks, it has the name of the rank's."""
         if self.call in ("session", "%%ddp") and self.fault in CELLS_ERRORS:
-            kind, words = CELLS_ERRORS[self.fault]
+            kinds, pattern = CELLS_ERRORS[self.fault]
             where = rf"rank {self.ranks[0]} of {self.nprocs}" if len(self.ranks) == 1 else "rank"
-            return error == kind and words in text and re.search(where, traceback) is not None
+            return error in kinds.split() and all(map(re.search, (pattern, where), (text, traceback)))
         kinds, pattern = ERRORS["stop, wait=False" if self.fault == "stop" and "=" in self.call else self.fault]
         several = r"(all \d|both) ranks failed, rank \d first|" if len(self.ranks) > 1 else ""
         who = rf"({several}rank ({'|'.join(map(str, self.ranks))}) of {self.nprocs})"
@@ -217,7 +217,8 @@ CELLS_ERRORS = {
     "raises": ("ValueError", "boom"),
     "raises what the notebook can't unpickle": ("Unloadable", "boom"),
     "sys.exit": ("SystemExit", "3"),
-    "worker killed": ("RuntimeError", "DataLoader worker"),
+    # Or the end of its connection, if torch asks is_alive() a moment too early.
+    "worker killed": ("RuntimeError EOFError ConnectionResetError", "DataLoader worker|Connection|^$"),
 }
 ERRORS = {
     "raises": ("RankError", r"^(WHO failed|WHO): ValueError: boom"),
@@ -232,7 +233,6 @@ ERRORS = {
     "interrupt": ("KeyboardInterrupt", ""),
     "rank killed": ("RankDied LaunchError", "WHO was killed by SIGKILL"),
     "fork server killed": ("RankDied LaunchError", r"exit code 255|couldn't be started"),
-    # Or the end of its connection, if torch asks is_alive() a moment too early.
     "worker killed": ("RankError", "WHO failed: (.*DataLoader worker|EOFError|Connection)"),
     "stop": ("KeyboardInterrupt", "train was stopped"),
     "stop, wait=False": ("NbddpError", "train is stopped"),
