@@ -281,6 +281,8 @@ def test_the_last_failure_is_raised_when_the_only_restart_is_used_up() -> None:
     assert (run.state, run.restarts, str(run.error.cause)) == ("failed", 1, "RuntimeError: last")
     first = "the first failure was RankError: rank 1 of 2 failed: RuntimeError: RuntimeError: first"
     assert f"Failed after 1 restart; {first}" in str(run.error)
+    run = follow(2, FakeMachine(exited(1, -9), comes_to="starting"), [failed(0, 1.0, "last")], max_restarts=1)
+    assert "Failed after 1 restart; the first failure was LaunchError: before it was ready, rank 1" in str(run.error)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import nbddp
+from nbddp.kernel import crew
 from tests.support import OUR_FILES, Cells, run, start, wait_until
 
 
@@ -22,6 +23,8 @@ def test_wait_false_returns_at_once_and_wait_and_result_give_the_values(cell: Ce
     for wait in (going.wait, going.result):
         with pytest.raises(TimeoutError, match="still"):
             wait(timeout=0.05)
+    with pytest.raises(nbddp.NbddpError, match=r"call wait\(\) first$"):
+        _ = going.values
     (in_folder / "go").touch()
     assert going.result() == 0
     assert going.wait(20) is going.wait() is going
@@ -66,6 +69,8 @@ def test_awaiting_runs_gives_their_values_and_raises_their_errors(cell: Cells) -
 
     values, ticks = asyncio.run(main())
     assert values == [1, 2, 1]
+    with pytest.raises(nbddp.RankError, match="ValueError: b"):
+        _ = nbddp.last_run().value
     assert ticks > 3  # the event loop went on meanwhile
 
 
@@ -97,11 +102,11 @@ def test_stacks_show_where_each_rank_is(cell: Cells, in_folder: Path) -> None:
     assert "no rank is running" in going.stacks()
 
 
-def test_stop_does_not_wait_for_threads_that_a_finished_function_has_left(cell: Cells) -> None:
+def test_threads_that_a_function_has_left_are_not_waited_for_long(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     names = cell("""
         import threading, time
         def leaves():
-            threading.Thread(target=time.sleep, args=(60,)).start()
+            threading.Thread(target=time.sleep, args=(30,)).start()
             return 7
     """)
     started = start(names.leaves)
@@ -110,3 +115,6 @@ def test_stop_does_not_wait_for_threads_that_a_finished_function_has_left(cell: 
     started.stop()
     assert time.monotonic() < began + 5
     assert started.values == [7, 7]
+    monkeypatch.setattr(crew, "_LEAVE_S", 0.5)
+    assert run(names.leaves).values == [7, 7]
+    assert time.monotonic() < began + 25

@@ -11,7 +11,7 @@ import pytest
 
 import nbddp
 from nbddp.kernel import session as session_module
-from nbddp.process.machine import LocalMachine
+from nbddp.process.machine import LocalMachine, _RankProcess
 from nbddp.process.server import _Forked
 from nbddp.ray.actor import NodeMachine
 from tests.machines import PicklingMachine, run_on
@@ -113,6 +113,15 @@ def test_a_session_goes_on_after_a_failure(machines: Machines, monkeypatch: pyte
         assert type(caught.value).__name__ == "ValueError"
         session.cell("y = nbddp.all_reduce(1)")
         assert session.pull("y", "r") == (4, 0)
+
+
+def test_what_is_logged_arrives_whole_and_its_memory_is_given_back() -> None:
+    rank, fd, data = object.__new__(_RankProcess), os.memfd_create("metrics"), os.urandom(1 << 20) * 40
+    rank.number, rank.files, rank._read = 0, {"metrics": fd}, {"metrics": 0}
+    os.write(fd, data)
+    assert b"".join(event.data for event in rank.written("metrics")) == data
+    assert os.fstat(fd).st_blocks * 512 < 20 << 20
+    os.close(fd)
 
 
 def test_another_thread_may_ask_for_a_ranks_exit_code_while_its_pid_is_awaited() -> None:

@@ -175,11 +175,12 @@ def test_a_run_has_the_promised_attributes_and_its_values_by_rank_and_rank_0s_va
     done = run(cell("import nbddp\ndef train(): return {'rank': nbddp.rank()}").train, nprocs=3)
     assert (done.values, done.value) == ([{"rank": 0}, {"rank": 1}, {"rank": 2}], {"rank": 0})
     assert (done.state, done.nprocs, done.error) == ("finished", 3, None)
-    assert 0 < done.seconds < 60
+    assert 0 < (seconds := done.seconds) < 60
     assert _public(done) == OF_A_RUN
     assert inspect.isawaitable(done)
     assert len(_public(done.history)) <= 20
     assert _public(nbddp.Session) == {"cell", "close", "logs", "pull", "push", "run"}  # and nprocs, lost
+    assert done.seconds == seconds
 
 
 def test_a_rank_imports_no_front_end_and_no_kernel_side_module(cell: Cells) -> None:

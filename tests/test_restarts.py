@@ -30,6 +30,7 @@ def test_the_last_error_is_raised_and_names_the_first(cell: Cells) -> None:
     assert told in "\n".join(error._render_traceback_())
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert nbddp.last_run().logs(1) == "attempt 0\nattempt 1\nattempt 2\n"
+    assert nbddp.last_run()._tail(1, 10) == "attempt 2\n"
 
 
 def test_one_killed_rank_of_four_restarts_all_four(cell: Cells, in_folder: Path) -> None:

@@ -102,8 +102,9 @@ def test_exit_code_0_is_a_success_and_3_a_failure(in_folder: Path) -> None:
         run = script("a.py")
         assert (run.state, run.logs(1)) == ("finished", "worked\n")
     Path("a.py").write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(1000)")
+    going = script("a.py", wait=False)
     with pytest.raises(nbddp.RankDied, match=r"rank 1 of 2 called sys.exit\(3\)") as caught:
-        script("a.py")
+        going.wait()
     assert caught.value.exitcode == 3
     (in_folder / "a.py").write_text("import sys\nsys.exit('no data')")
     with pytest.raises(nbddp.RankDied, match="no data"):

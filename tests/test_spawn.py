@@ -57,14 +57,15 @@ def test_join_false_gives_a_context_whose_join_times_out_and_no_stop_is_a_succes
     for text in ("", "fail"):
         go = tmp_path / f"go{text}"
         context = nbddp.spawn(names.train, (str(go),), nprocs=2, join=False)
-        assert context.join(timeout=0.1) is False
+        assert (context.join(timeout=0.1), context.run.name) == (False, "train")
         pids = context.pids()
         assert [psutil.pid_exists(pid) for pid in {*pids}] == [True, True]
         (tmp_path / "written").write_text(text)
         os.rename(tmp_path / "written", go)
         if text:
-            with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="-- Process 1 terminated"):
+            with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="-- Process 1 terminated") as caught:
                 context.join(timeout=20)
+            assert caught.value.error_pid == caught.value.pid == pids[1]
         else:
             assert context.join(timeout=20) is context.join() is True
         assert context.pids() == pids
