@@ -191,7 +191,7 @@ def test_what_python_reads_when_it_starts_is_that_runs_only_and_no_other_run_is_
     hashed, environ = script("print(hash('a'))", PYTHONHASHSEED="1").stdout, subprocess.check_output("env")
     going = start(time.sleep, 30)
     assert run(lambda: hash("a"), env={"PYTHONHASHSEED": "1"}).values == [int(hashed)] * 2
-    assert (going.state, subprocess.check_output("env")) == ("running", environ)
+    assert (going.done(), subprocess.check_output("env")) == (False, environ)
     going.stop(0)
 
 
