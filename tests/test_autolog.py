@@ -78,6 +78,7 @@ def test_writers_have_curves_of_their_own_and_arrays_are_numbers(cell: Cells, in
                 other.add_scalar("loss", -1.0, step)
                 folds[0].add_scalar("Loss/train", 10 + step, step)
                 folds[0].add_scalars("Loss", {"train": 20 + step}, step)
+            for value in (3.0, 4.0): writer.add_scalar("counted", value)
     """)
     assert curves(run(names.train, nprocs=1)) == {
         "loss": [(0, 0), (1, 1)],
@@ -87,6 +88,7 @@ def test_writers_have_curves_of_their_own_and_arrays_are_numbers(cell: Cells, in
         "tensor": [(0, 2.5), (1, 2.5)],
         "Loss/train": [(0, 10), (1, 11)],
         "val/Loss/train": [(0, 20), (1, 21)],
+        "counted": [(1, 3), (2, 4)],
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -44,13 +45,17 @@ def test_every_rank_makes_the_same_draw_and_takes_its_share(cell: Cells) -> None
     names = cell("""
         import nbddp, numpy, random, torch
         def own(): return torch.rand(1).item(), numpy.random.rand(), random.random()
+        class Mixed:
+            def __len__(self): return 20
+            def __iter__(self): return iter([*numpy.random.permutation(10), *random.sample(range(10, 20), 10)])
         def train(weights):
             sampler = torch.utils.data.WeightedRandomSampler(weights, 50)
             loader = nbddp.loader(torch.arange(20), 4, sampler=sampler)
-            return [torch.cat(list(loader)).tolist() for _ in range(3)], own()
+            mixed = [x.item() for x in nbddp.loader(torch.arange(20), sampler=Mixed())]
+            return [torch.cat(list(loader)).tolist() for _ in range(3)], mixed, own()
         def shuffled():
             loader = nbddp.loader(torch.arange(20), 4, shuffle=True)
-            for _ in range(3): list(loader)
+            for _ in range(4): list(loader)
             return own()
     """)
     weights = [1.0 + i % 4 for i in range(20)]
@@ -60,8 +65,10 @@ def test_every_rank_makes_the_same_draw_and_takes_its_share(cell: Cells) -> None
             expected = list(WeightedRandomSampler(weights, 50))
         shares = [value[0][epoch] for value in done.values]
         assert shares == [expected[0::2], expected[1::2]]
+    assert sorted(i for value in done.values for i in value[1]) == list(range(20))
+    assert [rank.samples for rank in done.history.ranks] == [3 * 25 + 10] * 2
     # A draw takes none of the rank's own random numbers.
-    assert [value[1] for value in done.values] == run(names.shuffled, seed=11).values
+    assert [value[2] for value in done.values] == run(names.shuffled, seed=11).values
 
 
 def test_samplers_that_draw_differently_or_split_themselves_are_errors_with_a_remedy(cell: Cells) -> None:
@@ -180,7 +187,7 @@ def test_a_stream_is_shared_unless_it_reads_its_rank_while_it_is_iterated(cell: 
             loader = nbddp.loader(Stream(how), 4, exact=exact, num_workers=workers, persistent_workers=workers > 0)
             return [torch.cat(list(loader)).tolist() for _ in range(2)]
         def resume(how, workers=0):
-            loader = nbddp.loader(Stream(how), 2, num_workers=workers)
+            loader = nbddp.loader(Stream(how), 2, num_workers=workers, persistent_workers=workers > 0)
             loader.load_state_dict({"epoch": 1, "taken": 4})
             loader.set_epoch(1)
             return [torch.cat(list(loader)).tolist() for _ in range(2)]
@@ -192,7 +199,9 @@ def test_a_stream_is_shared_unless_it_reads_its_rank_while_it_is_iterated(cell: 
         assert ("the stream reads" in done.logs(0)) == (how not in ("plain", "printed"))
         assert done.logs(1) == ""
     assert run(names.train, "plain", False, 1).values == [[shares[0]] * 2, [[*shares[1], 0]] * 2]
-    assert run(names.resume, "plain").values == [[share[2:], share] for share in (shares[0], [*shares[1], 0])]
+    for workers in (0, 1):
+        resumed = run(names.resume, "plain", workers).values
+        assert resumed == [[share[2:], share] for share in (shares[0], [*shares[1], 0])]
     with pytest.raises(nbddp.RankError, match=r"can't resume a stream .*save its own state_dict\(\)"):
         run(names.resume, "torch")
     with pytest.raises(nbddp.RankError, match="can't resume a stream that splits itself among ranks or workers"):
@@ -201,26 +210,35 @@ def test_a_stream_is_shared_unless_it_reads_its_rank_while_it_is_iterated(cell: 
 
 def test_a_torch_dataloader_is_rebuilt_with_its_options(cell: Cells) -> None:
     names = cell("""
-        import nbddp
+        import nbddp, torch
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self): return iter(range(5))
+        def tens(samples): return torch.stack(samples) * 10
         def train(loader): return [batch.tolist() for batch in nbddp.loader(loader, exact=True)]
     """)
     data: Any = torch.arange(10)
     batches = BatchSampler(range(10), 4, drop_last=False)
-    twice = RandomSampler(data, replacement=True, num_samples=30)
-    assert run(names.train, DataLoader(data, 2)).values == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
+    tens = run(names.train, DataLoader(data, 2, collate_fn=names.tens)).values
+    assert tens == [[[0, 20], [40, 60], [80]], [[10, 30], [50, 70], [90]]]
     by_batch = run(names.train, DataLoader(data, batch_sampler=batches)).values
     assert by_batch == [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7]]]
     assert run(names.train, DataLoader(data, None)).values == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
-    shares = run(names.train, DataLoader(data, 4, sampler=twice)).values
-    assert sum(len(batch) for share in shares for batch in share) == 30
-    with pytest.raises(ValueError, match="set them there"):
-        nbddp.loader(DataLoader(data), 4)
+    assert run(names.train, DataLoader(names.Stream(), 2)).values == [[[0, 2], [4]], [[1, 3]]]
+    for sampler in RandomSampler(data, replacement=True), RandomSampler(data, num_samples=30):
+        with _seeded(1):
+            drawn = list(sampler)
+        shares = run(names.train, DataLoader(data, 4, sampler=sampler), seed=1).values
+        assert [[i for batch in share for i in batch] for share in shares] == [drawn[0::2], drawn[1::2]]
+    for own in ({"batch_size": 4}, {"shuffle": True}, {"sampler": range(10)}, {"batch_sampler": batches}):
+        with pytest.raises(ValueError, match="set them there"):
+            nbddp.loader(DataLoader(data), **own)
     with pytest.raises(ValueError, match="drop_last=True leaves some out"):
         nbddp.loader(DataLoader(data, 4, drop_last=True), exact=True)
     with pytest.raises(ValueError, match=r"choose one$"):
         nbddp.loader(data, exact=True, drop_last=True)
-    with pytest.raises(ValueError, match="mutually exclusive"):
-        nbddp.loader(data, sampler=RandomSampler(data), batch_sampler=batches)
+    for more in ({"shuffle": True}, {"batch_sampler": batches}):
+        with pytest.raises(ValueError, match="mutually exclusive"):
+            nbddp.loader(data, sampler=RandomSampler(data), **more)
 
 
 def test_an_epoch_ends_with_its_last_batch_however_the_passes_are_cut(cell: Cells) -> None:
@@ -264,7 +282,12 @@ def test_an_evaluation_is_the_same_to_the_bit_with_any_number_of_ranks(cell: Cel
             for batch in nbddp.loader(torch.arange(12), 2): pass
             try: nbddp.gather_for_metrics(torch.arange(3 + nbddp.rank()))
             except ValueError as error: return str(error)
+        def rest():
+            loader = nbddp.loader(torch.arange(7), 8)
+            loader.load_state_dict({"epoch": 0, "taken": 2, "length": 7})
+            return nbddp.gather_for_metrics(next(iter(loader))).tolist()
     """)
+    assert run(names.rest).values == [[2, 3, 4, 5, 6]] * 2
     torch.manual_seed(0)
     # Whole numbers: torch adds floats of a row in an order that depends on the batch's size.
     x, y = torch.randint(-99, 99, (2_003, 8)).float(), torch.randint(0, 2, (2_003,))
@@ -287,19 +310,28 @@ def test_join_lets_ranks_have_different_numbers_of_batches(cell: Cells) -> None:
     names = cell("""
         import nbddp, torch
         def train():
-            torch.manual_seed(0)
             model = nbddp.wrap(torch.nn.Linear(4, 1))
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for p in model.parameters(): torch.nn.init.zeros_(p)
+            optimizer = torch.optim.SGD(model.parameters(), 1.0)
             with nbddp.join(model):
                 for _ in range(3 + 2 * nbddp.rank()):
                     optimizer.zero_grad()
                     model(torch.ones(2, 4) * (1 + nbddp.rank())).sum().backward()
                     optimizer.step()
-            return [p.detach().clone() for p in model.parameters()]
+            return [p.tolist() for p in model.parameters()]
     """)
-    first, second = run(names.train, timeout=60).values
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert len(run(names.train, nprocs=1).value) == 2
+    # Three steps with the mean of both ranks' gradients, (2 + 4) / 2 and (2 + 2) / 2; two with half of rank 1's.
+    assert run(names.train, timeout=60).values == [[[[-3.0 * 3 - 2 * 2] * 4], [-3.0 * 2 - 2 * 1]]] * 2
+    assert run(names.train, nprocs=1).value == [[[-6.0] * 4], [-6.0]]
+
+
+def test_micro_batches_begin_again_after_an_exception() -> None:
+    model, seen = torch.nn.Linear(1, 1), []
+    for fails in (False, True, False, False, False):
+        with contextlib.suppress(AssertionError), nbddp.accumulate(model, 3) as complete:
+            seen.append(complete)
+            assert not fails
+    assert seen == [False] * 4 + [True]
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])

@@ -97,6 +97,7 @@ def test_a_plot_has_metrics_of_a_run_or_loaded_history_and_another_runs_in_gray(
     assert "earlier run" in html
     assert done.history.plot(before=done.history).data.count("<img") == 3
     assert "earlier run" not in done.history.plot("acc").data
+    assert done.history.plot("lr", log=True).data != done.history.plot("lr").data
     with pytest.raises(KeyError, match="no metric 'los' was logged; the metrics are: loss, acc, lr"):
         done.history.plot("los")
     done.history.save("run.metrics")

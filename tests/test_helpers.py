@@ -39,21 +39,21 @@ def test_a_function_runs_in_the_notebook_as_rank_0_of_1(cell: Cells, capsys: Any
             nbddp.log(loss=1.0, reduce="mean")
             nbddp.log({"val/acc": torch.tensor(0.5)}, step=3)
             nbddp.barrier()
-            nbddp.print("hello")
+            with nbddp.main_first(), nbddp.join(model), nbddp.accumulate(model, 1) as complete: nbddp.print("hello")
             nbddp.save_snapshot("s.pt", model=model, epoch=1)
             state = nbddp.load_snapshot("s.pt")
             return (nbddp.rank(), nbddp.world_size(), nbddp.is_primary(), nbddp.all_reduce(3, "sum"),
-                    nbddp.all_reduce(3), nbddp.all_gather(5), seen, type(model).__name__,
-                    state["epoch"], nbddp.restart_count())
+                    nbddp.all_reduce(3), nbddp.all_gather(5), nbddp.broadcast([7]), seen, type(model).__name__,
+                    state["epoch"], nbddp.restart_count(), nbddp.local_rank(), str(nbddp.device()), complete)
     """)
-    assert names.train() == (0, 1, True, 3, 3.0, [5], 90.0, "Linear", 1, 0)
+    assert names.train() == (0, 1, True, 3, 3.0, [5], [7], 90.0, "Linear", 1, 0, 0, "cpu", True)
     assert "hello" in capsys.readouterr().out
     assert nbddp.load_snapshot("missing.pt") is None
 
 
 def test_reduce_gather_and_barrier_give_the_right_values(cell: Cells) -> None:
     names = cell("""
-        import nbddp, torch
+        import nbddp, numpy, torch
         def train():
             r = nbddp.rank() + 1
             x = torch.tensor([float(r), 10.0 * r])
@@ -69,7 +69,10 @@ def test_reduce_gather_and_barrier_give_the_right_values(cell: Cells) -> None:
                 bools=nbddp.all_reduce(torch.tensor([True, r > 1])), float8=nbddp.all_reduce(x.to(torch.float8_e5m2)),
                 quantized=[x.dequantize().sum().item() for x in nbddp.all_gather(quantized)],
                 objects=nbddp.all_gather({"r": [r] * r}), scalar=nbddp.all_gather(torch.tensor(r))[2].item(),
-                any=nbddp.all_reduce(torch.tensor([False, r > 1]), "max"),
+                any=nbddp.all_reduce(torch.tensor([False, r > 1]), "max"), numpy=nbddp.all_reduce(numpy.int64(2**62)),
+                needs=nbddp.all_reduce(torch.ones(2, requires_grad=True)).requires_grad,
+                kinds=[torch.tensor(x).tolist() for x in nbddp.all_gather([torch.ones(2), r][r > 1])],
+                dtypes=[x.item() for x in nbddp.all_gather(torch.tensor(r).to([torch.int32, torch.float32][r % 2]))],
             )
     """)
     for rank, value in enumerate(run(names.train, nprocs=3).values):
@@ -84,6 +87,7 @@ def test_reduce_gather_and_barrier_give_the_right_values(cell: Cells) -> None:
             "mean": 2.0, "sum": 6, "min": 1.0, "max": 3, "tensors": [[2.0, 20.0], [6.0, 60.0]], "big": 2**53 + 3,
             "kept": [rank + 1.0, 10.0 * (rank + 1)], "gathered": [1, 2, 3], "scalar": 3, "quantized": [6.0, 9.0, 12.0],
             "sizes": [[1.0] * size for size in (1, 2, 3)], "objects": [{"r": [size] * size} for size in (1, 2, 3)],
+            "numpy": 3 * 2**62, "needs": False, "kinds": [[1.0, 1.0], 2, 3], "dtypes": [1, 2, 3],
         }  # fmt: skip
 
 
@@ -206,10 +210,11 @@ def test_wrap_keeps_the_weights_of_all_ranks_equal_and_the_last_uneven_batch_doe
     names = cell("""
         import nbddp, torch
         def train():
-            model = nbddp.wrap(torch.nn.Linear(1, 1), find_unused_parameters=False)
-            frozen = torch.nn.BatchNorm1d(1).requires_grad_(False)
-            frozen.running_mean.fill_(nbddp.rank() + 5)
-            assert nbddp.wrap(frozen).running_mean.item() == 5, "buffers are rank 0's, too"
+            model = nbddp.wrap(torch.nn.Linear(1, 1), gradient_as_bucket_view=True)
+            assert model.gradient_as_bucket_view
+            frozen, linear = (each.requires_grad_(False) for each in (torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1)))
+            for tensor in (frozen.running_mean, linear.weight): tensor.fill_(nbddp.rank() + 5)
+            assert nbddp.wrap(frozen).running_mean.item() == nbddp.wrap(linear).weight.item() == 5, "rank 0's, too"
             before = model.module.weight.detach().clone()
             optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.01), 0
             for batch in nbddp.loader(torch.arange(11.0), batch_size=2):
@@ -245,17 +250,18 @@ def test_the_history_has_logged_values_in_order_at_their_steps_and_the_newest_pr
                 nbddp.log(loss=1 / (i + 1), lr=i)
                 if i % 2 == 1: nbddp.log({"val/acc": torch.tensor([0.1 * i])})
             nbddp.log(numpy=numpy.float32(1.5), tensor=torch.tensor(2.5, requires_grad=True), flag=True)
-            for step in (10, 20, 30): nbddp.log(own=step, step=step)
+            for step in (10, 20, 30): nbddp.log({"own": step}, twice=2 * step, step=step)
             nbddp.log(after=1)
             return list(nbddp.progress([1, 2, 3]))
     """)
     history = (done := run(names.train)).history
-    assert list(history) == ["loss", "lr", "val/acc", "numpy", "tensor", "flag", "own", "after"]
+    assert list(history) == ["loss", "lr", "val/acc", "numpy", "tensor", "flag", "own", "twice", "after"]
     assert [column.tolist() for column in history["loss"]] == [[0, 1, 2, 3, 4], [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]]
     assert history["val/acc"].steps.tolist() == [1, 3]  # at the step of the loss before it
     assert (history["own"].steps.tolist(), history["after"].steps.tolist()) == ([10, 20, 30], [30])
     np.testing.assert_allclose(history["val/acc"].values, [0.1, 0.3], rtol=1e-6)
-    assert [history[name].values.tolist() for name in ("numpy", "tensor", "flag")] == [[1.5], [2.5], [1.0]]
+    values = [history[name].values.tolist() for name in ("numpy", "tensor", "flag", "twice")]
+    assert values == [[1.5], [2.5], [1.0], [20, 40, 60]]
     bar = history.ranks[0].bars[0]
     assert (done.value, bar.desc, bar.total, bar.done) == ([1, 2, 3], "", 3, 3)
 

@@ -261,6 +261,10 @@ def test_csv_and_pandas_have_a_row_per_step(tmp_path: Path) -> None:
     assert frame["acc, top 1"].isna().tolist() == [True, True, True, False]
     read = pandas.read_csv(tmp_path / "h.csv", index_col="step").rename(columns={"step.1": "step"})
     pandas.testing.assert_frame_equal(read, frame)
+    log(history, 0, "loss", range(4), 0.5)  # in the next epoch
+    history.to_csv(tmp_path / "h.csv")
+    for table in (history.to_pandas(), pandas.read_csv(tmp_path / "h.csv")):
+        assert table["loss"].tolist() == [0.5, 1.5, 2.5, 3.5]
 
 
 @pytest.mark.parametrize("write", [History.to_csv, History.save])
@@ -286,13 +290,16 @@ def test_a_job_is_loaded_from_its_ranks_files_while_it_runs(tmp_path: Path) -> N
     for rank in range(2):
         with open(tmp_path / ("m" if rank == 0 else "m.rank1"), "wb") as file:
             for attempt in range(2):
-                file.write(Start(rank, 2, 1000.0 * attempt + rank).head())
+                file.write(Start(rank, 2, (rank, 1000.0 - rank)[attempt]).head())  # a moment after rank 0; then before
                 for step in range(3 * attempt, 5):
                     file.write(msgpack.packb([1.0, step, True, "sum", 1, {"loss": float(step + attempt)}]))
             file.write(POINT[:-3])  # it's being written
     history = History.load(tmp_path / "m")
     assert history["loss"].values.tolist() == [0, 2, 4, 8, 10]
     assert [restart.step for restart in history.restarts] == [3]
+    (tmp_path / "n").write_bytes(HEAD + POINT + Start(0, 2, 9.0).head() + POINT)
+    (tmp_path / "n.rank1").write_bytes(Start(1, 2, 9.0).head() + POINT)
+    assert [*History.load(tmp_path / "n").by_rank("loss")] == [0, 1], "restarted with more ranks"
 
 
 @pytest.mark.parametrize(

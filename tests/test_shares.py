@@ -39,6 +39,7 @@ MAKERS: dict[str, Any] = {
     "SubsetRandomSampler": lambda n: SubsetRandomSampler(range(0, n, 3)),
     "WeightedRandomSampler": lambda n: WeightedRandomSampler([1.0 + i % 3 for i in range(max(n, 1))], max(n, 1)),
     "BatchSampler": lambda n: BatchSampler(RandomSampler(range(max(n, 1))), 4, drop_last=False),
+    "BatchSampler with a generator": lambda n: BatchSampler(MAKERS["with a generator"](n), 4, drop_last=False),
 }
 
 
@@ -57,7 +58,7 @@ def _on_ranks(ranks: int, function: Callable[[int], Any]) -> list[Any]:
 def _loader(kind: str, size: int, batch_size: int = 1, *, exact: bool) -> Any:
     """A loader for the rank that it's made on."""
     dataset: Any = range(max(size, 1) if kind not in ("shuffle", "in order") else size)
-    if kind == "BatchSampler":
+    if kind.startswith("BatchSampler"):
         return nbddp.loader(dataset, batch_sampler=MAKERS[kind](size), exact=exact)
     if MAKERS[kind]:
         return nbddp.loader(dataset, batch_size, sampler=MAKERS[kind](size), exact=exact)
@@ -84,8 +85,8 @@ def _one_process(kind: str, size: int, epoch: int) -> list[Any]:
     if kind == "shuffle":
         return torch.randperm(size, generator=generator).tolist()
     sampler = MAKERS[kind](size)
-    if kind == "with a generator":
-        sampler.generator = generator
+    if kind.endswith("with a generator"):
+        getattr(sampler, "sampler", sampler).generator = generator
     with loaders._seeded(SEED + epoch):
         return list(sampler)
 
@@ -133,7 +134,7 @@ def _batches(loader: Any, most: int | None = None) -> list[list[int]]:
 
 @FEW
 @given(
-    st.sampled_from(["shuffle", "in order", "RandomSampler", "with a generator", "BatchSampler"]),
+    st.sampled_from(sorted({*MAKERS} - {"SequentialSampler", "SubsetRandomSampler", "WeightedRandomSampler"})),
     st.integers(1, 60),
     RANKS,
     st.integers(1, 9),
@@ -213,6 +214,9 @@ def test_a_batch_for_all_ranks_is_divided_and_a_share_and_an_epoch_are_told_to_w
     assert _on_ranks(3, train) == [(2, [0, 1], [share, 4]) for share in (4, 4, 3)]
     with pytest.raises(ValueError, match="a global batch_size of 8 isn't divisible by 3 ranks"):
         _on_ranks(3, lambda _: nbddp.loader(range(12), 8, split_batches=True))
+    assert not nbddp.loader(range(4))._is_accelerate_prepared
+    with pytest.raises(TypeError, match=r"accelerator\.prepare\(\) and nbddp\.loader\(\) would both split the data"):
+        _on_ranks(2, lambda _: nbddp.loader(range(4))._is_accelerate_prepared)
 
 
 class Numbers(IterableDataset[int]):
@@ -298,3 +302,6 @@ def test_entries_are_gathered_for_the_loader_of_the_latest_batch() -> None:
         return found
 
     assert _on_ranks(1, sizes) == [[2, 3, 1] * 3]
+    next(iter(nbddp.loader(Numbers(4), 2)))
+    with pytest.raises(ValueError, match="for a stream, use exact=True"):
+        nbddp.gather_for_metrics(torch.ones(2))
