@@ -81,15 +81,10 @@ def test_writers_have_curves_of_their_own_and_arrays_are_numbers(cell: Cells, in
             for value in (3.0, 4.0): writer.add_scalar("counted", value)
     """)
     assert curves(run(names.train, nprocs=1)) == {
-        "loss": [(0, 0), (1, 1)],
-        "val/loss": [(0, 1), (1, 2)],
-        "fold2/val/loss": [(0, 2), (1, 3)],
-        "array": [(0, 1.5), (1, 1.5)],
-        "tensor": [(0, 2.5), (1, 2.5)],
-        "Loss/train": [(0, 10), (1, 11)],
-        "val/Loss/train": [(0, 20), (1, 21)],
-        "counted": [(1, 3), (2, 4)],
-    }
+        "loss": [(0, 0), (1, 1)], "val/loss": [(0, 1), (1, 2)], "fold2/val/loss": [(0, 2), (1, 3)],
+        "Loss/train": [(0, 10), (1, 11)], "val/Loss/train": [(0, 20), (1, 21)],
+        "array": [(0, 1.5), (1, 1.5)], "tensor": [(0, 2.5), (1, 2.5)], "counted": [(1, 3), (2, 4)],
+    }  # fmt: skip
 
 
 def test_what_wandb_refuses_is_left_to_its_own_error() -> None:

@@ -1,7 +1,5 @@
 """Loaders on real ranks, judged by one process."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable
@@ -125,11 +123,6 @@ def test_ranks_that_split_the_data_differently_are_told(cell: Cells) -> None:
     assert len({*first, *second}) == 16
 
 
-class _Wrapper:
-    def __iter__(self) -> Any:
-        return iter(nbddp.loader(range(4)))
-
-
 def _by_batch() -> None:
     next(iter(nbddp.loader(range(4), batch_sampler=BatchSampler(range(4), 2, drop_last=False))))
     nbddp.gather_for_metrics(torch.ones(2))
@@ -139,7 +132,7 @@ def _by_batch() -> None:
     ("wrong", "says"),
     [
         (lambda: nbddp.loader(nbddp.loader(range(4))), "already has the rank's share: pass the dataset"),
-        (lambda: nbddp.loader(_Wrapper()), "takes a dataset, an IterableDataset, or a DataLoader, not a _Wrapper"),
+        (lambda: nbddp.loader(zip(range(4))), "takes a dataset, an IterableDataset, or a DataLoader, not a zip"),
         (lambda: nbddp.gather_for_metrics([1, 2]), "takes a tensor, not a list: call it for each tensor"),
         (_by_batch, r"needs a batch from nbddp.loader\(\) without batch_sampler; for a stream, use exact=True"),
         (lambda: nbddp.loader(range(4)).load_state_dict({"length": 5}), "saved with 5 samples, but the data now has 4"),

@@ -1,7 +1,5 @@
 """``log`` on real ranks: which values are combined, what is refused, and the NaN that ends a run."""
 
-from __future__ import annotations
-
 import pytest
 
 import nbddp

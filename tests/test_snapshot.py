@@ -1,7 +1,5 @@
 """Snapshots are written whole or not at all, only by rank 0, and no other file is read as one."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib
