@@ -34,15 +34,11 @@ def test_a_trained_model_is_an_instance_of_the_notebooks_class(cell: Cells) -> N
     """)
     identity = id(names.Net)
     for model, before, mode, listed, net in run(names.train, seed=0).values:
-        assert type(model) is names.Net  # the DDP wrapper is gone with its group
-        assert mode is names.Mode.A
-        assert listed == [names.Net]
-        assert net is names.Net
+        # The DDP wrapper is gone with its group.
+        assert (type(model), mode, listed, net) == (names.Net, names.Mode.A, [names.Net], names.Net)
         assert not torch.equal(model.layer.weight, before)
         assert model(torch.ones(1, 3)).shape == (1, 1)
-    assert id(cell.main.Net) == identity
-    assert names.Net.made == []
-    assert not hasattr(names.Net, "poison")
+    assert (id(cell.main.Net), names.Net.made, hasattr(names.Net, "poison")) == (identity, [], False)
 
 
 def test_the_path_leads_through_lists_and_closures_and_what_cannot_be_unpickled_is_said(cell: Cells) -> None:
@@ -71,8 +67,7 @@ def test_an_unpicklable_result_is_named_and_the_rest_is_in_partial(cell: Cells, 
     error = error_of(names.train, rank, kind=nbddp.PayloadError)
     partial = error.partial
     assert error.path == ("the result", "['lock']")
-    assert f"returned on rank {rank}" in str(error)
-    assert ".partial" in str(error)
+    assert [text in str(error) for text in (f"returned on rank {rank}", ".partial")] == [True, True]
     assert (partial[1 - rank], partial[rank]["fine"], partial[rank]["two"][0]) == ("fine", 1, 2)
     assert partial[rank]["lock"].text.startswith("<unlocked _thread.lock")
     assert "stayed on its rank: cannot pickle" in repr(partial[rank])
@@ -93,8 +88,7 @@ def test_what_can_be_sent_of_a_value_comes_back_as_it_was(cell: Cells) -> None:
     (value,) = error_of(names.train, nprocs=1, kind=nbddp.PayloadError).partial
     for part in (value, value["inner"]):
         assert "stayed on its rank" in repr(part.pop("lock"))
-        assert type(part["net"]) is names.Net
-        assert part["train"] is names.train
+        assert (type(part["net"]), part["train"]) == (names.Net, names.train)
         assert part["rows"] == [1, (2, value["net"])]
         value["data"].fill_(7)
         assert part["view"].tolist() == [7, 7, 7]  # still a view

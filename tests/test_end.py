@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import textwrap
@@ -17,6 +18,7 @@ import torch
 
 import nbddp
 from nbddp.process import server
+from nbddp.worker import tracked
 from tests import support
 from tests.support import FIRST_MOMENTS_S, GONE_S, Cells, Notebook, gone, run, start, wait_until, wait_until_alone
 
@@ -249,14 +251,21 @@ def test_a_killed_kernels_ranks_end_in_time_whatever_they_do(in_folder: Path) ->
         notebook.ok("import nbddp")
         assert any(map(support.is_fork_server, psutil.Process(notebook.pid).children()))  # it imports torch meanwhile
         notebook.ok("open_session = nbddp.Session(nprocs=2, device='cpu')")
+        notebook.ok("def detach(): import subprocess as s; return s.Popen(['sleep', '99'], start_new_session=True).pid")
+        detached = notebook.ok("nbddp.run(detach, nprocs=1, device='cpu', show=False).value").json()
         begin_runs(notebook, in_folder, others)
         notebook.ok(f"os.chdir({str(in_folder)!r})" + source_of(last))
+        forked = int(notebook.ok("if not (forked := os.fork()): time.sleep(99), os._exit(0)\nforked").result)
         notebook.begin("nbddp.run(train, nprocs=2, device='cpu')")
         wait_for_ranks(in_folder, last)
-        assert len(support.ranks_of(notebook.pid)) >= 2 * len(BODIES) + 2
+        ranks = support.ranks_of(notebook.pid)
+        assert len(ranks) >= 2 * len(BODIES) + 2
+        assert not gone(detached)
         began = time.monotonic()
         notebook.kill()
-        wait_until(lambda: not {p for p in support.marked_pids() - before if not gone(p) and p != notebook.pid}, 10)
+        wait_until(lambda: all(map(gone, ranks)), 10)
+        os.kill(forked, signal.SIGKILL)  # multiprocessing's tracker lives as long as it does
+        wait_until(lambda: all(map(gone, support.marked_pids() - before - {notebook.pid})), 10)
         assert time.monotonic() - began < GONE_S
 
 
@@ -303,7 +312,7 @@ def test_a_run_names_one_folder_in_tmp_and_nothing_in_shared_memory(cell: Cells,
     assert not {name for name in during[0] - before[0] if str(os.getpid()) in name}
 
 
-def test_shared_memory_and_semaphores_of_a_stopped_run_are_removed(cell: Cells, in_folder: Path) -> None:
+def test_shared_memory_and_semaphores_of_a_stopped_run_are_removed_and_no_others(cell: Cells, in_folder: Path) -> None:
     names = cell("""
         import multiprocessing, os, time, torch, nbddp
         from multiprocessing.shared_memory import SharedMemory
@@ -334,6 +343,20 @@ def test_shared_memory_and_semaphores_of_a_stopped_run_are_removed(cell: Cells, 
     assert {kind: sum(entry.startswith(kind) for entry in made) for kind in kinds} == kinds
     going.stop(0)
     assert set(os.listdir("/dev/shm")) - before == set()
+    others = [Path("/dev/shm", name), Path(f"/dev/shm/torch_{os.getpid()}_1_0")]  # the first is made again
+    lines = [f"{command}:/{name}:shared_memory\n" for command in ("REGISTER", "UNREGISTER")]
+    Path("tracked").write_text("".join([*lines, f"PID:{os.getpid()}:torch\n"]))
+    for each in others:
+        each.touch()
+    tracked.remove_rest(str(in_folder))
+    for each in others:
+        each.unlink()  # it's still there
+
+
+def test_a_run_for_which_the_notebook_cannot_open_another_file_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "recv_fds", lambda end, *_: (end.recv(1), [], 0, None))  # as Linux does then
+    with pytest.raises(nbddp.NbddpError, match=r"too many open files; raise the limit \(ulimit -n\)"):
+        run(lambda: [1], nprocs=1, timeout=20)
 
 
 def test_values_of_earlier_runs_are_freed_unless_somebody_holds_them(cell: Cells) -> None:
@@ -349,5 +372,4 @@ def test_values_of_earlier_runs_are_freed_unless_somebody_holds_them(cell: Cells
     for _ in range(12):
         run(train)
     assert mappings() <= before + 6
-    assert last() is None
-    assert held.value.sum() == 1 << 20
+    assert (last(), held.value.sum().item()) == (None, 1 << 20)

@@ -34,9 +34,7 @@ def test_a_crash_shows_only_the_users_lines(cell: Cells, deep: int) -> None:
     assert text.endswith("\nIts last lines of output:\nthis far")
     last = nbddp.last_run()
     for shown in (text, last.logs(0)):
-        assert not OUR_FILES.search(shown)
-        assert "multiprocessing" not in shown
-        assert "Extension modules" not in shown
+        assert not re.search(f"{OUR_FILES.pattern}|multiprocessing|Extension modules", shown)
     assert "in crash" in last.logs(0)
 
 
@@ -83,8 +81,7 @@ def test_a_crash_of_a_ranks_child_is_in_the_ranks_output_and_does_not_locate_its
     assert ended.value == signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in ended.logs(0)
     error = error_of(names.train, True, nprocs=1, kind=nbddp.RankDied)
-    assert "was killed by SIGKILL" in str(error)
-    assert "It was here" not in str(error)
+    assert [text in str(error) for text in ("was killed by SIGKILL", "It was here")] == [True, False]
     assert "Fatal Python error: Segmentation fault" in nbddp.last_run().logs(0)
 
 
@@ -107,22 +104,19 @@ def test_a_cells_traceback_folds_library_frames(notebook: Notebook) -> None:
     fold = lines.index("    [N frames in torch]")
     assert "in train()" in "".join(lines[:fold])
     assert "__getitem__(" in "".join(lines[fold:])
-    assert "-packages/" not in shown
-    assert "# the culprit" in shown
+    assert [text in shown for text in ("# the culprit", "-packages/")] == [True, False]
     shown = notebook.cell("nbddp.run(forward, nprocs=1, device='cpu', show=False)").traceback
     assert re.search(r"on rank 0:\s+x +Tensor \(1, 2\)", shown)  # of the user's line, not of torch's
     shown = notebook.cell("nbddp.run(during, nprocs=1, device='cpu', show=False)").traceback
-    assert shown.count("frames in torch]") == 1
-    assert shown.count("-packages/torch") == 1  # the line of torch's that raised
-    assert "skipping hidden" not in shown
+    counted = "frames in torch]", "-packages/torch", "skipping hidden"  # the second: torch's line that raised
+    assert [shown.count(text) for text in counted] == [1, 1, 0]
     assert shown.index("frames in torch]") < shown.index("direct cause") < shown.index("ValueError: outer")
 
 
 def test_what_cannot_be_sent_is_shown_with_the_users_lines_only(notebook: Notebook) -> None:
     shown = notebook.cell('log_file = open("/dev/null")\nnbddp.run(lambda: log_file, nprocs=2, show=False)')
-    assert shown.ename == "PayloadError"
+    assert (shown.ename, "direct cause" in shown.traceback) == ("PayloadError", False)
     assert "log_file: an open file" in shown.evalue
-    assert "direct cause" not in shown.traceback
     shown = notebook.cell("""
         class Model:
             def __getstate__(self): raise ValueError("not yet")

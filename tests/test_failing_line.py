@@ -41,8 +41,10 @@ def test_secrets_and_long_values_are_not_shown() -> None:
     assert (names["text"], names["huge"]) == (f"'{'x' * 60}'... (length 1,000,000)", "int")
     assert names["data"] == f"b'{'y' * 60}'... (length 99)"
     assert not [text for text in names.values() if "hf_123" in text or "sk-123" in text]
-    secret = ["self.key", "passphrase", "db_pwd", "privateKey", "config.api_key", "HF_TOKEN", "key[:3]"]
+    secret = ["self.key", "passphrase", "db_pwd", "privateKey", "config.api_key", "HF_TOKEN", "key[:3]", "password"]
+    secret += ["db_passwd", "client_secret", "credentials", "auth_header"]
     assert {failing_line.describe(name, "sk-123") for name in secret} == {"str (not shown)"}
+    assert failing_line.describe("api_token", b"sk-123") == "bytes (not shown)"
     assert {failing_line.describe(name, "abc") for name in ("monkey", "text", "keys", "model.name")} == {"'abc'"}
 
 
@@ -51,6 +53,11 @@ def test_a_line_without_names_shows_the_functions_variables() -> None:
         raise ValueError("boom")
 
     assert found(step, 0.1, [1]) == {"rate": "0.1", "many": "list of 1"}
+
+
+def test_a_modules_parameter_is_a_variable_of_the_line() -> None:
+    named = found(lambda net, x: x @ net.weight, torch.nn.Linear(5, 3), torch.zeros(2, 4))
+    assert named["net.weight"] == "Parameter (3, 5) float32 cpu"
 
 
 class Angry:

@@ -13,8 +13,9 @@ import pytest
 import nbddp
 from nbddp.kernel import hang
 from nbddp.kernel.hang import Location, summary
+from nbddp.panel import text_view
 from nbddp.process.dumps import Frame
-from tests.support import Cells, Notebook, error_of, run, start, wait_until
+from tests.support import Cells, Notebook, error_of, gone, run, start, wait_until
 
 
 def test_uneven_batches_are_named_as_the_likely_cause(cell: Cells) -> None:
@@ -153,8 +154,7 @@ def test_a_suspended_rank_is_reported_as_giving_no_answer_also_after_the_stop_of
     began = time.monotonic()
     going.stop(0.5)  # and does not keep the stop waiting
     assert time.monotonic() - began < 10
-    assert told in going._status().hang
-    assert "while True: pass" in going._status().hang  # its stacks, too
+    assert [text in going._status().hang for text in (told, "while True: pass")] == [True, True]  # its stacks, too
 
 
 RESTORES = """
@@ -198,24 +198,26 @@ def test_a_rank_without_a_handler_for_stacks_gives_no_answer_and_lives_on(cell: 
 
 def test_a_break_is_told_from_fewer_batches_and_a_worker_that_hangs_is_named_with_its_line(cell: Cells) -> None:
     names = cell("""
-        import nbddp, time, torch
+        import nbddp, subprocess, time, torch
         class Data(torch.utils.data.Dataset):
             def __len__(self): return 16
             def __getitem__(self, i):
                 if i == 5 and nbddp.rank() == 1: time.sleep(1000)  # the second worker; the first becomes idle
                 return torch.ones(2)
         def train(workers, data=range(16)):
+            print(subprocess.Popen(["sleep", "1000"]).pid, flush=True)
             for step, x in enumerate(torch.utils.data.DataLoader(data, 4, num_workers=workers)):
                 if step == 2 and nbddp.rank() == 1: break
                 nbddp.barrier()
     """)
-    waits = "rank 0 is waiting in barrier (train, line 11); rank 1 "
+    waits = "rank 0 is waiting in barrier (train, line 12); rank 1 "
     for workers, args, what in [
         (0, (), "finished. Most likely, rank 1 left the loop early (break or return) after batch 3. All ranks"),
         (2, (names.Data(),), "is waiting for a DataLoader worker, which is in __getitem__, line 6"),
     ]:
         going = start(names.train, workers, *args)
         wait_until(functools.partial(lambda run, text: text in run.stacks(), going, waits + what), what=going.stacks)
+        assert not gone(int(wait_until(functools.partial(going.logs, 1))))  # a request for stacks would kill it
         going.stop(0)
 
 
@@ -238,9 +240,10 @@ def test_an_interrupt_says_where_each_rank_was(notebook: Notebook) -> None:
 
 
 def test_a_stop_gives_a_likely_reason_if_nothing_moves(cell: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang, "_STANDS_S", 0.0)
+    monkeypatch.setattr(hang, "_STANDS_S", 1000.0)
     going = start(cell("import nbddp\ndef train():\n    if nbddp.rank(): nbddp.barrier()").train)
-    wait_until(lambda: "rank 1 is waiting in barrier" in going.stacks())
+    wait_until(lambda: re.match(r"rank 0 finished; rank 1 is waiting in barrier \(train, line 3\)\n", going.stacks()))
+    monkeypatch.setattr(hang, "_STANDS_S", 0.0)
     going.stop()
     told = r"rank 0 finished; rank 1 is waiting in barrier .*\. Every rank has to call the same collectives"
     assert re.search(told, going.stacks())
@@ -293,5 +296,16 @@ def test_a_place_is_the_users_innermost_line() -> None:
 
 
 def test_advice_on_a_known_error_is_in_the_error_of_the_run(cell: Cells) -> None:
-    with pytest.raises(nbddp.RankError, match=r"not compiled with CUDA(.|\n)*Write .to\(nbddp.device\(\)\)"):
-        run(cell("import torch\ndef train(): raise AssertionError('Torch not compiled with CUDA enabled')").train)
+    error = error_of(cell("def train(): raise AssertionError('Torch not compiled with CUDA enabled')").train)
+    assert error.advice.startswith("This run is on the CPU. Write .to(nbddp.device())")
+    assert str(error).endswith(f"not compiled with CUDA enabled\n{error.advice}")
+    assert error.advice in error._render_traceback_()
+
+
+def test_a_hang_in_a_sessions_cell_is_shown(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang, "STALL_AFTER_S", 0.5)
+    monkeypatch.setattr(text_view.TextView, "_say", lambda view, status, text: Path("told").write_text(text))
+    wait = "for _ in range(1500): rank and not os.path.exists('told') and time.sleep(0.01)"
+    with nbddp.Session(nprocs=2, device="cpu") as session:
+        session.cell(f"import os, time\n{wait}\nnbddp.barrier()")
+    assert Path("told").read_text().startswith("Nothing has been logged or printed for")

@@ -20,14 +20,12 @@ from tests.support import Cells, marked_pids, run
 def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
     """PyTorch's oldest open complaint: Can't get attribute ... on __main__."""
     cell("""
-        import dataclasses, enum, functools, typing
-
+        import dataclasses, enum, functools, io, sys, typing
         scale = 10
-
+        out, text = sys.stdout, io.StringIO("abc")
         class Base:
             def __init__(self, x): self.x = x
             def value(self): return self.x
-
         class Child(Base):
             made = 0
             def __init__(self, x):
@@ -40,20 +38,16 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
             def twice(x): return 2 * x
             @property
             def half(self): return self.x / 2
-
         @dataclasses.dataclass(frozen=True)
         class Config:
             lr: float = 0.1
             layers: typing.List[int] = dataclasses.field(default_factory=lambda: [1, 2])
-
         class Mode(enum.Enum):
             TRAIN = "t"
             TEST = "e"
-
         class Point(typing.NamedTuple):
             x: int
             y: int = 7
-
         class OneSlot: __slots__ = "name"
     """)
     names = cell("""
@@ -69,15 +63,12 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
             return step
         step = counter()
         step()
-
         @functools.lru_cache
         def cached(n): return n + scale
-
         square = lambda x: x * x
         config = Config(lr=0.5)
         slot = OneSlot()
         slot.name = "s"
-
         def train(mode, config=config):
             child = Child.build(4)
             slot.name += "!"
@@ -86,18 +77,18 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
                 lr=config.lr, equal=config == Config(0.5), mode=mode is Mode.TRAIN, name=Mode(mode.value).name,
                 point=Point(1).y, even=even(10), odd=odd(10), factorial=factorial(5), count=step(),
                 cached=cached(1), square=square(3), partial=functools.partial(max, 3)(9), module=Child.__module__,
+                out=out is sys.stdout, text=text.read(),
             )
     """)
     expected = {
         "child": 40, "made": 1, "twice": 10, "half": 2.0, "lr": 0.5, "equal": True, "mode": True, "name": "TRAIN",
         "point": 7, "even": True, "odd": False, "factorial": 120, "count": 2, "cached": 11, "square": 9, "partial": 9,
-        "module": "__main__",
+        "module": "__main__", "out": True, "text": "abc",
     }  # fmt: skip
     for slot, value in run(names.train, names.Mode.TRAIN).values:
         assert value == expected
         assert (type(slot), slot.name, hasattr(slot, "__dict__")) == (names.OneSlot, "s!", False)
-    assert names.Child.made == 0
-    assert names.step() == 2  # the ranks' counting is not the notebook's
+    assert (names.Child.made, names.step()) == (0, 2)  # the ranks' counting is not the notebook's
 
 
 def test_an_edited_cell_or_module_runs_as_edited(cell: Cells, in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,14 +123,13 @@ def test_what_a_rank_sets_or_writes_changes_nowhere_else(cell: Cells) -> None:
             array[:] = rank + 1
             dist.barrier()
             import __main__
-            return best, __main__.best, total, tensor.unique().tolist(), sorted(set(array.tolist()))
+            mapped = "memfd:nbddp" in open("/proc/self/maps").read()  # and not copied
+            return best, __main__.best, total, tensor.unique().tolist(), sorted(set(array.tolist())), mapped
     """)
     tensor, array = torch.zeros(1 << 19), np.zeros(1 << 19)
-    expected = [(0.5 + rank, 0.5 + rank, [0, rank], [rank + 1.0], [rank + 1.0]) for rank in range(3)]
+    expected = [(0.5 + rank, 0.5 + rank, [0, rank], [rank + 1.0], [rank + 1.0], True) for rank in range(3)]
     assert run(names.train, tensor, array, nprocs=3).values == expected
-    assert (names.best, names.total) == (0.5, [0])
-    assert not bool(tensor.any())
-    assert not array.any()
+    assert (names.best, names.total, bool(tensor.any()), array.any()) == (0.5, [0], False, False)
 
 
 def test_tied_weights_stay_tied_and_come_back_tied(cell: Cells) -> None:
@@ -157,9 +147,7 @@ def test_tied_weights_stay_tied_and_come_back_tied(cell: Cells) -> None:
     """)
     model = names.Tied()
     for tied, back in run(names.train, model).values:
-        assert tied
-        assert back.head.weight is back.embed.weight
-        assert bool((back.head.weight == 3).all())
+        assert (tied, back.head.weight is back.embed.weight, back.head.weight.unique().tolist()) == (True, True, [3.0])
     assert not bool((model.embed.weight == 3).any())
 
 
@@ -214,7 +202,7 @@ def test_a_class_arrives_without_its_bases_hook_being_called_again(cell: Cells) 
 
 def test_a_name_that_only_a_pickle_or_a_string_has_is_found_among_the_cells(cell: Cells, in_folder: Path) -> None:
     names = cell("""
-        import pickle, sys, threading, torch
+        import os, pickle, sys, threading, torch
         scale, lock = 3, threading.Lock()
         class Base(torch.nn.Linear): ...
         class Net(Base):
@@ -235,6 +223,9 @@ def test_a_name_that_only_a_pickle_or_a_string_has_is_found_among_the_cells(cell
         def miss():
             try: return sys.modules["__main__"].locked
             except AttributeError as error: return str(error)
+        def miss_in_a_child():
+            if not (pid := os.fork()): os._exit(hasattr(sys.modules["__main__"], "tripled"))
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         torch.save(Net(2, 1), "net.pt")
     """)
     for net, is_base, shape, six in run(names.load, names.Base).values:
@@ -242,6 +233,7 @@ def test_a_name_that_only_a_pickle_or_a_string_has_is_found_among_the_cells(cell
     assert run(names.count, nprocs=1).value == (5, 5)
     assert run(names.build, "tripled", nprocs=1).value == (15, False)
     assert run(names.miss, nprocs=1).value == "module '__main__' has no attribute 'locked'"
+    assert run(names.miss_in_a_child, nprocs=1, timeout=20).value == 0
 
 
 def test_a_mapped_file_is_mapped_by_the_ranks_and_not_copied(cell: Cells, in_folder: Path) -> None:

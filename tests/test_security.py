@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import secrets
+import shutil
 import signal
 import socket
 import stat
@@ -131,6 +132,12 @@ def _mode(path: str) -> int:
     return stat.S_IMODE(os.stat(path).st_mode)
 
 
+def test_a_folder_that_a_cleaner_of_tmp_has_removed_is_made_again_as_private_as_before() -> None:
+    shutil.rmtree(forkserver.temporary_folder())
+    assert run(lambda: 1).values == [1, 1]
+    assert {_mode(each) for each in _folders()} == {0o700}
+
+
 def test_private_files_cannot_be_opened_by_others_and_secrets_are_in_no_file_message_or_command_line(
     cell: Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,15 +195,17 @@ def test_a_job_holds_neither_the_environment_nor_source_that_it_does_not_need(
             {line}
             def unused(): return "{SECRET}"
             def helper(): return environ  # helper's line
+            five, spare = (lambda: 5,  # the lambda's line
+                "{SECRET}")
             class Model:
                 def forward(self): return helper()  # the method's line
-            def train(): return Model().forward()
+            def train(): return Model().forward(), five()
             key = "{SECRET}"
         """)
         nbddp.export(names.train, tmp_path / "job.nbddp")
         data = (tmp_path / "job.nbddp").read_bytes()
         assert SECRET.encode() not in data
-        assert [text in data for text in (b"helper's line", b"the method's line")] == [True, True]
+        assert [text in data for text in (b"helper's line", b"method's line", b"lambda's line")] == [True] * 3
 
 
 def test_os_environ_in_a_function_is_that_of_its_rank(cell: Cells) -> None:
