@@ -46,13 +46,14 @@ def test_rank_device_torch_and_dist_are_ready_in_the_cell(magic: Notebook) -> No
     magic.ok("del rank, world_size, dist")
 
 
-def test_names_asked_for_with_o_come_from_rank_0_and_one_that_cannot_be_sent_is_named(magic: Notebook) -> None:
+def test_names_asked_for_with_o_come_from_the_lowest_rank_and_one_that_cannot_be_sent_is_named(magic: Notebook) -> None:
     magic.ok("kept, best = [1], 41")
     magic.ok("%%ddp -o weights,kept,best\nweights = torch.ones(2) * rank\nkept.append(2)\nfor best in []: pass")
     assert magic.ok("weights.tolist(), kept, best").shown == "([0.0, 0.0], [1, 2], 41)\n"
     magic.ok("class Net(torch.nn.Linear): pass")
     magic.ok("%%ddp -o both -o one,net\none, net = [rank], nbddp.wrap(Net(2, 1))\nboth = [one, one]")
-    assert magic.ok("both[0] is one, type(net) is Net").shown == "(True, True)\n"
+    assert magic.ok("%%ddp -n 3 --ranks 1,2 -o first\nfirst = rank\nrank").shown == "1\n[rank 2] 2\n"
+    assert magic.ok("both[0] is one, type(net) is Net, first").shown == "(True, True, 1)\n"
     assert "a name is missing: write -o a,b, without spaces" in magic.cell("%%ddp -o a, b\na = b = 1").shown
     reply = magic.cell("%%ddp -o bad,loss\nloss = 0.125\nbad = (i for i in range(3))")
     assert reply.evalue == "a variable can't be sent to the notebook: bad: cannot pickle 'generator' object"
@@ -124,7 +125,8 @@ def test_a_fresh_cell_has_the_time_and_the_restarts_of_a_run(magic: Notebook) ->
     assert magic.cell("%%ddp --timeout 0.5\nimport time\ntime.sleep(60)").ename == "RunTimeout"
     assert "\n1.0\n" in magic.ok("%%ddp --max-restarts 1\n1 / nbddp.restart_count()").shown
     timeout = "dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout.seconds"
-    assert magic.ok(f"%%ddp --pg-timeout 7\n{timeout}").shown == "7\n"
+    for option, seconds in ("", "3600\n"), ("--pg-timeout 7", "7\n"):
+        assert magic.ok(f"%%ddp {option}\n{timeout}").shown == seconds
 
 
 def test_an_interrupt_ends_the_cell_and_the_next_one_runs(magic: Notebook) -> None:
@@ -164,6 +166,7 @@ def test_defaults_hold_and_can_be_shown_overridden_and_reset(magic: Notebook) ->
     magic.ok("%ddp --nprocs 3 --device cpu --seed 7")
     assert magic.ok("%%ddp\nworld_size, torch.initial_seed() - rank").shown == "(3, 7)\n"
     assert magic.ok("%%ddp -n 1\nworld_size").shown == "1\n"
+    assert magic.ok("%ddp run -m this\nnbddp.last_run().nprocs").result == "3"
     assert "defaults: --nprocs 3 --device cpu --seed 7" in magic.ok("%ddp status").shown
     assert magic.ok("%ddp --reset").shown == "defaults: none\n"
 

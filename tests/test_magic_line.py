@@ -107,5 +107,7 @@ def test_any_line_is_parsed_or_refused_with_a_message(line: str) -> None:
 @pytest.mark.timeout(20)
 def test_where_a_cell_belongs_is_known_at_once() -> None:
     """Its comments and blank lines may be cut into lines in one way only."""
-    assert routing._OURS.match("# a comment\n\n" * 200 + "%ddp status")
-    assert not routing._OURS.match("# a comment\n \n" * 200 + "x = 1")
+    ours = "# a comment\n\n" * 200 + "%ddp status", "%pip install x", "%conda install x\n%pip list", "%load_ext nbddp"
+    assert all(map(routing._OURS.match, ours))
+    for of_the_ranks in ("# a comment\n \n" * 200 + "x = 1", "%pip install x\ny = 1"):
+        assert not routing._OURS.match(of_the_ranks)

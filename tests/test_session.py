@@ -53,7 +53,10 @@ def test_names_stay_and_a_cells_value_is_rank_0s_then_what_others_return_or_prin
     shown = ranks.ok("print('hello', rank)\nrank").shown
     assert shown.startswith("hello 0\n0\n")
     assert all(f"hello {other}" in shown for other in (1, 2))
+    assert ranks.ok("%ddp logs 1").shown.endswith("hello 1\n")
     assert ranks.ok("print('all alike')").shown == "all alike\n"
+    shown = ranks.ok("for i in range(12): print(i * (rank + 1))").shown
+    assert shown.splitlines()[12:] == [*(f"[rank 1] {2 * i}" for i in range(10)), "[14 more; see %ddp logs]"]
 
 
 def test_names_from_before_are_sent_by_push_and_come_back_by_pull(ranks: Notebook) -> None:
@@ -74,6 +77,7 @@ def test_option_o_brings_names_back_and_says_which_cannot_be_sent_or_are_mistype
     assert ranks.ok("%%local\na, b").shown == "(1, [1, 1])\n"
     reply = ranks.cell("%%ddp -o acuracy\naccuracy = 1")
     assert reply.shown == "UsageError: -o acuracy: the cell doesn't define it; did you mean accuracy?\n"
+    assert ranks.cell("%%ddp --ranks 0,5\n1").evalue == "there is no rank 5 (nprocs=3)"
     reply = ranks.cell("%%ddp -o lock,loss --as failing\nimport threading\nlock, loss = threading.Lock(), 1.5\nloss")
     assert (reply.ename, "lock" in reply.evalue) == ("PayloadError", True)
     assert ranks.ok("%%local\nprint(failing.value, loss)").shown == "1.5 1.5\n"
@@ -134,6 +138,9 @@ def test_an_error_that_a_cell_shows_and_survives_is_shown_and_the_cell_can_be_in
     assert (reply.ename, reply.shown) == ("ZeroDivisionError", "goes on\n")
     source = "get_ipython().run_cell('1 / 0')\nprint('begun', flush=True)\ntime.sleep(60)"
     assert interrupted(ranks, source, "begun").ename == "KeyboardInterrupt"
+    reply = interrupted(ranks, "%%ddp --ranks 0\nprint('begun', flush=True)\ntime.sleep(60)", "begun")
+    assert "Where the ranks were: rank 0 is" in reply.traceback
+    assert "; ranks 1 and 2 are not part of this call" in reply.traceback
 
 
 def test_cells_have_the_notebooks_numbers(ranks: Notebook) -> None:
@@ -143,10 +150,19 @@ def test_cells_have_the_notebooks_numbers(ranks: Notebook) -> None:
     assert ranks.ok(f"Out[{number + 1}], In[{number + 1}], _{number + 1}").shown == """('mine', "'mine'", 'mine')\n"""
 
 
-def test_tab_and_shift_tab_ask_rank_0(ranks: Notebook) -> None:
+def test_tab_and_shift_tab_ask_rank_0_but_in_local_cells_and_for_cells_of_the_page_the_notebook(
+    ranks: Notebook,
+) -> None:
+    client = ranks._client
     ranks.ok("only_on_the_ranks = 1")
     assert "only_on_the_ranks" in tab(ranks, "only_on_")
-    assert support.answer_to(ranks._client, ranks._client.inspect("only_on_the_ranks", 5))["found"]
+    answer = support.answer_to(client, client.complete("x = only_on_", 12))
+    assert (answer["cursor_start"], answer["cursor_end"]) == (4, 12)
+    assert support.answer_to(client, client.inspect("only_on_the_ranks", 5))["found"]
+    for name, how in ("silent", {"silent": True}), ("unstored", {"store_history": False}):
+        support.answer_to(client, client.execute(f"{name} = 1", **how))
+    assert ranks.ok("%%local\nsilent, unstored").shown == "(1, 1)\n"
+    assert support.answer_to(client, client.inspect("%%local\nsilent", 12))["found"]
 
 
 def test_a_failure_of_one_rank_ends_a_cell_with_its_lines_and_the_panel_shows_who_was_stopped(ranks: Notebook) -> None:
@@ -206,6 +222,11 @@ def test_a_failure_frees_the_others_and_the_next_call_works(ranks: Notebook) -> 
         "list(torch.utils.data.DataLoader([1], batch_sampler=Batches(), num_workers=1))"
     )
     assert (failed.ename, failed.evalue) == ("ValueError", "no batches")
+    collate = "num_workers=1, persistent_workers=True, collate_fn=lambda batch: 1 / batch[0]"
+    ranks.ok(f"loader = torch.utils.data.DataLoader([0], {collate})")
+    failed = [ranks.cell("%%ddp --ranks 0\nfor _ in loader: pass").ename for _ in range(2)]
+    assert failed == ["ZeroDivisionError"] * 2  # its workers have survived the first
+    ranks.ok("if rank == 0: loader._iterator._shutdown_workers()")
 
 
 def test_failures_in_ddp_leave_the_training_as_if_they_had_never_been(ranks: Notebook) -> None:
@@ -235,7 +256,9 @@ def test_failures_in_ddp_leave_the_training_as_if_they_had_never_been(ranks: Not
     assert ranks.ok("torch.allclose(weights_True, weights_False, rtol=1e-12)").shown == "True\n"
 
 
-def test_a_communication_hook_without_a_state_is_called_after_a_failure_too(ranks: Notebook) -> None:
+def test_a_failure_names_what_to_recreate_and_a_communication_hook_without_a_state_is_called_again(
+    ranks: Notebook,
+) -> None:
     ranks.ok("""
         called = []
         def hook(state, bucket):
@@ -244,10 +267,16 @@ def test_a_communication_hook_without_a_state_is_called_after_a_failure_too(rank
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
         hooked = nbddp.wrap(torch.nn.Linear(1, 1))
         hooked.register_comm_hook(None, hook)
+        stateful = nbddp.wrap(torch.nn.Linear(1, 1))
+        stateful.register_comm_hook(object(), hook)
+        g, mesh = dist.new_group(), dist.init_device_mesh("cpu", (3,))
+        own = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=g)
         def step(): hooked(torch.ones(1, 1)).sum().backward()
         step()
     """)
-    ranks.cell("hooked(torch.ones(1, 1))\nif rank == 1: raise ValueError\nstep()")
+    reply = ranks.cell("hooked(torch.ones(1, 1))\nif rank == 1: raise ValueError\nstep()")
+    assert "Re-create g, mesh, own, stateful: the failure ended their process groups" in reply.traceback
+    ranks.ok("del g, mesh, own, stateful")
     assert ranks.ok("before = len(called)\nstep()\nnbddp.all_gather(len(called) - before)").shown == "[1, 1, 1]\n"
 
 
@@ -293,7 +322,7 @@ def test_an_interrupt_of_a_slow_answer_leaves_the_answers_in_order(ranks: Notebo
 
 def test_functions_return_the_notebooks_classes_and_what_they_bind_stays_in_the_same_processes(ranks: Notebook) -> None:
     ranks.ok("""%%local
-        import os, nbddp
+        import os, nbddp, time
         session = get_ipython().magics_manager.registry["DdpMagics"].session
         class First: pass
         class Second: pass
@@ -302,6 +331,9 @@ def test_functions_return_the_notebooks_classes_and_what_they_bind_stays_in_the_
             import __main__
             __main__.bound = value
             return os.getpid()
+        def keeps():
+            try: nbddp.barrier(), print("begun", flush=True), time.sleep(60)
+            except KeyboardInterrupt: return 5
         def read():
             import __main__
             return __main__.bound, os.getpid()
@@ -318,10 +350,13 @@ def test_functions_return_the_notebooks_classes_and_what_they_bind_stays_in_the_
     assert ranks.ok("%%local\nsession.run(lambda: None).values").shown == "[None, None, None]\n"
     assert ranks.ok("%%local\nsession.run(read).values == [('here', pid) for pid in pids]").shown == "True\n"
     assert ranks.ok("bound").shown == "'here'\n"
+    assert interrupted(ranks, "%%local\nsession.run(keeps)", "begun").ename == "KeyboardInterrupt"
+    assert ranks.ok("%%local\nnbddp.last_run().partial").shown == "[5, 5, 5]\n"
 
 
 def test_each_call_has_its_own_curves_output_and_steps_and_a_pull_is_no_run(ranks: Notebook) -> None:
-    ranks.ok("for i in range(3): nbddp.log(loss=i)\nprint('loss', rank)")
+    shown = ranks.ok("for i in range(3): nbddp.log(loss=i)\nprint('loss', rank)")
+    assert ["<img" in data["text/html"] for data in shown.data] == [True]
     ranks.ok("%%local\nfirst = nbddp.last_run()")
     ranks.ok("""\
         %%ddp --as second -o seen
@@ -356,6 +391,7 @@ def test_a_cell_that_takes_a_while_or_fails_is_a_run(ranks: Notebook) -> None:
 
 def test_ddp_and_other_lines_in_one_cell_are_refused(ranks: Notebook) -> None:
     assert "%ddp close must be in its own cell" in ranks.cell("x = 1\n%ddp close").traceback
+    assert "'ddp_notebook' in this cell: write 'ddp'" in ranks.cell("Trainer(strategy='ddp_notebook')").evalue
     for option in ("--nprocs 2", "--background"):
         assert f"leave out {option}" in ranks.cell(f"%%ddp {option}\n1").shown
 
@@ -404,15 +440,17 @@ def test_a_rank_that_dies_ends_the_session_whose_names_can_be_pulled_from_the_ot
     assert notebook.cell(source).evalue.startswith("rank 0 of 3 was killed by SIGKILL")
     notebook.ok("%ddp open -n 2 --device cpu")  # ends the others
     assert not set(before) & set(ranks_of(notebook.pid))
-    notebook.ok("%ddp close")
+    notebook.ok("exit()")
     wait_until_alone(notebook.pid)
     assert notebook.ok("x").shown == "8\n"
 
 
 def test_close_ends_the_ranks_and_a_fresh_cell_has_its_own(notebook: Notebook) -> None:
     notebook.cell("%ddp close")
-    notebook.ok("%load_ext nbddp\n%ddp -n 1 --device cpu\nlr = 3\n%ddp open -n 2\n%ddp --reset")
+    defaults = "%ddp -n 1 --device cpu --timeout 60 --seed 7"  # a session has no timeout
+    notebook.ok(f"%load_ext nbddp\n{defaults}\nlr = 3\n%ddp open -n 2\n%ddp --reset")
     assert len(ranks_of(notebook.pid)) == 2
+    assert notebook.ok("torch.initial_seed() - rank").shown == "7\n"
     notebook.ok("%ddp close")
     wait_until_alone(notebook.pid)
     assert notebook.ok("%%ddp -n 2 --device cpu\nlr * world_size").shown == "6\n"
@@ -480,22 +518,51 @@ def test_an_interrupt_while_ranks_are_put_right_loses_no_error(
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
+    def refuse(_: object) -> None:
+        raise nbddp.NbddpError("no answer")
+
     with nbddp.Session(nprocs=2, device="cpu", show=False) as session:
         with pytest.raises(ValueError, match="no rank 9"):
             session.pull("rank", rank=9)
         assert (session.cell("print(rank)\nrank"), capsys.readouterr().out) == (None, "")
+        monkeypatch.setattr("nbddp.kernel.session.Mend", refuse)
+        for source in ("if rank: raise ValueError\nnbddp.barrier()", "the_next = 1"):
+            with pytest.raises(nbddp.NbddpError) as caught:
+                session.cell(source)
+            shown = [str(caught.value), *getattr(caught.value, "shown", [])]
+            assert "The ranks couldn't recover: NbddpError: no answer. Run %ddp close, then %ddp open" in shown
+        monkeypatch.undo()
+        session.cell("x = nbddp.all_reduce(1), 'the_next' in globals()")
+        assert session.pull("x") == (2, False)
+        session.cell("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()")
         monkeypatch.setattr(nbddp.Session, "_put_right", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt), session:
             session.run(fail)
+        assert time.monotonic() - began < 15  # it hasn't waited for the ranks' threads
         run = nbddp.last_run()
         assert (run.state, str(run.error.__cause__)) == ("failed", "the error")
+
+
+def test_after_an_error_of_all_ranks_amid_a_backward_pass_their_group_stays_and_the_model_goes_on() -> None:
+    with nbddp.Session(nprocs=1, device="cpu", show=False) as session:
+        session.cell(
+            "net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))\n"
+            "model, before = torch.nn.parallel.DistributedDataParallel(net), dist.group.WORLD\n"
+            "fails = net[0].weight.register_hook(lambda grad: 1 / 0)"
+        )
+        with pytest.raises(nbddp.CellError, match="division by zero"):
+            session.cell("model(torch.ones(1)).backward()")
+        session.cell("fails.remove()\nmodel(torch.ones(1)).backward()\nstays = dist.group.WORLD is before")
+        assert session.pull("stays")
 
 
 def test_a_session_of_a_script_has_logs_is_busy_with_one_cell_and_is_lost_at_its_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(nbddp.LaunchError, match=r"^timeout= is an option of run\(\), not of a session$"):
-        nbddp.Session(nprocs=2, device="cpu", timeout=3)  # type: ignore[call-arg]
+    for name, value in {"timeout": 3, "max_restarts": 1, "stop_on_nan": True, "wait": False, "pdb": True}.items():
+        with pytest.raises(nbddp.LaunchError, match=rf"^{name}= is an option of run\(\), not of a session$"):
+            nbddp.Session(nprocs=2, device="cpu", **{name: value})
     with nbddp.Session(nprocs=2, device="cpu") as session:
         session.cell("from IPython.display import HTML, display\ndisplay(HTML('b'))\nprint('hello', rank)\nrank + 5")
         assert capsys.readouterr().out.endswith("hello 0\n5\n[rank 1] hello 1\n[rank 1] 6\n")
@@ -511,9 +578,13 @@ def test_a_session_of_a_script_has_logs_is_busy_with_one_cell_and_is_lost_at_its
                 use()
         waits.join()
         session.cell("w = torch.nn.Linear(1, 1)\no = torch.optim.SGD(w.parameters())\nw(torch.ones(1)).backward()")
-        with pytest.raises(nbddp.CellError) as caught:
-            session.cell("for _ in range(rank + 1): o.step()\ng = torch.distributed.new_group()\n1 / (1 - rank)")
-        assert "The ranks have taken 1 to 2 optimizer steps, so their models differ" in caught.value.shown
+        note = "The ranks have taken 1 to 2 optimizer steps, so their models differ"
+        steps = "for _ in range(rank + 1): o.step()\ng = torch.distributed.new_group()\n1 / (1 - rank)"
+        for source, is_noted in (steps, True), ("1 / 0", False):
+            with pytest.raises(nbddp.CellError) as caught:
+                session.cell(source)
+            assert (note in caught.value.shown) == is_noted
+        session.run(print)
         session.cell("exit()")
         assert repr(session) == "<Session: the session is closed, 2 ranks>"
         for use in (lambda: session.cell("1"), lambda: session.run(print), lambda: session.push(x=1)):
