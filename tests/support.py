@@ -407,6 +407,14 @@ class Notebook:
         answer_to(self._client, message_id, timeout_s)
         return talk
 
+    def interrupted(self, source: str, until: str = "begun") -> Reply:
+        """Run a cell until it has printed this, and interrupt it."""
+        running = self.begin(source)
+        self.shown_so_far(running, until)
+        time.sleep(FIRST_MOMENTS_S)
+        self.interrupt()
+        return self.end_of(running)
+
     def end_of(self, message_id: str, timeout_s: float = 60.0) -> Reply:
         """Read until that cell is over."""
         began, reply = time.monotonic(), Reply()

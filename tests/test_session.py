@@ -9,13 +9,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import nbddp
 from tests import support
-from tests.support import FIRST_MOMENTS_S, OUR_FILES, Notebook, Reply, out, ranks_of, tab, wait_until, wait_until_alone
+from tests.support import OUR_FILES, Notebook, out, ranks_of, tab, wait_until, wait_until_alone
 
+SESSION = "get_ipython().magics_manager.registry['DdpMagics'].session"
+Capsys = pytest.CaptureFixture[str]
 BEGIN = """
 import os, time, torch, torch.distributed as dist, nbddp
 rank = nbddp.rank()
@@ -36,14 +39,6 @@ def ranks(_kernel: Notebook) -> Iterator[Notebook]:
     """A notebook whose cells run on three ranks; after each test they must be able to meet."""
     yield _kernel
     assert _kernel.ok("t = torch.ones(2); dist.all_reduce(t); t").shown == "tensor([3., 3.])\n"
-
-
-def interrupted(notebook: Notebook, source: str, until: str) -> Reply:
-    running = notebook.begin(source)
-    notebook.shown_so_far(running, until)
-    time.sleep(FIRST_MOMENTS_S)
-    notebook.interrupt()
-    return notebook.end_of(running)
 
 
 def test_names_stay_and_a_cells_value_is_rank_0s_then_what_others_return_or_print_differently(ranks: Notebook) -> None:
@@ -98,8 +93,7 @@ def test_displays_figures_handles_and_widgets_are_rank_0s(ranks: Notebook) -> No
     shown = ranks.ok("""
         from IPython.display import HTML, display
         display(HTML(f"<b>{rank}</b>"))
-        handle = display("a", display_id=True)
-        handle.update("b")
+        display("a", display_id=True).update("b")
     """)
     assert [data["text/html"] for data in shown.data if "text/html" in data] == ["<b>0</b>"]
     assert [data["text/plain"] for data in shown.data[1:]] == ["'a'", "'b'"]
@@ -137,8 +131,8 @@ def test_an_error_that_a_cell_shows_and_survives_is_shown_and_the_cell_can_be_in
     reply = ranks.ok("get_ipython().run_cell('1 / 0')\nprint('goes on')")
     assert (reply.ename, reply.shown) == ("ZeroDivisionError", "goes on\n")
     source = "get_ipython().run_cell('1 / 0')\nprint('begun', flush=True)\ntime.sleep(60)"
-    assert interrupted(ranks, source, "begun").ename == "KeyboardInterrupt"
-    reply = interrupted(ranks, "%%ddp --ranks 0\nprint('begun', flush=True)\ntime.sleep(60)", "begun")
+    assert ranks.interrupted(source).ename == "KeyboardInterrupt"
+    reply = ranks.interrupted("%%ddp --ranks 0\nprint('begun', flush=True)\ntime.sleep(60)")
     assert "Where the ranks were: rank 0 is" in reply.traceback
     assert "; ranks 1 and 2 are not part of this call" in reply.traceback
 
@@ -150,9 +144,7 @@ def test_cells_have_the_notebooks_numbers(ranks: Notebook) -> None:
     assert ranks.ok(f"Out[{number + 1}], In[{number + 1}], _{number + 1}").shown == """('mine', "'mine'", 'mine')\n"""
 
 
-def test_tab_and_shift_tab_ask_rank_0_but_in_local_cells_and_for_cells_of_the_page_the_notebook(
-    ranks: Notebook,
-) -> None:
+def test_tab_and_shift_tab_ask_rank_0_but_local_and_silent_cells_are_the_notebooks(ranks: Notebook) -> None:
     client = ranks._client
     ranks.ok("only_on_the_ranks = 1")
     assert "only_on_the_ranks" in tab(ranks, "only_on_")
@@ -185,19 +177,16 @@ def test_a_failure_of_all_ranks_names_them_and_shows_all_parts_of_an_exception_g
     assert all(text in reply.traceback for text in ("several", "ValueError: inner", "KeyError: 'other'"))
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        "time.sleep(60)",
-        "dist.all_reduce(t) if rank else time.sleep(60)",
-        "while True: pass",
-        "for _ in torch.utils.data.DataLoader(range(10**9), num_workers=1): pass",
-        "with torch.no_grad():\n    dist.barrier() if rank else time.sleep(60)",
-    ],
-)
+ALONE = "time.sleep(60)", "while True: pass", "for _ in torch.utils.data.DataLoader(range(10**9), num_workers=1): pass"
+MEET = [
+    f"{call} if rank else time.sleep(60)" for call in ("dist.all_reduce(t)", "with torch.no_grad(): dist.barrier()")
+]
+
+
+@pytest.mark.parametrize("wait", [*ALONE, *MEET])
 def test_an_interrupt_ends_the_cell_and_the_ranks_stay(ranks: Notebook, wait: str) -> None:
     before = ranks_of(ranks.pid)
-    reply = interrupted(ranks, f"print('begun', flush=True)\n{wait}", "begun")
+    reply = ranks.interrupted(f"print('begun', flush=True)\n{wait}")
     assert (reply.ename, reply.seconds < 5) == ("KeyboardInterrupt", True)
     assert ranks.ok("torch.is_grad_enabled()").shown == "True\n"
     assert ranks_of(ranks.pid) == before
@@ -209,9 +198,7 @@ def test_a_failure_frees_the_others_and_the_next_call_works(ranks: Notebook) -> 
         "dist.recv(t, 0)",
         "nbddp.all_gather({'an': 'object'})",
         "work = dist.all_reduce(t, async_op=True)",  # they are done, and in another collective than rank 0
-        "time.sleep(60)",
-        "while True: pass",
-        "for _ in torch.utils.data.DataLoader(range(10**9), num_workers=1): pass",
+        *ALONE,
     )
     for wait in waits:
         reply = ranks.cell(f"if rank == 0:\n    time.sleep(0.1)\n    raise ValueError('the first')\n{wait}")
@@ -256,9 +243,7 @@ def test_failures_in_ddp_leave_the_training_as_if_they_had_never_been(ranks: Not
     assert ranks.ok("torch.allclose(weights_True, weights_False, rtol=1e-12)").shown == "True\n"
 
 
-def test_a_failure_names_what_to_recreate_and_a_communication_hook_without_a_state_is_called_again(
-    ranks: Notebook,
-) -> None:
+def test_a_failure_names_what_to_recreate_and_a_hook_without_a_state_is_called_again(ranks: Notebook) -> None:
     ranks.ok("""
         called = []
         def hook(state, bucket):
@@ -291,7 +276,7 @@ def test_an_interrupt_in_training_leaves_equal_models(ranks: Notebook) -> None:
         for _ in range(3): step()
         done = 0
     """)
-    reply = interrupted(ranks, "print('begun', flush=True)\nwhile True: step(); done += 1", "begun")
+    reply = ranks.interrupted("print('begun', flush=True)\nwhile True: step(); done += 1")
     assert (reply.ename, OUR_FILES.search(reply.traceback)) == ("KeyboardInterrupt", None)
     weights = "torch.cat([p.detach().flatten() for p in model.parameters()])"
     assert ranks.ok(f"len({{str(w.tolist()) for w in nbddp.all_gather({weights})}})").shown == "1\n"
@@ -306,24 +291,21 @@ def test_a_cell_that_catches_the_interrupt_and_ends_by_itself_leaves_a_group_tha
             time.sleep(0.2)  # it saves the model
             kept = type(error).__name__
     """
-    assert interrupted(ranks, source, "begun").ename == "KeyboardInterrupt"
+    assert ranks.interrupted(source).ename == "KeyboardInterrupt"
     assert ranks.ok("kept").shown.splitlines()[0] == "'KeyboardInterrupt'"
 
 
 def test_an_interrupt_of_a_slow_answer_leaves_the_answers_in_order(ranks: Notebook) -> None:
     ranks.ok("class Slow:\n    def __dir__(self): time.sleep(1.5); return ['speed']\nslow = Slow()")
-    source = (
-        "%%local\nprint('begun', flush=True)\n_ddp = get_ipython().magics_manager.registry['DdpMagics']\n"
-        "_ddp.session._complete('slow.', 5)"
-    )
-    assert interrupted(ranks, source, "begun").ename == "KeyboardInterrupt"
+    source = f"%%local\nprint('begun', flush=True)\n{SESSION}._complete('slow.', 5)"
+    assert ranks.interrupted(source).ename == "KeyboardInterrupt"
     assert ranks.ok("rank").shown.splitlines()[0] == "0"
 
 
 def test_functions_return_the_notebooks_classes_and_what_they_bind_stays_in_the_same_processes(ranks: Notebook) -> None:
+    ranks.ok(f"%%local\nsession = {SESSION}")
     ranks.ok("""%%local
         import os, nbddp, time
-        session = get_ipython().magics_manager.registry["DdpMagics"].session
         class First: pass
         class Second: pass
         def fails(): raise ValueError("boom")
@@ -350,7 +332,7 @@ def test_functions_return_the_notebooks_classes_and_what_they_bind_stays_in_the_
     assert ranks.ok("%%local\nsession.run(lambda: None).values").shown == "[None, None, None]\n"
     assert ranks.ok("%%local\nsession.run(read).values == [('here', pid) for pid in pids]").shown == "True\n"
     assert ranks.ok("bound").shown == "'here'\n"
-    assert interrupted(ranks, "%%local\nsession.run(keeps)", "begun").ename == "KeyboardInterrupt"
+    assert ranks.interrupted("%%local\nsession.run(keeps)").ename == "KeyboardInterrupt"
     assert ranks.ok("%%local\nnbddp.last_run().partial").shown == "[5, 5, 5]\n"
 
 
@@ -436,8 +418,8 @@ def test_a_rank_that_dies_ends_the_session_whose_names_can_be_pulled_from_the_ot
     assert "rank 0 of 3 was killed by SIGKILL" in reply.traceback
     notebook.ok("%ddp pull x")
     assert notebook.ok("%%local\nx").shown == "8\n"
-    source = '%%local\nget_ipython().magics_manager.registry["DdpMagics"].session.pull("x", rank=0)'
-    assert notebook.cell(source).evalue.startswith("rank 0 of 3 was killed by SIGKILL")
+    pulled = notebook.cell(f"%%local\n{SESSION}.pull('x', rank=0)")
+    assert pulled.evalue.startswith("rank 0 of 3 was killed by SIGKILL")
     notebook.ok("%ddp open -n 2 --device cpu")  # ends the others
     assert not set(before) & set(ranks_of(notebook.pid))
     notebook.ok("exit()")
@@ -500,32 +482,20 @@ def test_a_close_that_is_interrupted_has_closed_the_session(notebook: Notebook) 
         session = nbddp.Session(nprocs=2, device="cpu")
         session.cell("import threading, time\\nthreading.Thread(target=time.sleep, args=(60,)).start()")
     """)
-    running = notebook.begin("print('begun', flush=True)\nsession.close()")
-    notebook.shown_so_far(running, "begun")
-    time.sleep(0.3)
-    notebook.interrupt()
-    assert notebook.end_of(running).ename == "KeyboardInterrupt"
+    assert notebook.interrupted("print('begun', flush=True)\nsession.close()").ename == "KeyboardInterrupt"
     assert notebook.ok("session.close()\nsession").shown == "<Session: the session is closed, 2 ranks>\n"
     wait_until_alone(notebook.pid)
 
 
-def test_an_interrupt_while_ranks_are_put_right_loses_no_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_not_put_right_run_nothing_and_lose_no_error(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     def fail() -> None:
         raise ValueError("the error")
-
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
-    def refuse(_: object) -> None:
-        raise nbddp.NbddpError("no answer")
 
     with nbddp.Session(nprocs=2, device="cpu", show=False) as session:
         with pytest.raises(ValueError, match="no rank 9"):
             session.pull("rank", rank=9)
         assert (session.cell("print(rank)\nrank"), capsys.readouterr().out) == (None, "")
-        monkeypatch.setattr("nbddp.kernel.session.Mend", refuse)
+        monkeypatch.setattr("nbddp.kernel.session.Mend", Mock(side_effect=nbddp.NbddpError("no answer")))
         for source in ("if rank: raise ValueError\nnbddp.barrier()", "the_next = 1"):
             with pytest.raises(nbddp.NbddpError) as caught:
                 session.cell(source)
@@ -535,7 +505,7 @@ def test_an_interrupt_while_ranks_are_put_right_loses_no_error(
         session.cell("x = nbddp.all_reduce(1), 'the_next' in globals()")
         assert session.pull("x") == (2, False)
         session.cell("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()")
-        monkeypatch.setattr(nbddp.Session, "_put_right", interrupt)
+        monkeypatch.setattr(nbddp.Session, "_put_right", Mock(side_effect=KeyboardInterrupt))
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt), session:
             session.run(fail)
@@ -557,9 +527,7 @@ def test_after_an_error_of_all_ranks_amid_a_backward_pass_their_group_stays_and_
         assert session.pull("stays")
 
 
-def test_a_session_of_a_script_has_logs_is_busy_with_one_cell_and_is_lost_at_its_end(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_session_of_a_script_has_logs_takes_one_order_at_a_time_and_ends(capsys: Capsys) -> None:
     for name, value in {"timeout": 3, "max_restarts": 1, "stop_on_nan": True, "wait": False, "pdb": True}.items():
         with pytest.raises(nbddp.LaunchError, match=rf"^{name}= is an option of run\(\), not of a session$"):
             nbddp.Session(nprocs=2, device="cpu", **{name: value})
