@@ -145,6 +145,12 @@ def test_a_consequence_waits_for_its_cause(quick: pytest.MonkeyPatch) -> None:
     assert (failure.first(crew.ranks).number, signals) == (1, [])
 
 
+def test_a_rank_that_has_ended_after_its_report_is_the_cause_if_there_is_no_other(quick: pytest.MonkeyPatch) -> None:
+    quick.setattr(attempt, "_CONSEQUENCE_WINDOW_S", NEVER_S)
+    for text, rank in ((CLOSED, 1), ("boom", 0)):
+        assert follow(2, [finished(1), failed(0, 1.0, text), exited(1, -9)]).error.rank == rank
+
+
 def test_a_consequence_without_a_cause_is_the_error_when_its_time_is_over() -> None:
     machine = FakeMachine(failed(1, 5.1, CLOSED), failed(0, 5.0, CLOSED))
     run = follow(3, machine)

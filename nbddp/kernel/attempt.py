@@ -115,7 +115,7 @@ class Attempt:
             stack.callback(self._page.finish)
             stack.callback(self._replace_plan, [])  # it refers to this attempt, which would live until gc comes
             self._crew.give(self._order, self._block, self._ranks)
-            while self._waiting():
+            while self._waiting() or self._awaits_the_cause():
                 due = self._plan[0][0] - time.monotonic() if self._plan else POLL_S
                 self._note(self._crew.take(min(POLL_S, max(0.0, due))))
                 self._look(self)
@@ -198,6 +198,11 @@ class Attempt:
             patience_s = 2 * pace_s + _SAME_STEP_S if any(each.taken for each in steps) else _FIRST_STEP_S
             self._crew.send(StopAfter(max(each.taken for each in steps) + 1), waiting)
         self._replace_plan(self._to_stop(patience_s, grace_s))
+
+    def _awaits_the_cause(self) -> bool:
+        """Return whether what has failed may follow from the end of a rank that has reported, and isn't known yet."""
+        consequences = sum(rank.is_consequence for rank in self._ranks if rank.failed)
+        return 0 < consequences < len(self._ranks) and not self.ending and all(rank.alive for rank in self._ranks)
 
     def _end_what_has_failed(self) -> None:
         failed = [rank for rank in self._ranks if rank.failed]

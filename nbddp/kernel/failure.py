@@ -26,8 +26,12 @@ _OUT_OF_MEMORY = (
 
 
 def first(ranks: Iterable[RankState]) -> RankState:
-    """Return the rank that failed first in time: broken connections follow from another rank's end."""
-    return min((rank for rank in ranks if rank.failed), key=lambda rank: (rank.is_consequence, rank.failed_at))
+    """Return the rank that failed first in time: broken connections follow from another rank's end.
+
+    That rank may have reported success before it ended; then it's the cause if there's no other.
+    """
+    ended = [rank for rank in ranks if rank.failed or not rank.alive]
+    return min(ended, key=lambda rank: (rank.is_consequence, not rank.failed, rank.failed_at))
 
 
 def is_timeout(rank: RankState) -> bool:
