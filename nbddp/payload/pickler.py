@@ -92,8 +92,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
     @functools.cached_property
     def _definitions(self) -> dict[str, Any]:
         """What cells have defined and can be sent: a function that calls ``globals()`` may use any of it."""
-        found = list(self._main.items())
-        return {name: obj for name, obj in found if is_definition(name, obj) and can_be_sent(obj)}
+        return {name: obj for name, obj in list(self._main.items()) if is_definition(name, obj) and can_be_sent(obj)}
 
     def _complete(self, kind: type, make: Any, args: tuple[Any, ...], *state: Any) -> Any:
         """Add what cloudpickle forgets of a class: its slots, and that ``__init_subclass__`` has been called."""
