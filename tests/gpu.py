@@ -4,8 +4,6 @@ Every test stands alone, the important ones first, so that what is cut off is mi
 file is tried out on the CPU, and what only a GPU has is skipped. Figures also go to the file NBDDP_FIGURES.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

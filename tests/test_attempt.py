@@ -147,8 +147,13 @@ def test_a_consequence_waits_for_its_cause(quick: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_has_ended_after_its_report_is_the_cause_if_there_is_no_other(quick: pytest.MonkeyPatch) -> None:
     quick.setattr(attempt, "_CONSEQUENCE_WINDOW_S", NEVER_S)
-    for text, rank in ((CLOSED, 1), ("boom", 0)):
-        assert follow(2, [finished(1), failed(0, 1.0, text), exited(1, -9)]).error.rank == rank
+    closed, boom, end = failed(0, 1.0, CLOSED), failed(0, math.inf, "boom"), exited(1, -9)
+    scripts = [closed, end], [end, closed], [end, boom]
+    assert [follow(2, [finished(1), *script]).error.rank for script in scripts] == [1, 1, 0]
+    quick.setattr(attempt, "_CONSEQUENCE_WINDOW_S", 0.003)
+    look = lambda attempt: attempt._waiting() or setattr(attempt, "_deadline", 0.0)  # noqa: E731
+    done, *_ = followed(FakeMachine(finished(1), closed), look=look)
+    assert (done.ending, done.where) == ("failed", "")  # it isn't late
 
 
 def test_a_consequence_without_a_cause_is_the_error_when_its_time_is_over() -> None:

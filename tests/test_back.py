@@ -1,7 +1,5 @@
 """Results come back whole: large ones without deadlock, instances as instances of the notebook's own classes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -303,10 +303,10 @@ def test_a_run_names_one_folder_in_tmp_and_nothing_in_shared_memory(cell: Cells,
     """)
     place = server.temporary_folder()
     paths = "/dev/shm/*", f"{place}/*", f"{tempfile.gettempdir()}/*", "/tmp/*nbddp*"  # the last: whatever TMPDIR is
-    before = [{*glob.glob(path)} for path in paths]
+    before = [{*glob.glob(path, include_hidden=True)} for path in paths]
     going = start(names.train, torch.ones(1 << 20))
     wait_for_ranks(in_folder, "sleep")
-    shared, (folder,), *others = (set(glob.glob(path)) - old for path, old in zip(paths, before))
+    shared, (folder,), *others = ({*glob.glob(path, include_hidden=True)} - old for path, old in zip(paths, before))
     going.stop(0)
     assert (os.path.exists(folder), others) == (False, [set(), set()])
     assert not {path for path in shared if str(os.getpid()) in path}
@@ -343,14 +343,14 @@ def test_shared_memory_and_semaphores_of_a_stopped_run_are_removed_and_no_others
     assert {kind: sum(entry.startswith(kind) for entry in made) for kind in kinds} == kinds
     going.stop(0)
     assert set(os.listdir("/dev/shm")) - before == set()
-    others = [Path("/dev/shm", name), Path(f"/dev/shm/torch_{os.getpid()}_1_0")]  # the first is made again
+    others = [Path("/dev/shm", name), Path(f"/dev/shm/torch_{os.getpid()}_1_0")]  # the first is somebody else's
     lines = [f"{command}:/{name}:shared_memory\n" for command in ("REGISTER", "UNREGISTER")]
     Path("tracked").write_text("".join([*lines, f"PID:{os.getpid()}:torch\n"]))
     for each in others:
         each.touch()
     tracked.remove_rest(str(in_folder))
     for each in others:
-        each.unlink()  # it's still there
+        each.unlink()  # raises if it was removed
 
 
 def test_a_run_for_which_the_notebook_cannot_open_another_file_fails(monkeypatch: pytest.MonkeyPatch) -> None:

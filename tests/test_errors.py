@@ -1,7 +1,5 @@
 """The first failure is the one that is raised, at once, with its type, its rank and the cell's lines."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

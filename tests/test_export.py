@@ -198,7 +198,7 @@ def test_a_job_file_is_its_owners_only_and_stays_when_the_next_export_fails(
     path = tmp_path / "job.nbddp"
     before = os.umask(0)
     try:
-        for mask, unnamed in ((0, os.O_TMPFILE), (0o077, os.O_TMPFILE), (0, 0), (0o077, 0)):  # the latter as on NFS
+        for mask, unnamed in ((0, os.O_TMPFILE), (0o077, os.O_TMPFILE), (0, 0), (0o077, 0)):  # 0: it fails, as on NFS
             os.umask(mask)
             monkeypatch.setattr(os, "O_TMPFILE", unnamed)
             nbddp.export(np.sum, path, (1,))

@@ -1,7 +1,5 @@
 """The package's rooms and their imports: none goes upwards or in a circle, and no two files have one name."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The notebook's code and data reach every rank whole, shared and isolated; what cannot be sent is refused by name."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -189,7 +189,7 @@ def test_threads_are_divided_among_the_ranks(cell: Cells, monkeypatch: pytest.Mo
 
 def test_what_python_reads_when_it_starts_is_that_runs_only_and_no_other_run_is_waited_for() -> None:
     hashed, environ = script("print(hash('a'))", PYTHONHASHSEED="1").stdout, subprocess.check_output("env")
-    going = start(time.sleep, 30)
+    going = start(time.sleep, 1000)
     assert run(lambda: hash("a"), env={"PYTHONHASHSEED": "1"}).values == [int(hashed)] * 2
     assert (going.done(), subprocess.check_output("env")) == (False, environ)
     going.stop(0)

@@ -223,7 +223,7 @@ def test_an_interrupt_while_the_fork_server_imports_is_not_kept_waiting(own_note
     wait_until((tmp_path / "importing").exists)
     own_notebook.interrupt()
     assert own_notebook.end_of(going, 20.0).ename == "KeyboardInterrupt"
-    own_notebook.ok("server._preloaded.remove('endless_import')\nserver.shut_down()\n%reset -f")  # also of __spec__
+    own_notebook.ok("server._preloaded.remove('endless_import')\nserver.shut_down()\n%reset -f")  # without __spec__
     assert out(own_notebook.ok("import nbddp\nnbddp.run(lambda: 1, nprocs=2, device='cpu').values")) == "[1, 1]"
 
 

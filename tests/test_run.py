@@ -60,7 +60,7 @@ def test_a_script_that_ends_stops_its_runs_and_its_open_session() -> None:
         session = nbddp.Session(nprocs=2, device="cpu", show=False)
         nbddp.run(time.sleep, [90], nprocs=2, device="cpu", wait=False).wait(0.5)
     """
-    assert "TimeoutError" in script(source, timeout_s=30).stderr
+    assert "TimeoutError" in script(source, timeout_s=60).stderr
 
 
 def test_shutdown_stops_the_runs_and_the_fork_server_which_the_next_run_starts_again() -> None:

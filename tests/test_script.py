@@ -1,7 +1,5 @@
 """A whole script on every rank runs as under torchrun, and sees nothing of the notebook."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Sessions: from ``%ddp open`` to ``%ddp close`` every cell runs on the ranks, as in one kernel."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

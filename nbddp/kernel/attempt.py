@@ -110,7 +110,7 @@ class Attempt:
         self.where = self.cut = ""
 
     def follow(self) -> None:
-        """Give the order. Return when every rank has reported or ended."""
+        """Give the order. Return when every rank has reported or ended, and from whose end failures follow is known."""
         with interrupts_to(self._interrupted), contextlib.ExitStack() as stack:
             stack.callback(self._page.finish)
             stack.callback(self._replace_plan, [])  # it refers to this attempt, which would live until gc comes
@@ -200,7 +200,7 @@ class Attempt:
         self._replace_plan(self._to_stop(patience_s, grace_s))
 
     def _awaits_the_cause(self) -> bool:
-        """Return whether what has failed may follow from the end of a rank that has reported, and isn't known yet."""
+        """Return whether all failures may follow from the end of a rank that has reported, which isn't known yet."""
         consequences = sum(rank.is_consequence for rank in self._ranks if rank.failed)
         return 0 < consequences < len(self._ranks) and not self.ending and all(rank.alive for rank in self._ranks)
 
@@ -229,7 +229,7 @@ class Attempt:
             self.where = hang.summary(self.locator.locate(_WHERE_S), stalled=True)
 
     def _end_what_is_late(self) -> None:
-        if time.monotonic() > self._deadline and not self.ending:
+        if time.monotonic() > self._deadline and not self.ending and self._waiting():
             self.ending, self.where = "late", self.locator.report()
             self.stop()
 

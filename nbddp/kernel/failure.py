@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = (
 def first(ranks: Iterable[RankState]) -> RankState:
     """Return the rank that failed first in time: broken connections follow from another rank's end.
 
-    That rank may have reported success before it ended; then it's the cause if there's no other.
+    A rank that ended after it had reported success is the cause if all failures are broken connections.
     """
     ended = [rank for rank in ranks if rank.failed or not rank.alive]
     return min(ended, key=lambda rank: (rank.is_consequence, not rank.failed, rank.failed_at))

@@ -206,7 +206,7 @@ class Case:
         if self.call in ("session", "%%ddp") and self.fault in CELLS_ERRORS:
             kinds, pattern = CELLS_ERRORS[self.fault]
             where = rf"rank {self.ranks[0]} of {self.nprocs}" if len(self.ranks) == 1 else "rank"
-            return error in kinds.split() and all(map(re.search, (pattern, where), (text, traceback)))
+            return error in kinds.split() and all(map(re.search, (pattern, where), (f"{error}: {text}", traceback)))
         kinds, pattern = ERRORS["stop, wait=False" if self.fault == "stop" and "=" in self.call else self.fault]
         several = r"(all \d|both) ranks failed, rank \d first|" if len(self.ranks) > 1 else ""
         who = rf"({several}rank ({'|'.join(map(str, self.ranks))}) of {self.nprocs})"
@@ -218,7 +218,7 @@ CELLS_ERRORS = {
     "raises what the notebook can't unpickle": ("Unloadable", "boom"),
     "sys.exit": ("SystemExit", "3"),
     # Or the end of its connection, if torch asks is_alive() a moment too early.
-    "worker killed": ("RuntimeError EOFError ConnectionResetError", "DataLoader worker|Connection|^$"),
+    "worker killed": ("RuntimeError EOFError ConnectionResetError", "DataLoader worker|^EOFError|^Connection"),
 }
 ERRORS = {
     "raises": ("RankError", r"^(WHO failed|WHO): ValueError: boom"),
