@@ -151,8 +151,8 @@ def test_a_rank_that_has_ended_after_its_report_is_the_cause_if_there_is_no_othe
     scripts = [closed, end], [end, closed], [end, boom]
     assert [follow(2, [finished(1), *script]).error.rank for script in scripts] == [1, 1, 0]
     quick.setattr(attempt, "_CONSEQUENCE_WINDOW_S", 0.003)
-    look = lambda attempt: attempt._waiting() or setattr(attempt, "_deadline", 0.0)  # noqa: E731
-    done, *_ = followed(FakeMachine(finished(1), closed), look=look)
+    machine = FakeMachine(finished(1), closed)
+    done, *_ = followed(machine, look=lambda attempt: attempt._waiting() or setattr(attempt, "_deadline", 0.0))
     assert (done.ending, done.where) == ("failed", "")  # it isn't late
 
 
