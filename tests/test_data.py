@@ -195,10 +195,39 @@ def test_a_stream_is_shared_unless_it_reads_its_rank_while_it_is_iterated(cell: 
     for workers in (0, 1):
         resumed = run(names.resume, "plain", workers).values
         assert resumed == [[share[2:], share] for share in (shares[0], [*shares[1], 0])]
-    with pytest.raises(nbddp.RankError, match=r"can't resume a stream .*save its own state_dict\(\)"):
-        run(names.resume, "torch")
-    with pytest.raises(nbddp.RankError, match="can't resume a stream that splits itself among ranks or workers"):
-        run(names.resume, "plain", 2)
+    for how, workers, nprocs in ("torch", 0, 1), ("torch", 0, 2), ("plain", 2, 2):
+        with pytest.raises(nbddp.RankError, match=r"splits itself among ranks or workers: save its own state_dict\(\)"):
+            run(names.resume, how, workers, nprocs=nprocs)
+
+
+def test_a_stream_is_read_as_torch_reads_it_and_gathered_and_all_ranks_are_in_the_same_epoch(cell: Cells) -> None:
+    names = cell("""
+        import nbddp, torch
+        class Stream(torch.utils.data.IterableDataset):
+            def set_epoch(self, epoch): self.epoch = epoch
+            def __iter__(self): self.at = -1; return self  # begins again
+            def __next__(self):
+                self.at += 1
+                if self.at == 12: raise StopIteration
+                return self.at + 100 * getattr(self, "epoch", 0)
+        def gathered():
+            steps = [nbddp.gather_for_metrics(batch).tolist() for batch in nbddp.loader(Stream(), 5, exact=True)]
+            whole = torch.cat(list(nbddp.loader(Stream(), 5, exact=True)))
+            return steps, nbddp.gather_for_metrics(whole).tolist()
+        def epochs(stream=Stream()):
+            loader = nbddp.loader(stream, 2)
+            return [(stream.set_epoch(i), next(iter(loader)).tolist())[1] for i in range(3)]
+        def cut():
+            loader = nbddp.loader(range(11), 5, shuffle=True, exact=True)
+            next(iter(loader))  # all that rank 1 has
+            return torch.cat(list(loader)).tolist()
+    """)
+    every = list(range(12))
+    assert run(names.gathered, nprocs=1).values == [([every[:5], every[5:10], every[10:]], every)]
+    assert run(names.gathered, nprocs=2).values == [([every[:10], every[10:]], every)] * 2
+    assert run(names.epochs, nprocs=1).value == [[0, 1], [100, 101], [200, 201]]
+    first, second = run(names.cut, seed=1).values
+    assert sorted([*first, *second]) == every[:11]
 
 
 def test_a_torch_dataloader_is_rebuilt_with_its_options(cell: Cells) -> None:
@@ -217,6 +246,7 @@ def test_a_torch_dataloader_is_rebuilt_with_its_options(cell: Cells) -> None:
     assert by_batch == [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7]]]
     assert run(names.train, DataLoader(data, None)).values == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
     assert run(names.train, DataLoader(names.Stream(), 2)).values == [[[0, 2], [4]], [[1, 3]]]
+    assert not nbddp.loader(DataLoader(data, in_order=False)).in_order
     for sampler in RandomSampler(data, replacement=True), RandomSampler(data, num_samples=30):
         with _seeded(1):
             drawn = list(sampler)

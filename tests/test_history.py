@@ -29,9 +29,6 @@ def log(to: Recorded, rank: int, name: str, steps: Iterable[int], offset: float 
     feed(to, rank, *([100.0 + s, s, False, reduce, 1, {name: s + offset}] for s in steps))
 
 
-# ---------------------------------------------------------------------------- a mapping from names to series
-
-
 def two_metrics() -> Recorded:
     history = Recorded()
     feed(history, 0, [1.0, 0, True, None, 1, {"loss": 0.5, "acc": 1.0}])
@@ -99,9 +96,6 @@ def test_a_ranks_progress_has_its_arrival_its_rate_and_time_left() -> None:
     assert (bar.total, bar.seconds_left) == (None, None)
 
 
-# ---------------------------------------------------------------------------- over the ranks
-
-
 def test_weights_that_add_up_to_zero_give_nan() -> None:
     history = Recorded(2)
     for rank in range(2):
@@ -160,9 +154,6 @@ def test_the_band_waits_for_the_slowest_rank_until_the_end(
     assert spread.steps.tolist() == [*after] * epochs
     assert spread.low.tolist() == [step + 10.0 * epoch for epoch in range(epochs) for step in after]
     assert (spread.high - spread.low).tolist() == widths * epochs
-
-
-# ---------------------------------------------------------------------------- restarts
 
 
 @pytest.mark.parametrize("reduce", [None, "mean"])
@@ -237,9 +228,6 @@ def test_restarts_without_metrics_between_them_share_the_next_step_and_each_rese
     history.restart("third")
     assert [(r.step, r.reason) for r in history.restarts] == [(3, "first"), (3, "second"), (None, "third")]
     assert history["loss"].steps.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-# ---------------------------------------------------------------------------- files
 
 
 def test_csv_and_pandas_have_a_row_per_step(tmp_path: Path) -> None:

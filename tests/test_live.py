@@ -94,9 +94,6 @@ def page(notebook: Notebook) -> Page:
     return Page(notebook)
 
 
-# ---------------------------------------------------------------------------- a real run in a real kernel
-
-
 def test_a_saved_cell_holds_a_picture_and_no_widget_at_any_time(page: Page) -> None:
     page.run("nbddp.panel.live._FIRST_S = nbddp.panel.live._PICTURE_S = 0.3")
     assert page.run("run = nbddp.run(train, nprocs=4, device='cpu')") == "ok"
@@ -168,9 +165,6 @@ def test_vs_code_has_a_picture_beside_the_widget_and_in_its_place_at_the_end(pag
     assert set(first) == MIME | {"application/vnd.jupyter.widget-view+json"}
     assert set(last) == MIME
     assert ("still running" in first["text/html"], "Finished" in last["text/html"]) == (True, True)
-
-
-# ---------------------------------------------------------------------------- a run that is told
 
 
 class Told:
@@ -274,9 +268,6 @@ def test_a_view_that_raises_is_given_up_and_the_run_goes_on(
     assert capsys.readouterr().out == "[nbddp: f can't be shown here anymore: ValueError: no paper]\n"
 
 
-# ---------------------------------------------------------------------------- Colab, Kaggle, Databricks
-
-
 def test_a_picture_is_a_few_seconds_old_ten_minutes_are_at_most_5_mb_and_none_is_sent_while_nothing_changes(
     told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,8 +302,6 @@ def test_a_picture_is_a_few_seconds_old_ten_minutes_are_at_most_5_mb_and_none_is
         assert set(data) == MIME
         assert not re.search(r"<(script|style|link|iframe|object|svg)|https?:|\son\w+=|javascript:", data["text/html"])
 
-
-# ---------------------------------------------------------------------------- which view it is
 
 UUID, OF_A_PROGRAM = ({"header": {"msg_id": each}} for each in (str(uuid.uuid4()), "0f1e2d3c-4b5a6978_312_7"))
 IN_LAB = {"metadata": {"cellId": "a"}}

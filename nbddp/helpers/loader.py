@@ -133,14 +133,14 @@ class _StreamShare(_Place, IterableDataset[Any]):
         if before is None:  # else %prun measures, in C
             sys.setprofile(functools.partial(_note, reads))  # sees imported names, too, and only this thread
         try:
-            samples = iter(self.stream)
+            samples: Iterator[Any] = map(next, itertools.repeat(iter(self.stream)))  # iter() again may begin again
             first = list(itertools.islice(samples, 1))
         finally:
             if before is None:
                 sys.setprofile(None)
         samples, worker = itertools.chain(first, samples), get_worker_info()
         splits = self.splits or (self.ranks > 1 and reads)
-        if self.start and (splits or (worker is not None and worker.num_workers > 1)):
+        if self.start and (splits or reads or (worker is not None and worker.num_workers > 1)):
             raise TypeError(_NOT_RESUMED)
         if splits and reads and self.rank == 0:
             text = f"loader(): the stream reads {reads[0]}, so it's assumed to split itself among the ranks"
@@ -179,6 +179,7 @@ class _Loader(DataLoader[Any]):
     """A DataLoader that knows where in the data it is. Its signature is DataLoader's: Lightning makes new ones."""
 
     _started = 0  # the start that a stream's persistent workers have
+    _told = 0  # the epoch that a stream was told last
     # Of the newest batch: where in the share its pass began; the share's samples; all ranks' without repeated ones; the
     # samples of the batch; those of its pass so far.
     _at = (0, 0, 0, 0, 0)
@@ -208,13 +209,16 @@ class _Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
         global _newest
         place, size, batches = self._place, self.batch_size or 1, self._place is self.batch_sampler
-        share, left = sys.maxsize, sys.maxsize if place.exact else 0  # 0: which samples are repeated isn't known
+        share = most = sys.maxsize  # of a stream
+        left = sys.maxsize if place.exact else 0  # 0: which samples are repeated isn't known
         if isinstance(place, _Share):
             place.compare_split()
             share, left = len(place), place.length - place.start
+            most = -(-left // context.world_size())  # of any rank, so that all are in the same epoch
         elif isinstance(place, _StreamShare):
-            if callable(set_epoch := getattr(place.stream, "set_epoch", None)):  # of the package datasets
-                set_epoch(place.epoch)
+            if self._told != place.epoch and callable(set_epoch := getattr(place.stream, "set_epoch", None)):
+                set_epoch(place.epoch)  # of the package datasets; in a pass after one left early, the user's own counts
+            self._told = place.epoch
             if self._started != place.start:
                 self._started, self._iterator = place.start, None
         began = place.taken = place.taken if place.continues else 0
@@ -228,7 +232,7 @@ class _Loader(DataLoader[Any]):
             log.count_samples(entries)
             if place.begun == begun:
                 place.taken = began + (count if batches else seen)
-                if place.taken >= (share - share % size if self.drop_last else share):
+                if -(-place.taken // size) >= (share // size if self.drop_last else -(-most // size)):
                     place.set_epoch(place.epoch + 1)
             yield batch
         if place.begun == begun:
@@ -280,8 +284,10 @@ def gather_for_metrics(x: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             "gather_for_metrics() needs a batch from nbddp.loader() without batch_sampler; for a stream, use exact=True"
         )
-    entries = len(x) if len(x) in (batch, seen) else 0
-    shares, places = all_gather(x.detach()), all_gather((began + torch.arange(seen - entries, seen)) % share)
+    stream = share == sys.maxsize  # whose last batch may be shorter
+    entries = len(x) if any(0 <= whole - len(x) < (batch if stream else 1) for whole in (batch, seen)) else 0
+    first = 0 if stream else began + seen - entries
+    shares, places = all_gather(x.detach()), all_gather((first + torch.arange(entries)) % share)
     if [len(each) for each in shares] != [len(each) for each in places]:
         raise ValueError(
             f"gather_for_metrics(): the ranks passed {', '.join(str(len(each)) for each in shares)} entries; pass one "
@@ -289,12 +295,6 @@ def gather_for_metrics(x: torch.Tensor) -> torch.Tensor:
         )
     index, order = torch.cat([place * len(shares) + rank for rank, place in enumerate(places)]).sort()
     return torch.cat(shares)[order[index < left].to(x.device)]
-
-
-_OF_A_LOADER = (
-    *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("generator", "prefetch_factor", "persistent_workers"),
-)
 
 
 def loader(
@@ -346,23 +346,23 @@ def loader(
         RuntimeError: while iterating: the samplers of two ranks drew different samples, or they split the data
             in different ways.
     """
-    known = {**inspect.signature(loader).parameters, **inspect.signature(DataLoader).parameters}
-    del known["kw"]
-    for name in kw.keys() - known.keys():
-        raise TypeError(f"loader() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
+    own = inspect.signature(loader).parameters.keys() - {"kw"}
+    options = inspect.signature(DataLoader).parameters.keys() - own
+    for name in kw.keys() - options:
+        raise TypeError(f"loader() got an unexpected keyword argument {name!r}{did_you_mean(name, own | options)}")
     ranks = context.world_size()
     if isinstance(dataset, _Loader):
         raise TypeError("loader(): this loader already has the rank's share: pass the dataset, or the plain DataLoader")
     if isinstance(dataset, DataLoader):
         if (batch_size, shuffle, sampler, batch_sampler) != (1, False, None, None):
             raise ValueError("a DataLoader has its own batch_size and sampler: set them there")
-        kw = {**{name: getattr(dataset, name) for name in _OF_A_LOADER}, **kw}
-        dataset, batch_size, own, batches = dataset.dataset, dataset.batch_size, dataset.sampler, dataset.batch_sampler
+        kw = {**{name: getattr(dataset, name) for name in options}, **kw}
+        dataset, batch_size, its, batches = dataset.dataset, dataset.batch_size, dataset.sampler, dataset.batch_sampler
         if batch_size is None and batches is not None:
             batch_size, batch_sampler = 1, batches
         elif not isinstance(dataset, IterableDataset):
-            shuffle = isinstance(own, RandomSampler) and not own.replacement and own.num_samples == len(dataset)
-            sampler = None if shuffle or isinstance(own, SequentialSampler) else own
+            shuffle = isinstance(its, RandomSampler) and not its.replacement and its.num_samples == len(dataset)
+            sampler = None if shuffle or isinstance(its, SequentialSampler) else its
     if split_batches and (batch_size or 1) % ranks:
         raise ValueError(f"a global batch_size of {batch_size} isn't divisible by {ranks} ranks")
     batch_size = batch_size // ranks if batch_size and split_batches else batch_size

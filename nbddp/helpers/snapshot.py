@@ -14,7 +14,6 @@ import time
 import types
 import zipfile
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,10 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
         return
     with new_file(path) as file:
         try:
-            with _checksums():
+            with contextlib.ExitStack() as stack:
+                # With checksums, even if the user has turned them off: the loss would show at the restart only.
+                stack.callback(torch.serialization.set_crc32_options, torch.serialization.get_crc32_options())
+                torch.serialization.set_crc32_options(True)
                 torch.save({"state": _plain(state, {}), "steps": log.last_steps()}, file, _PICKLE)
             file.flush()
             os.fsync(file.fileno())
@@ -70,17 +72,6 @@ def save_snapshot(path: str | os.PathLike[str], **state: Any) -> None:
                 raise error.__context__ from None
             raise NbddpError(f"{os.fspath(path)} wasn't written: {_reason(error)}") from error
     log.record(saved=os.path.abspath(path), step=max(log.last_steps().values(), default=None))
-
-
-@contextlib.contextmanager
-def _checksums() -> Iterator[None]:
-    """Have torch.save write them, even if the user has turned them off: the loss would show at the restart only."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def load_snapshot(

@@ -112,11 +112,9 @@ def _settings(name: str) -> tuple[Settings, Place]:
 
 def _write_result(value: Any, path: str, name: str) -> None:
     """Write what pickles. Raises PayloadError if that isn't all of it."""
-    main = vars(sys.modules["__main__"])
+    main: Any = vars(sys.modules["__main__"])
     sent = [each for each in main_module.received.values() if each is not None]
-    main_module.received.clear()
-    kept: Any = [each for each in sent if main.get(each.__qualname__) is each]
-    main_module.received.update({each.__qualname__: each for each in kept})
+    main_module.received = {each.__qualname__: each for each in sent if main.get(each.__qualname__) is each}
     report = reports.finished(value, f"what {name} returned can't be written")
     with report.block or pack(None).block as written:
         job_file.write(path, job_file.RESULT, written)

@@ -172,9 +172,6 @@ def _line(curve: Points, label: str, points: int, *, ghost: bool = False) -> Lin
     """The curve in buckets of equally many points, so that the curve keeps its shape while it grows."""
     count = len(curve.steps)
     size = 1 << max(0, math.ceil(math.log2(count / points)))
-    last = float(curve.values[-1])
-    if size == 1:
-        return Line(label, curve.steps, *curve[2:], last, count, ghost)
     edges = np.arange(0, count, size)
     known = np.isfinite(curve.values)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -182,7 +179,7 @@ def _line(curve: Points, label: str, points: int, *, ghost: bool = False) -> Lin
     low, high = np.fmin.reduceat(curve.low, edges), np.fmax.reduceat(curve.high, edges)
     x = curve.steps[np.minimum(edges + size // 2, count - 1)]
     x[0], x[-1] = curve.steps[0], curve.steps[-1]
-    return Line(label, x, mean, low, high, last, count, ghost)
+    return Line(label, x, mean, low, high, float(curve.values[-1]), count, ghost)
 
 
 def _ascending(curve: Points) -> Points:
