@@ -217,7 +217,7 @@ class _Loader(DataLoader[Any]):
             most = -(-left // context.world_size())  # of any rank, so that all are in the same epoch
         elif isinstance(place, _StreamShare):
             if self._told != place.epoch and callable(set_epoch := getattr(place.stream, "set_epoch", None)):
-                set_epoch(place.epoch)  # of the package datasets; in a pass after one left early, the user's own counts
+                set_epoch(place.epoch)  # of the package datasets; within an epoch, what the user sets counts
             self._told = place.epoch
             if self._started != place.start:
                 self._started, self._iterator = place.start, None
@@ -274,8 +274,8 @@ def gather_for_metrics(x: torch.Tensor) -> torch.Tensor:
 
     Raises:
         TypeError: ``x`` isn't a tensor.
-        ValueError: on all ranks, if there isn't an entry for each sample, or the loader has a ``batch_sampler``,
-            or reads a stream without ``exact=True``.
+        ValueError: on all ranks, if there isn't an entry for each sample (of a stream, whose last batch may be shorter,
+            fewer are taken), or the loader has a ``batch_sampler``, or reads a stream without ``exact=True``.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"gather_for_metrics() takes a tensor, not a {type(x).__name__}: call it for each tensor")
