@@ -6,8 +6,6 @@
 Names are imported when they are first used (PEP 562).
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,5 @@
 """Files at paths that the user chose: written whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -9,14 +9,13 @@ from typing import Any
 from nbddp.kernel import start
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, decide
-from nbddp.messages import Called, Failure, Leave, Ready, Report, Settings
-from nbddp.payload import Block
+from nbddp.messages import Called, Failure, Function, Leave, Ready, Report, Settings
 from nbddp.process.gauges import Memory
 from nbddp.process.machine import Event, LocalMachine
 
 
 class FakeMachine:
-    """A machine without processes: after a call come the events of its script, after ``Leave`` the ends.
+    """A machine without processes: after a function come the events of its script, after ``Leave`` the ends.
 
     Ranks that are interrupted report so, unless they are deaf.
 
@@ -56,21 +55,20 @@ class FakeMachine:
                 self.alive.remove(event.rank)
             self._events.put(event)
 
-    def call(self, order: Any, block: Block | None, ranks: Sequence[int]) -> None:
-        if self._comes_to == "called":
-            self.tell(*(message(rank, Called()) for rank in self._mine(ranks)))
-        self.tell(*self._script)
-
     def events(self, wait_s: float) -> list[Event]:
         try:
             return [self._events.get(timeout=wait_s)]
         except queue.Empty:
             return []
 
-    def send(self, ranks: Sequence[int], message: Any) -> None:
-        self.sent.append(message)
-        self.tell(*self._when.pop(type(message), ()))
-        if isinstance(message, Leave):
+    def send(self, ranks: Sequence[int], what: Any) -> None:
+        if isinstance(what, Function):
+            if self._comes_to == "called":
+                self.tell(*(message(rank, Called()) for rank in self._mine(ranks)))
+            return self.tell(*self._script)
+        self.sent.append(what)
+        self.tell(*self._when.pop(type(what), ()))
+        if isinstance(what, Leave):
             self._end(ranks, 0)
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
@@ -92,9 +90,6 @@ class FakeMachine:
 
     def memory(self, ranks: Sequence[int]) -> dict[int, Memory]:
         return dict.fromkeys(ranks, Memory(1 << 20))
-
-    def end(self) -> None:
-        self.signal([*self.alive], signal.SIGKILL)
 
     def close(self) -> None:
         self.closed = True
@@ -133,8 +128,8 @@ def exited(rank: int, code: int) -> Event:
 def run_on(machines: Callable[[], Sequence[Any]], fn: Callable[..., Any], *args: Any, **options: Any) -> Run[Any]:
     """Carry out a run on these machines. Returns it when it's over, also if it failed."""
     given = Options(**{"nprocs": 4, "show": False, "device": "cpu", **options})
-    run: Run[Any] = Run(Settings("train", given.nprocs or 1))
-    start.carry_out(run, decide("train", given), start.pack_call("train", fn, args, {}), given, machines)
+    run: Run[Any] = Run(decide("train", given), given)
+    start.carry_out(run, start.pack_call("train", fn, args, {}), machines)
     return run
 
 

@@ -31,7 +31,6 @@ CLOSED = "Connection closed by peer"
 INT, KILL = signal.SIGINT, signal.SIGKILL
 NEVER_S = 60.0  # a case that comes to it fails by pytest's time limit
 PATIENT = Patience(NEVER_S, (NEVER_S, 0.0))
-TWO_RANKS = decide("train", Options(nprocs=2, device="cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +83,13 @@ def followed(machine: FakeMachine, nprocs: int = 2, **given) -> tuple[Attempt, C
         return attempt, crew, [*machine.signals]
 
 
-def carry_out_on(run: nbddp.Run, machine: FakeMachine, **options) -> None:
-    given = Options(nprocs=2, show=False, device="cpu", wait=False, **options)
-    carry_out(run, TWO_RANKS, pack_call("train", print, (), {}), given, lambda: [machine])
+def two_ranks(max_restarts: int = 0) -> nbddp.Run:
+    given = Options(nprocs=2, show=False, device="cpu", wait=False, max_restarts=max_restarts)
+    return nbddp.Run(decide("train", given), given)
+
+
+def carry_out_on(run: nbddp.Run, machine: FakeMachine) -> None:
+    carry_out(run, pack_call("train", print, (), {}), lambda: [machine])
 
 
 def steps(rank: int, taken: int, ago_s: float = 0.0) -> Event:
@@ -276,7 +279,7 @@ def test_ranks_that_worked_side_by_side_are_remarked_on(met: Sequence[bool], rem
 
 def test_an_error_of_ours_is_the_runs_error_and_nothing_waits_forever() -> None:
     class Broken(FakeMachine):
-        def call(self, order, block, ranks):
+        def send(self, ranks, what):
             raise ZeroDivisionError("a defect")
 
     run = follow(2, Broken())
@@ -321,8 +324,8 @@ def test_a_timeout_ends_a_run_and_is_not_restarted(comes_to: str, state: str, nu
 
 @pytest.mark.parametrize(("deaf", "grace_s"), [(False, NEVER_S), (True, 0.005)])
 def test_a_stop_interrupts_kills_what_does_not_end_in_grace_and_is_not_restarted(deaf: bool, grace_s: float) -> None:
-    machine, run = FakeMachine(deaf=deaf), nbddp.Run(TWO_RANKS)
-    thread = threading.Thread(target=functools.partial(carry_out_on, run, machine, max_restarts=3))
+    machine, run = FakeMachine(deaf=deaf), two_ranks(3)
+    thread = threading.Thread(target=functools.partial(carry_out_on, run, machine))
     thread.start()
     wait_until(lambda: run.state == "running")
     run.stop(grace_s)
@@ -333,12 +336,12 @@ def test_a_stop_interrupts_kills_what_does_not_end_in_grace_and_is_not_restarted
 
 def test_a_stop_that_is_asked_for_when_all_have_failed_keeps_the_error_and_is_not_restarted() -> None:
     class Slow(FakeMachine):
-        def end(self):
+        def signal(self, ranks, number):
             run._ask_to_stop(NEVER_S)
-            super().end()
+            super().signal(ranks, number)
 
-    run: nbddp.Run = nbddp.Run(TWO_RANKS)
-    carry_out_on(run, Slow(failed(0, 1.0, "boom"), failed(1, 2.0, CLOSED)), max_restarts=3)
+    run = two_ranks(3)
+    carry_out_on(run, Slow(failed(0, 1.0, "boom"), failed(1, 2.0, CLOSED)))
     assert (run.state, run.error.rank, run.restarts) == ("failed", 0, 0)
 
 
@@ -358,7 +361,7 @@ def test_a_stop_before_the_function_has_begun_or_while_ranks_fail_has_no_error_a
     quick: pytest.MonkeyPatch, given: dict
 ) -> None:
     quick.setattr(attempt, "_COUNT_S", NEVER_S if CountSteps in given.get("when", ()) else 0.003)
-    machine, run = FakeMachine(**given), nbddp.Run(TWO_RANKS)
+    machine, run = FakeMachine(**given), two_ranks()
     run._ask_to_stop(NEVER_S)
     carry_out_on(run, machine)
     assert (run.state, run.error, machine.signals) == ("stopped", None, [([0, 1], KILL)])

@@ -14,7 +14,6 @@ from nbddp.kernel import settings as kernel_settings
 from nbddp.kernel import start
 from nbddp.kernel.run import Run
 from nbddp.kernel.settings import Options, decide
-from nbddp.messages import Settings
 from nbddp.payload import carried
 from nbddp.process.machine import Event
 from nbddp.ray.actor import NodeMachine
@@ -130,8 +129,8 @@ def test_own_modules_are_imported_under_their_own_names(cell: Cells, tmp_path: P
     given, runs = Options(nprocs=2, show=False, device="cpu"), []
     settings = dataclasses.replace(decide("train", given), modules=modules)
     for each in packed:
-        runs.append(Run(Settings("train", 2)))
-        start.carry_out(runs[-1], settings, each, given, lambda: [NodeMachine("127.0.0.1")])
+        runs.append(Run(settings, given))
+        start.carry_out(runs[-1], each, lambda: [NodeMachine("127.0.0.1")])
     assert runs[0].value == (2, 3, str(tmp_path / "alone.py"))
     assert isinstance(runs[1].error, nbddp.RankError)
     assert f'File "{tmp_path}/alone.py", line 1, in fail' in "".join(traceback.format_exception(runs[1].error.cause))

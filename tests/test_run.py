@@ -12,12 +12,13 @@ import time
 import pytest
 
 import nbddp
+from nbddp.kernel.settings import Options
 from nbddp.messages import Settings
 from tests.support import Cells, run, script, wait_until
 
 
 def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go() -> None:
-    kept = [nbddp.Run(Settings("kept", 1)) for _ in range(30)]
+    kept = [nbddp.Run(Settings("kept", 1), Options()) for _ in range(30)]
     over, listed = threading.Event(), []
 
     def list_them() -> None:
@@ -29,7 +30,7 @@ def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go() -> None:
         sys.setswitchinterval(1e-6)  # threads take turns as often as possible
         listing = pool.submit(list_them)
         for _ in range(500):
-            nbddp.Run(Settings("passing", 1))
+            nbddp.Run(Settings("passing", 1), Options())
         wait_until(lambda: listed)
         over.set()
         listing.result()
@@ -39,7 +40,7 @@ def test_runs_can_be_listed_on_another_thread_while_runs_come_and_go() -> None:
 
 
 def test_a_run_ends_although_an_event_loop_that_waited_for_it_is_closed() -> None:
-    run, answers = nbddp.Run(Settings("train", 1)), []
+    run, answers = nbddp.Run(Settings("train", 1), Options()), []
 
     async def give_up() -> None:
         with pytest.raises(TimeoutError):

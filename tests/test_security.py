@@ -243,7 +243,7 @@ def test_no_signal_reaches_a_process_that_reused_a_ranks_pid() -> None:
         finally:
             stranger.kill()
             rank.process._popen._number, rank.itself = pid, ours
-            machine.end()
+            machine.signal([0], signal.SIGKILL)
             wait_until(lambda: any(event.kind == "exit" for event in machine.events(0.1)))
             machine.close()
 

@@ -1,7 +1,5 @@
 """Saves snapshots on rank 0, whole or not at all, and loads them on every rank to its device."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

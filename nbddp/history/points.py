@@ -1,7 +1,5 @@
 """One metric: a row per point, a column per rank. Aligned when values arrive, combined when they are read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """``Recording``: what the ranks of a run have logged, as it arrives; a ``History`` reads it."""
 
-from __future__ import annotations
-
 import collections
 import threading
 import time

@@ -3,8 +3,6 @@
 In a file, a head begins what one start of one rank has written. A job's ranks have a file each: PATH, PATH.rank1, ...
 """
 
-from __future__ import annotations
-
 import bisect
 import fcntl
 import glob

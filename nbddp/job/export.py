@@ -1,7 +1,5 @@
 """``export`` writes a function of the notebook to a file that runs without it; ``load_result`` reads its result."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

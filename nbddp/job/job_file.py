@@ -4,8 +4,6 @@ The block comes first, so that a reader can map it. To read the line runs no cod
 A checksum of both ends the line: it tells damage, and costs each reader one pass over the file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Runs one rank of a job, in a process that torchrun or a shell has started, and that ends as a script does."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -1,7 +1,5 @@
 """Advice for well-known errors whose own text does not say what to do, and for runs that did what nobody wanted."""
 
-from __future__ import annotations
-
 import dis
 import re
 import sys

@@ -17,13 +17,11 @@ from typing import Any
 
 from nbddp.kernel import failure, hang
 from nbddp.kernel.crew import POLL_S, Crew
-from nbddp.kernel.hang import Locator
 from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page
 from nbddp.kernel.prompt import Prompt
 from nbddp.kernel.rank_state import RankState
 from nbddp.messages import CountSteps, Release, Steps, StopAfter
-from nbddp.payload import Block
 from nbddp.process.machine import Event
 from nbddp.text import ranks_text
 
@@ -69,9 +67,7 @@ class Attempt:
     after its ``Patience``, those that still haven't reported.
 
     Args:
-        block: goes with the order.
         look: is called again and again.
-        steps: returns the step that each rank has logged last.
 
     Attributes:
         printed_before: how much each rank of the crew had printed before.
@@ -91,14 +87,11 @@ class Attempt:
         page: Page,
         patience: Patience,
         *,
-        block: Block | None = None,
         deadline: float = float("inf"),
         look: Callable[[Attempt], None] = lambda attempt: None,
-        steps: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self._crew, self._ranks, self._page, self._patience = crew, ranks, page, patience
-        self._order, self._block = order, block
-        self.printed_before = [rank.output.size for rank in crew.ranks]
+        self._order, self.printed_before = order, [rank.output.size for rank in crew.ranks]
         self._deadline, self._look = deadline, look
         self._prompt = Prompt(crew, ranks, page)
         self._plan: _Plan = []
@@ -106,7 +99,7 @@ class Attempt:
         self._failed_at: float | None = None
         self._grace_s: float | None = None  # of stop(), as soon as it's asked for
         self.ending, self.interrupts, self.released = "", 0, False
-        self.locator = Locator(crew, ranks, steps)
+        self.locator = hang.Locator(crew, ranks)
         self.where = self.cut = ""
 
     def follow(self) -> None:
@@ -114,7 +107,7 @@ class Attempt:
         with interrupts_to(self._interrupted), contextlib.ExitStack() as stack:
             stack.callback(self._page.finish)
             stack.callback(self._replace_plan, [])  # it refers to this attempt, which would live until gc comes
-            self._crew.give(self._order, self._block, self._ranks)
+            self._crew.give(self._order, self._ranks)
             while self._waiting() or self._awaits_the_cause():
                 due = self._plan[0][0] - time.monotonic() if self._plan else POLL_S
                 self._note(self._crew.take(min(POLL_S, max(0.0, due))))

@@ -1,7 +1,5 @@
 """Cells, push, and pull on an open crew. What a ``Session`` and a fresh cell have in common, and the fresh cell."""
 
-from __future__ import annotations
-
 import abc
 import ast
 import contextlib
@@ -27,7 +25,7 @@ from nbddp.kernel.settings import Options, decide
 from nbddp.kernel.start import follow_part, launch, pack
 from nbddp.messages import Cell, Pull, Push, Ran, Render
 from nbddp.panel.frontend import ipython
-from nbddp.payload import Block, Packed
+from nbddp.payload import Packed
 from nbddp.text import ranks_text
 
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
@@ -40,9 +38,7 @@ class Cells(abc.ABC):
     _options: Options
 
     @abc.abstractmethod
-    def _order(
-        self, order: Any, ranks: Sequence[RankState], page: Page, block: Block | None = None, *, keep: bool = False
-    ) -> Run[Any] | None:
+    def _order(self, order: Any, ranks: Sequence[RankState], page: Page, *, keep: bool = False) -> Run[Any] | None:
         """Give an order, and wait. Raises the first rank's failure, when the ranks can take the next order.
 
         Returns:
@@ -61,8 +57,8 @@ class Cells(abc.ABC):
         return Page(self._crew.ranks, speaker, quiet=self._options.is_quiet)
 
     def _push(self, packed: Packed) -> None:
-        order = Push(self._crew.note_definitions(packed))
-        self._order(order, self._crew.ranks, self._page(0), packed.block)
+        order = Push(self._crew.note_definitions(packed), packed.block)
+        self._order(order, self._crew.ranks, self._page(0))
 
     def _run_cell(
         self, cell: Cell, asked: Sequence[RankState], keep: bool, out: Sequence[str], into: dict[str, Any]
@@ -165,15 +161,13 @@ class Cells(abc.ABC):
 
 
 class _FreshCell(Cells):
-    """Its orders are parts of one run, which has to be over at a deadline."""
+    """Its orders are parts of one run."""
 
-    def __init__(self, run: Run[Any], crew: Crew, options: Options, deadline: float) -> None:
-        self._run, self._crew, self._options, self._deadline = run, crew, options, deadline
+    def __init__(self, run: Run[Any], crew: Crew) -> None:
+        self._run, self._crew, self._options = run, crew, run._options
 
-    def _order(
-        self, order: Any, ranks: Sequence[RankState], page: Page, block: Block | None = None, *, keep: bool = False
-    ) -> Run[Any]:
-        attempt = follow_part(self._run, self._crew, order, ranks, page, block, self._options, self._deadline)
+    def _order(self, order: Any, ranks: Sequence[RankState], page: Page, *, keep: bool = False) -> Run[Any]:
+        attempt = follow_part(self._run, self._crew, order, ranks, page)
         if any(rank.failed for rank in ranks):
             raise self._error(attempt, ranks, order)
         return self._run
@@ -202,11 +196,11 @@ def launch_cell(
     refuse_launchers_in(source)
     packed = pack_names(values, options)
 
-    def push_and_run(run: Run[Any], crew: Crew, packed: Packed, options: Options, deadline: float) -> None:
+    def push_and_run(run: Run[Any], crew: Crew, packed: Packed) -> None:
         asked = [rank for rank in crew.ranks if ranks is None or rank.number in ranks]
         cell = Cell(source, count, asked[0].number if options.wait else -1, settings.post_mortem)
         show_lines_of(cell)
-        fresh = _FreshCell(run, crew, options, deadline)
+        fresh = _FreshCell(run, crew)
         fresh._push(packed)
         fresh._run_cell(cell, asked, keep, out, into)
 

@@ -1,7 +1,5 @@
 """All ranks of a run or session, on one machine or several: what they tell, and what they are told, on one thread."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -19,7 +17,7 @@ from nbddp.history.records import RecordReader
 from nbddp.kernel.interrupts import interrupts_held
 from nbddp.kernel.rank_state import RankState
 from nbddp.messages import Asks, Called, Defined, Leave, Misses, Ready, Report, Settings
-from nbddp.payload import Block, Packed, definition
+from nbddp.payload import Packed, definition
 from nbddp.process import server
 from nbddp.process.gauges import Memory
 from nbddp.process.machine import Event
@@ -48,6 +46,7 @@ class Crew:
         inbox: what the machines tell, and requests.
         definitions: what the ranks have been sent by value, in order; see payload.
         metrics_to: gets decoded records, with the rank.
+        steps: returns the step that each rank has logged last; -1: none.
         on_exit: called when a rank has ended, on another thread, while this one waits for the user; otherwise None.
         moved_at: when a rank has last said, printed, or logged something, or was told something.
     """
@@ -57,6 +56,7 @@ class Crew:
         self.inbox: queue.SimpleQueue[Event | Request] = queue.SimpleQueue()
         self.definitions: list[Any] = []
         self.metrics_to: Callable[[int, list[Any]], None] = lambda rank, records: None
+        self.steps: Callable[[], list[int]] = lambda: [-1] * settings.world_size
         self.on_exit: Callable[[], None] | None = None
         self.moved_at = time.monotonic()
         self.device, self._settings, self._machines = settings.device, settings, machines
@@ -71,10 +71,8 @@ class Crew:
         settings, machines = self._settings, self._machines
         share = -(-len(self.ranks) // len(machines))
         try:
-            settings = dataclasses.replace(settings, nnodes=len(machines))
-            if settings.contract or len(machines) > 1:
-                host, port, free_port = machines[0].store(len(self.ranks))
-                settings = dataclasses.replace(settings, store=(host, port), master_port=free_port)
+            store = machines[0].store(len(self.ranks)) if settings.contract or len(machines) > 1 else None
+            settings = dataclasses.replace(settings, nnodes=len(machines), store=store)
             for index, machine in enumerate(machines):
                 mine = range(len(self.ranks))[index * share : (index + 1) * share]
                 for rank in mine:
@@ -108,13 +106,11 @@ class Crew:
         self.definitions += packed.by_value
         return before
 
-    def give(self, order: Any, block: Block | None, ranks: Sequence[RankState]) -> None:
+    def give(self, order: Any, ranks: Sequence[RankState]) -> None:
         """Give an order, to which each of these ranks will answer with a report."""
-        self.moved_at = time.monotonic()
         for rank in ranks:
             rank.begin_order()
-        for machine in self._machines:
-            machine.call(order, block, _numbers(ranks))
+        self.send(order, ranks)
 
     def take(self, wait_s: float) -> Event | None:
         """Wait for one thing, and note it: what a rank has done, or what another thread asks for."""
@@ -202,8 +198,7 @@ class Crew:
     @interrupts_held()
     def end(self) -> None:
         """End all ranks and their children, and close everything."""
-        for machine in self._machines:
-            machine.end()
+        self.kill(self.ranks)
         deadline = time.monotonic() + _END_S
         while any(rank.alive for rank in self.ranks) and time.monotonic() < deadline and self._threads:
             with contextlib.suppress(Exception):  # of a request

@@ -1,7 +1,5 @@
 """The earlier run of the same function, script, or cell, which the panel shows in gray."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

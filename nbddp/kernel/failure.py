@@ -1,7 +1,5 @@
 """Which rank failed first, and the error that the cell raises for it."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Says where the ranks are: one line that sums up, then each stack in the user's own lines; and notices a stall."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -11,7 +9,6 @@ from dataclasses import dataclass
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.rank_state import RankState
 from nbddp.process import dumps
-from nbddp.process.dumps import Frame
 from nbddp.text import first_line, ranks_text
 from nbddp.tracebacks import users_innermost
 
@@ -47,7 +44,7 @@ class Location:
 
     rank: int
     state: str
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[dumps.Frame, ...] = ()
     step: int = -1
     error: str = ""
     left_after: int = 0
@@ -101,21 +98,31 @@ class Locator:
         hang: what is known about a stall; "" while there is none.
     """
 
-    def __init__(self, crew: Crew, asked: Sequence[RankState], steps: Callable[[], Sequence[int]] | None) -> None:
-        self._crew, self._asked, self._steps = crew, {rank.number for rank in asked}, steps
+    def __init__(self, crew: Crew, asked: Sequence[RankState]) -> None:
+        self._crew, self._asked = crew, {rank.number for rank in asked}
         self._due_s = STALL_AFTER_S
         self.hang = ""
 
     def locate(self, wait_s: float = 1.0) -> list[Location]:
         """Return where each rank is; it takes that long if one of them does not answer."""
-        found = self._crew.stacks(wait_s)
-        steps = self._steps() if self._steps is not None else [-1] * len(self._crew.ranks)
+        found, steps = self._crew.stacks(wait_s), self._crew.steps()
         return [self._location(rank, found.get(rank.number, ""), steps[rank.number]) for rank in self._crew.ranks]
 
     def report(self) -> str:
-        """Return the line that sums up, and each stack; a likely reason for a wait only if no rank moves."""
+        """Return the line that sums up, with a likely reason for a wait if no rank moves; and each stack.
+
+        Most recent call last; ranks with the same stack share it.
+        """
         found = self.locate()
-        return report(found, stalled=self._stands(found))
+        parts = [summary(found, stalled=self._stands(found))]
+        for same in _grouped(found, lambda each: (each.state, each.frames)):
+            first = same[0]
+            part = f"{_ranks(same, 0)} {_activity(first, len(same))}"
+            if first.frames:
+                here = " here" if first.state == "running" and not first.waiting_in else ""
+                part += f"{here} (most recent call last)\n{dumps.stack(first.frames)}"
+            parts.append(part)
+        return "\n\n".join(parts)
 
     def summary(self, wait_s: float) -> str:
         """Return the line that sums up, with a likely reason if nothing has moved for a while."""
@@ -143,7 +150,7 @@ class Locator:
         if failure := rank.failure:
             state = "left" if failure.code is not None else "failed"
             text = failure.text if failure.text.startswith(failure.kind) else f"{failure.kind}: {failure.text}"
-            return Location(rank.number, state, tuple(map(Frame._make, failure.frames)), step, first_line(text))
+            return Location(rank.number, state, tuple(map(dumps.Frame._make, failure.frames)), step, first_line(text))
         if rank.over:
             if rank.report is None:
                 return Location(rank.number, "ended", step=step)
@@ -151,19 +158,6 @@ class Locator:
         if not rank.interruptible:
             return Location(rank.number, "unpack" if rank.ready else "setup")
         return Location(rank.number, "running" if dump else "silent", dumps.main_thread(dump), step)
-
-
-def report(locations: Sequence[Location], stalled: bool = False) -> str:
-    """Return the summary line, then each stack, most recent call last; ranks with the same stack share it."""
-    parts = [summary(locations, stalled)]
-    for same in _grouped(locations, lambda each: (each.state, each.frames)):
-        first = same[0]
-        part = f"{_ranks(same, 0)} {_activity(first, len(same))}"
-        if first.frames:
-            here = " here" if first.state == "running" and not first.waiting_in else ""
-            part += f"{here} (most recent call last)\n{dumps.stack(first.frames)}"
-        parts.append(part)
-    return "\n\n".join(parts)
 
 
 def summary(locations: Sequence[Location], stalled: bool = False) -> str:

@@ -1,7 +1,5 @@
 """What interrupting the cell does while nbddp works: it's a request, or a KeyboardInterrupt when the work is done."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import signal

@@ -1,7 +1,5 @@
 """What a rank has printed: the beginning of its order, and the newest bytes, with offsets that count from its start."""
 
-from __future__ import annotations
-
 import sys
 
 from nbddp.text import fold

@@ -1,7 +1,5 @@
 """What the ranks say → the cell: output, displays, the value of a cell, widgets, and where ranks differ."""
 
-from __future__ import annotations
-
 import codecs
 import functools
 import re
@@ -10,7 +8,6 @@ from typing import Any
 
 from nbddp import messages
 from nbddp.kernel.rank_state import RankState
-from nbddp.messages import Ran
 from nbddp.panel.frontend import ipython
 from nbddp.process.machine import Event
 from nbddp.text import write
@@ -23,19 +20,13 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 class Page:
     """Shows what one rank, the speaker, prints and displays.
 
-    Args:
+    Attributes:
         hear: takes what the page says to a widget: rank, content, buffers.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[RankState],
-        speaker: int = 0,
-        *,
-        quiet: bool = False,
-        hear: Callable[[int, Any], None] = lambda rank, said: None,
-    ) -> None:
-        self._ranks, self._speaker, self._quiet, self._hear = ranks, speaker, quiet, hear
+    def __init__(self, ranks: Sequence[RankState], speaker: int = 0, *, quiet: bool = False) -> None:
+        self._ranks, self._speaker, self._quiet = ranks, speaker, quiet
+        self.hear: Callable[[int, Any], None] = lambda rank, said: None
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a piece may end within a character
         self._lines = 0  # of the speaker
         self._since_prompt: dict[int, int] = {}  # size of each rank's output at the last prompt
@@ -92,7 +83,7 @@ class Page:
                 self.write_lines([f"[rank {rank.number}] {line}" for line in texts[rank.number].splitlines()])
         self._since_prompt = {rank.number: rank.output.size for rank in self._ranks}
 
-    def show_where_ranks_differ(self, answers: dict[int, Ran]) -> None:
+    def show_where_ranks_differ(self, answers: dict[int, messages.Ran]) -> None:
         """After a cell: show what other ranks have printed or returned, if it differs from the speaker's."""
         lines = []
         for name in ("printed", "value"):
@@ -136,7 +127,7 @@ class Page:
         if said.kind == "comm_open":
             target = said.keys["target_name"]
             twin = known[said.comm_id] = comm.create_comm(comm_id=said.comm_id, primary=False, target_name=target)
-            twin.on_msg(functools.partial(self._hear, self._speaker))
+            twin.on_msg(functools.partial(self.hear, self._speaker))
         if twin := known.get(said.comm_id):
             blobs = list(said.buffers)
             twin.publish_msg(said.kind, data=said.data, metadata=said.metadata, buffers=blobs, **said.keys)

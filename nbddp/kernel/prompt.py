@@ -1,7 +1,5 @@
 """One prompt under the cell for all ranks that ask the same: ``input()``, pdb, %debug."""
 
-from __future__ import annotations
-
 import builtins
 import re
 import signal
@@ -81,7 +79,7 @@ class Prompt:
                     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
         try:
-            with interrupts_to(_raise_interrupt):
+            with interrupts_to(lambda: signal.default_int_handler(signal.SIGINT, None)):
                 self._crew.on_exit = leave_prompt
                 try:
                     if not self._crew.inbox.empty():  # that a rank has ended, perhaps
@@ -111,7 +109,3 @@ class Prompt:
         if self._only is not None and self._only not in {rank.number for rank in self._ranks}:
             self._page.write(f"There is no rank {word} here, only {ranks_text([r.number for r in self._ranks])}.\n")
             self._only = None
-
-
-def _raise_interrupt() -> None:
-    raise KeyboardInterrupt

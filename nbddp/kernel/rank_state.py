@@ -1,7 +1,5 @@
 """What the notebook knows about a rank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

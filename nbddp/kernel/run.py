@@ -21,6 +21,7 @@ from nbddp.kernel.attempt import Attempt
 from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import Latch, interrupts_held
 from nbddp.kernel.rank_state import RankState
+from nbddp.kernel.settings import Options
 from nbddp.loggers.log_to import Destination, Sender
 from nbddp.messages import Settings
 from nbddp.panel import frontend, html
@@ -51,7 +52,7 @@ class Run(Generic[R]):
     """
 
     def __init__(
-        self, settings: Settings, log_to: Sequence[Destination] = (), *, subject: str = "", blocking: bool = True
+        self, settings: Settings, options: Options, log_to: Sequence[Destination] = (), subject: str = ""
     ) -> None:
         self.name, self.nprocs = settings.name, settings.world_size
         self._recording = Recording(self.nprocs)
@@ -62,7 +63,8 @@ class Run(Generic[R]):
         self.restarts = 0
         self.remark = ""
         self.partial: list[R | None] = []
-        self._settings, self._subject, self._blocking = settings, subject, blocking
+        self._settings, self._options, self._subject = settings, options, subject
+        self._deadline = float("inf")
         self._before = earlier.before(subject)
         self._views: list[View] = []
         self._began = time.monotonic()
@@ -111,11 +113,11 @@ class Run(Generic[R]):
 
     def logs(self, rank: int | None = None) -> str:
         """Return what a rank has printed; for all ranks (None), each line begins with its rank."""
-        if rank is None:
-            return in_lines_of_ranks(self.nprocs, self.logs)
-        if not 0 <= rank < self.nprocs:
-            raise ValueError(f"there is no rank {rank} (nprocs={self.nprocs})")
-        return "".join(state.output.text(begin, end) for state, begin, end in self._parts if state.number == rank)
+
+        def of_one(rank: int) -> str:
+            return "".join(state.output.text(begin, end) for state, begin, end in self._parts if state.number == rank)
+
+        return logs_of(rank, self.nprocs, of_one)
 
     def stacks(self) -> str:
         """Return where each rank is now, even inside C calls: a summary line, then the stacks."""
@@ -220,7 +222,7 @@ class Run(Generic[R]):
             restarts=self.restarts,
             max_restarts=settings.max_restarts,
             hang=attempt.locator.hang if attempt is not None else self._hang,
-            blocking=self._blocking,
+            blocking=self._options.wait,
             ranks=self._last_ranks or self._rank_statuses(self._crew),
         )
 
@@ -292,10 +294,8 @@ class Run(Generic[R]):
     @interrupts_held()
     def _settle(self, state: str, error: BaseException | None) -> None:
         self._end_parts()
-        if self._attempt is not None and state == "stopped":
-            self._where, self._cut = self._attempt.where, self._attempt.cut
-        if self._attempt is not None and state != "finished":
-            self._hang = self._attempt.locator.hang
+        if (attempt := self._attempt) is not None and state != "finished":
+            self._where, self._cut, self._hang = attempt.where, attempt.cut, attempt.locator.hang
         self._recording.settle(broken_off=state != "finished")  # first: who sees the state draws the end
         self.error = error
         self.state, self._ended = state, time.monotonic()
@@ -323,9 +323,13 @@ class Run(Generic[R]):
         self._draw()
 
 
-def in_lines_of_ranks(count: int, logs: Callable[[int], str]) -> str:
-    """Join what this returns for each rank."""
-    return "".join(f"[rank {rank}] {line}\n" for rank in range(count) for line in logs(rank).splitlines())
+def logs_of(rank: int | None, nprocs: int, of_one: Callable[[int], str]) -> str:
+    """Return what ``of_one`` returns for this rank; for all ranks (None), each line begins with its rank."""
+    if rank is None:
+        return "".join(f"[rank {each}] {line}\n" for each in range(nprocs) for line in of_one(each).splitlines())
+    if not 0 <= rank < nprocs:
+        raise ValueError(f"there is no rank {rank} (nprocs={nprocs})")
+    return of_one(rank)
 
 
 _runs: weakref.WeakValueDictionary[int, Run[Any]] = weakref.WeakValueDictionary()  # what carries a run out holds it

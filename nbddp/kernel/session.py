@@ -23,12 +23,11 @@ from nbddp.kernel.crew import Crew
 from nbddp.kernel.interrupts import interrupts_to
 from nbddp.kernel.page import Page, keep_ipythons_debugger_closed
 from nbddp.kernel.rank_state import RankState
-from nbddp.kernel.run import R, Run, in_lines_of_ranks
+from nbddp.kernel.run import R, Run, logs_of
 from nbddp.kernel.settings import Given, Options, check_call, decide, takes_options
 from nbddp.kernel.start import machines_for, pack_call, take_partial_values, take_values
 from nbddp.loggers.log_to import destinations
 from nbddp.messages import Cell, Complete, CountCollectives, Function, Hear, Inspect, Mend
-from nbddp.payload import Block
 from nbddp.text import in_a_line, write_line
 
 ONLY_OF_RUNS = ("timeout", "max_restarts", "stop_on_nan", "wait", "pdb")
@@ -76,7 +75,7 @@ class Session(Cells):
         self._early: list[tuple[int, list[Any]]] = []  # what threads of the ranks have logged between orders
         self._pushed: MutableMapping[Any, set[str]] = WeakTensorKeyDictionary()  # parameters, with their names
         self._crew = Crew(self._settings, machines_for(self._settings, chosen, functools.cache(write_line))())
-        self._crew.metrics_to = self._logged
+        self._crew.metrics_to, self._crew.steps = self._logged, self._steps
         try:
             self._crew.open()
             self._question(CountCollectives(), self._crew.ranks, OF_A_SESSION)  # an interrupt ends ranks that start
@@ -121,9 +120,9 @@ class Session(Cells):
         name = check_call(fn, args, kwargs or {}, None)
         elsewhere = self._options.nnodes is not None
         with (packed := pack_call(name, fn, tuple(args), dict(kwargs or {}), elsewhere=elsewhere)).block:
-            order = Function(name, self._crew.note_definitions(packed))
+            order = Function(name, self._crew.note_definitions(packed), packed.block)
             subject, codes = earlier.function(fn), packed.codes
-            run = self._order(order, asked, self._page(0), packed.block, keep=True, subject=subject, codes=codes)
+            run = self._order(order, asked, self._page(0), keep=True, subject=subject, codes=codes)
         assert run is not None
         return run.wait()
 
@@ -154,10 +153,7 @@ class Session(Cells):
 
     def logs(self, rank: int | None = None) -> str:
         """Return what a rank has printed since its start; for all ranks (None), each line begins with its rank."""
-        if rank is None:
-            return in_lines_of_ranks(self.nprocs, self.logs)
-        self._require(rank)
-        return self._crew.ranks[rank].output.text()
+        return logs_of(rank, self.nprocs, lambda number: self._crew.ranks[number].output.text())
 
     def close(self) -> None:
         """End the ranks."""
@@ -223,7 +219,6 @@ class Session(Cells):
         order: Any,
         ranks: Sequence[RankState],
         page: Page,
-        block: Block | None = None,
         *,
         keep: bool = False,
         subject: str | None = None,
@@ -232,9 +227,7 @@ class Session(Cells):
         error: BaseException | None = None
         with self._having_orders():
             self._put_right_first(page)
-            attempt = Attempt(
-                self._crew, order, ranks, page, OF_A_SESSION, block=block, look=self._look, steps=self._steps
-            )
+            attempt = Attempt(self._crew, order, ranks, page, OF_A_SESSION, look=self._look)
             self._present = present = _Present(order, attempt, subject, time.monotonic())
             try:
                 while self._early:
@@ -276,7 +269,9 @@ class Session(Cells):
             return self._ask(order, ranks, patience, in_a_cell=False)
 
     def _page(self, speaker: int) -> Page:
-        return Page(self._crew.ranks, speaker, quiet=self._options.is_quiet, hear=self._hear)
+        page = super()._page(speaker)
+        page.hear = self._hear
+        return page
 
     def _hear(self, rank: int, said: Any) -> None:
         """The page answers a widget; its callbacks run on its rank, between cells."""
@@ -298,7 +293,7 @@ class Session(Cells):
             name = f"In[{order.count}]" if isinstance(order, Cell) else getattr(order, "name", "session")
             settings = dataclasses.replace(self._settings, name=name)
             subject = earlier.cell() if present.subject is None else present.subject
-            present.run = Run(settings, self._log_to, subject=subject)
+            present.run = Run(settings, self._options, self._log_to, subject)
             if isinstance(order, Cell):
                 show_lines_of(order)
             present.run._began, present.run.state = present.began, "running"

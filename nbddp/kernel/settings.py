@@ -8,7 +8,7 @@ import inspect
 import os
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar, cast
 
@@ -104,20 +104,15 @@ def takes_options(function: F) -> F:
         if unknown := [name for name in given if name not in names]:
             name = unknown[0]
             hint = f"; did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, names)
-            if args and name in _parameters(args[0]):
-                hint = f'; to pass it to your function, write kwargs={{"{name}": {reprlib.repr(given[name])}}}'
+            with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
+                if args and callable(args[0]) and name in inspect.signature(args[0]).parameters:
+                    hint = f'; to pass it to your function, write kwargs={{"{name}": {reprlib.repr(given[name])}}}'
             called = function.__qualname__.removesuffix(".__init__")
             raise without_our_frames(TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}"))
         return function(*args, **given)
 
     with_options.__signature__ = inspect.Signature([*own, *shown])  # type: ignore[attr-defined]
     return cast(F, with_options)
-
-
-def _parameters(function: Any) -> Iterable[str]:
-    with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
-        return inspect.signature(function).parameters if callable(function) else ()
-    return ()
 
 
 def decide(name: str, options: Options, *, contract: bool = True, cells: bool = False) -> Settings:

@@ -1,7 +1,5 @@
 """``spawn``: ``torch.multiprocessing.spawn`` for functions that are defined in a notebook."""
 
-from __future__ import annotations
-
 import functools
 import traceback
 from collections.abc import Callable, Sequence

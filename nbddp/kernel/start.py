@@ -24,7 +24,7 @@ from nbddp.kernel.run import R, Run
 from nbddp.kernel.settings import Given, Options, check_call, decide, on_ray, takes_options
 from nbddp.loggers.log_to import destinations
 from nbddp.messages import Function, Settings
-from nbddp.payload import Block, Packed, explain
+from nbddp.payload import Packed, explain
 from nbddp.process.machine import LocalMachine
 from nbddp.text import in_a_line
 from nbddp.tracebacks import users_cause
@@ -32,7 +32,7 @@ from nbddp.tracebacks import users_cause
 _SEE_PARTIAL = ". Everything else that the ranks returned is in this error's .partial, by rank"
 _RESTARTED = (RankError, RankDied, CellError, LaunchError, errors.NodeLost)
 Machines = Callable[[], Sequence[Any]]
-Work = Callable[[Run[Any], Crew, Packed, Options, float], None]  # on an open crew, until a deadline: call(), a cell
+Work = Callable[[Run[Any], Crew, Packed], None]  # on an open crew: call(), a cell
 
 
 @takes_options
@@ -100,12 +100,12 @@ def launch(settings: Settings, packed: Packed, options: Options, subject: str, w
     Args:
         subject: what it has in common with an earlier run that it's compared with.
     """
-    launched: Run[Any] = Run(settings, destinations(options.log_to), subject=subject, blocking=options.wait)
+    launched: Run[Any] = Run(settings, options, destinations(options.log_to), subject)
     if options.show is not False:
         with interrupts_to(launched._ask_to_stop):
             launched._show(options.show)
     machines = machines_for(settings, options, launched._wait_for)
-    carry_out_it = functools.partial(carry_out, launched, settings, packed, options, machines, work)
+    carry_out_it = functools.partial(carry_out, launched, packed, machines, work)
     if not options.wait:
         threading.Thread(target=carry_out_it, name=f"nbddp-{settings.name}", daemon=True).start()
         return launched
@@ -157,54 +157,44 @@ def machines_for(settings: Settings, options: Options, waiting: Callable[[str], 
     return functools.partial(on_ray().machines, options.nnodes, gpus, waiting)
 
 
-def carry_out(
-    run: Run[Any], settings: Settings, packed: Packed, options: Options, machines: Machines, work: Work | None = None
-) -> None:
+def carry_out(run: Run[Any], packed: Packed, machines: Machines, work: Work | None = None) -> None:
     """Carry out a run, with its restarts, on this thread. All that may be raised is in ``run.error`` afterwards."""
-    with packed.block:
-        try:
-            _carry_out(run, settings, packed, options, machines, work or call)
-        finally:
-            run._conclude("stopped")  # if it was interrupted between two lines of ours
-
-
-def _carry_out(
-    run: Run[Any], settings: Settings, packed: Packed, options: Options, machines: Machines, work: Work
-) -> None:
     first: NbddpError | None = None
-    deadline = time.monotonic() + (options.timeout or float("inf"))
-    while True:
-        try:
-            crew = Crew(dataclasses.replace(settings, restart_count=run.restarts), machines())
-            with contextlib.ExitStack() as stack:
-                stack.callback(crew.end)
-                crew.open()
-                work(run, crew, packed, options, deadline)
-                crew.dismiss(gives_up=functools.partial(_is_stopped, run))
-            run._conclude("finished")
-        except NbddpError as error:
-            # Not what a helper has raised: the same would happen again.
-            may_heal = isinstance(error, _RESTARTED) and not isinstance(error.__cause__, NbddpError)
-            if may_heal and run.restarts < options.max_restarts and run._stop_grace_s is None:
-                first = first or error
-                run._recording.restart(in_a_line(error))  # first: who sees the count reads the reason
-                run.restarts += 1
-                run._values = []
-                run.state = "starting"
-                run._detach()
-                continue
-            if first is not None:
-                error.restarts, error.first = run.restarts, first
-            run._conclude("failed", error)
-        except KeyboardInterrupt:
-            run._conclude("finished" if run._values else "stopped")
-            if run._values:  # it has ended only the wait for what the function has left
-                raise
-        except BaseException as error:
-            ours = NbddpError(f"nbddp itself failed: {in_a_line(error)}")
-            ours.__cause__ = error
-            run._conclude("failed", ours)
-        break
+    run._deadline = time.monotonic() + (run._options.timeout or float("inf"))
+    with packed.block, contextlib.ExitStack() as at_last:
+        at_last.callback(run._conclude, "stopped")  # if it was interrupted between two lines of ours
+        while True:
+            try:
+                crew = Crew(dataclasses.replace(run._settings, restart_count=run.restarts), machines())
+                with contextlib.ExitStack() as stack:
+                    stack.callback(crew.end)
+                    crew.open()
+                    (work or call)(run, crew, packed)
+                    crew.dismiss(gives_up=functools.partial(_is_stopped, run))
+                run._conclude("finished")
+            except NbddpError as error:
+                # Not what a helper has raised: the same would happen again.
+                may_heal = isinstance(error, _RESTARTED) and not isinstance(error.__cause__, NbddpError)
+                if may_heal and run.restarts < run._options.max_restarts and run._stop_grace_s is None:
+                    first = first or error
+                    run._recording.restart(in_a_line(error))  # first: who sees the count reads the reason
+                    run.restarts += 1
+                    run._values = []
+                    run.state = "starting"
+                    run._detach()
+                    continue
+                if first is not None:
+                    error.restarts, error.first = run.restarts, first
+                run._conclude("failed", error)
+            except KeyboardInterrupt:
+                run._conclude("finished" if run._values else "stopped")
+                if run._values:  # it has ended only the wait for what the function has left
+                    raise
+            except BaseException as error:
+                ours = NbddpError(f"nbddp itself failed: {in_a_line(error)}")
+                ours.__cause__ = error
+                run._conclude("failed", ours)
+            break
 
 
 def _is_stopped(run: Run[Any]) -> bool:
@@ -212,33 +202,25 @@ def _is_stopped(run: Run[Any]) -> bool:
     return run._stop_grace_s is not None
 
 
-def call(run: Run[Any], crew: Crew, packed: Packed, options: Options, deadline: float) -> None:
+def call(run: Run[Any], crew: Crew, packed: Packed) -> None:
     """Call the function on an open crew, and take what the ranks return. Raises how it failed."""
-    page = Page(crew.ranks, quiet=options.is_quiet)
-    order = Function(run.name, crew.note_definitions(packed))
+    page = Page(crew.ranks, quiet=run._options.is_quiet)
+    order = Function(run.name, crew.note_definitions(packed), packed.block)
     try:
-        attempt = follow_part(run, crew, order, crew.ranks, page, packed.block, options, deadline)
+        attempt = follow_part(run, crew, order, crew.ranks, page)
     except (KeyboardInterrupt, RunTimeout):
         take_partial_values(run, crew)
         raise
     take_values(run, crew, attempt, packed.codes)
 
 
-def follow_part(
-    run: Run[Any],
-    crew: Crew,
-    order: Any,
-    ranks: Sequence[RankState],
-    page: Page,
-    block: Block | None,
-    options: Options,
-    deadline: float,
-) -> Attempt:
+def follow_part(run: Run[Any], crew: Crew, order: Any, ranks: Sequence[RankState], page: Page) -> Attempt:
     """Follow an order that's a part of a run on fresh ranks. Raises why it was stopped, if it was.
 
     Raises:
         NanLogged, RunTimeout, KeyboardInterrupt: for a NaN, by the timeout, or by the user.
     """
+    options = run._options
 
     def look(attempt: Attempt) -> None:
         if run.state == "starting" and all(rank.interruptible for rank in crew.ranks):
@@ -247,8 +229,8 @@ def follow_part(
             attempt.stop()
         run._draw()
 
-    attempt = Attempt(crew, order, ranks, page, OF_A_RUN, block=block, deadline=deadline, look=look, steps=run._steps)
-    crew.metrics_to = run._recording.add
+    attempt = Attempt(crew, order, ranks, page, OF_A_RUN, deadline=run._deadline, look=look)
+    crew.metrics_to, crew.steps = run._recording.add, run._steps
     run._take_part(crew, attempt)
     attempt.follow()
     if options.stop_on_nan and (nan := run.history.first_nan):

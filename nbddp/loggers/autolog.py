@@ -4,8 +4,6 @@ A library's method is heard when it's called. What a trainer passes on to Tensor
 caller's module tells.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -1,7 +1,5 @@
 """Sends a run's points to where people keep them: ``run(log_to=writer)``."""
 
-from __future__ import annotations
-
 import threading
 import types
 import warnings

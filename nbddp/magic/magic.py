@@ -1,7 +1,5 @@
 """The magics: ``%%ddp`` runs a cell on fresh ranks, ``%ddp open`` has every cell run on ranks that stay."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The options of ``%%ddp`` and ``%ddp``: those of ``run``, as on a command line."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import shlex

@@ -1,7 +1,5 @@
 """Chooses what is drawn: charts of metrics, a few hundred points per line, colors, marks. Both painters draw this."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

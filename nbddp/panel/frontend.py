@@ -1,7 +1,5 @@
 """Which front end shows the running cell, as far as the kernel can know it."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

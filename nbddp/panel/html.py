@@ -1,7 +1,5 @@
 """A run as HTML: what the live panel shows around its charts, and the picture in a saved notebook, in one look."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable, Iterable, Sequence
 from html import escape

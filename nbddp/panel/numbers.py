@@ -1,7 +1,5 @@
 """Numbers as text, and the ticks of an axis."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """How far a run is, which of its ranks lag, and what is odd about its numbers, for every view."""
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

@@ -1,7 +1,5 @@
 """How a run is: the frozen ``Status``, and the ``Source`` that views read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Draws a chart as an SVG document, for a saved notebook and for pages without scripts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from html import escape

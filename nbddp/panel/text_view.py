@@ -1,7 +1,5 @@
 """A run as lines of text, where no HTML can be shown: a terminal, a script, a notebook that a program executes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import threading

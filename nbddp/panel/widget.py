@@ -1,7 +1,5 @@
 """The live panel: a widget whose state is one whole frame, so that a page that is reloaded needs nothing else."""
 
-from __future__ import annotations
-
 import base64
 import pathlib
 import time

@@ -1,7 +1,5 @@
 """What ranks import although no object names it; and the notebook's own modules, for nodes without its folders."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import sys

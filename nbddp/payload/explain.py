@@ -1,7 +1,5 @@
 """Says which part of an object does not pickle, ``train → helper → log_file``, and sends the other parts."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """A tmpfs with huge pages, of our own, for large blocks: they are written and mapped at a third of a memfd's cost."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

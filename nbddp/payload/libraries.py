@@ -1,7 +1,5 @@
 """Objects of other libraries that know one process: refused, or sent without what they know of it."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """Memory that is mapped from a file, by np.memmap or torch.load(mmap=True), is sent as file and offset."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import mmap

@@ -3,8 +3,6 @@
 [sizes][table][pickle stream][array or storage][array or storage] ...
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import linecache

@@ -1,7 +1,5 @@
 """cloudpickle for notebooks: memory stays out of the stream, code keeps its file and its lines."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import io

@@ -1,7 +1,5 @@
 """Parses faulthandler's dumps of a rank's threads, written on request or in a crash, into frames; and shows frames."""
 
-from __future__ import annotations
-
 import itertools
 import linecache
 import operator

@@ -1,7 +1,5 @@
 """Reads how much memory a rank and its GPU use, without a CUDA context in this process."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

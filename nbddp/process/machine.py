@@ -3,8 +3,6 @@
 All arguments and answers are plain data, so that a Ray actor can do the same on another machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -23,16 +21,14 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from nbddp.messages import Envelope, Place, Report, Settings
-from nbddp.payload import Block
+from nbddp.messages import Place, Report, Settings
 from nbddp.process import dumps, gauges, oom, server
-from nbddp.process.gauges import Memory
 from nbddp.process.server import ForkedProcess, temporary_folder
 from nbddp.process.store import Store
 from nbddp.text import in_a_line
 from nbddp.worker import rank as ranks_life
 from nbddp.worker import tracked
-from nbddp.worker.line import send_block, with_block
+from nbddp.worker.line import enveloped, send_block, with_block
 from nbddp.worker.redirect import STACKS_SIGNAL
 
 _END_S = 2.0
@@ -92,10 +88,11 @@ class _RankProcess:
         finally:
             theirs.close()
 
-    def send(self, message: Any, block: Block | None = None) -> None:
+    def send(self, message: Any) -> None:
         """Send it; it's lost if the rank has ended."""
+        envelope, block = enveloped(message)
         with contextlib.suppress(OSError):
-            self.channel.send(Envelope(message, block.nbytes if block is not None else None))
+            self.channel.send(envelope)
             if block is not None:
                 with _too_many_files_raise():
                     send_block(self.channel, block)
@@ -145,11 +142,6 @@ class _RankProcess:
             if kind == "metrics" and before // _PUNCH_BYTES != self._read[kind] // _PUNCH_BYTES:
                 _give_back(fd, before // _PUNCH_BYTES * _PUNCH_BYTES)
             yield Event(kind, self.number, data)
-
-    def identify(self) -> None:
-        """Note which process has the pid: the number may be used again."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self.itself = psutil.Process(self.process.pid)
 
     def _is_there(self) -> bool:
         return self.itself is not None and self.itself.is_running()
@@ -251,14 +243,11 @@ class LocalMachine:
         if self._store is not None:
             self._store.open()
         for started in self._mine(ranks):
-            started.identify()  # and after its pid, the sentinel tells only the end
+            with contextlib.suppress(psutil.NoSuchProcess):  # not only its pid: the number may be used again
+                started.itself = psutil.Process(started.process.pid)
+            # Once its pid has been read, the sentinel tells only the end.
             self._selector.register(started.channel, selectors.EVENT_READ, started)
             self._selector.register(started.process.sentinel, selectors.EVENT_READ, started)
-
-    def call(self, order: Any, payload: Block | None, ranks: Sequence[int]) -> None:
-        """Give these ranks an order; they all map the one copy of the payload."""
-        for rank in self._mine(ranks):
-            rank.send(order, payload)
 
     def events(self, wait_s: float) -> list[Event]:
         """Wait until something happens, and return it; what was printed and logged, at least after this time."""
@@ -275,7 +264,7 @@ class LocalMachine:
         return found
 
     def send(self, ranks: Sequence[int], message: Any) -> None:
-        """Send a message."""
+        """Send a message; the ranks all map the one copy of its block."""
         for rank in self._mine(ranks):
             rank.send(message)
 
@@ -297,14 +286,10 @@ class LocalMachine:
         found |= {rank: dump for rank in waiting if (dump := rank.dump_of_a_worker(_WORKER_S))}
         return {rank.number: dump for rank, dump in found.items() if dump}
 
-    def memory(self, ranks: Sequence[int]) -> dict[int, Memory]:
+    def memory(self, ranks: Sequence[int]) -> dict[int, gauges.Memory]:
         """Return the memory of those of these ranks that have begun and not ended. Any thread may ask."""
         found = {rank.number: gauges.memory(rank.itself, rank.gpu) for rank in self._mine(ranks)}
         return {rank: memory for rank, memory in found.items() if memory is not None}
-
-    def end(self) -> None:
-        """Kill what is left of the ranks; their ends come as events."""
-        self.signal(list(self._ranks), signal.SIGKILL)
 
     def close(self) -> None:
         """Close everything. No thread waits for events any more."""

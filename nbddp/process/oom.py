@@ -1,7 +1,5 @@
 """Reads how often Linux's OOM killer has killed a process of this machine, or of the container it's in."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

@@ -1,7 +1,5 @@
 """A fork server of our own, the standard library's, with torch already imported; and the processes forked from it."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import importlib.util
@@ -15,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing import connection, context, forkserver, popen_forkserver, process, reduction, util
-from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -181,13 +178,13 @@ class _Forked(popen_forkserver.Popen):
     def _launch(self, process_obj: Any) -> None:
         self._reading = threading.RLock()  # the number, and then the exit code
         data = io.BytesIO()
-        set_spawning_popen(self)
+        context.set_spawning_popen(self)
         try:
             path = [part or os.getcwd() for part in sys.path if isinstance(part, str)]
             reduction.dump({"name": process_obj.name, "authkey": process_obj.authkey, "sys_path": path}, data)
             reduction.dump(process_obj, data)
         finally:
-            set_spawning_popen(None)
+            context.set_spawning_popen(None)
         server = running(process_obj.environ)
         self.sentinel, writer = server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
         _ours.update((self.sentinel, writer))

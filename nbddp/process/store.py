@@ -1,7 +1,5 @@
 """A store for the ranks, on a socket that this process has bound: nobody can take its port in between."""
 
-from __future__ import annotations
-
 import os
 import socket
 

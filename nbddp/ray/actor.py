@@ -1,7 +1,5 @@
 """A node's share of the ranks: this machine, in a process of Ray's. Only what's large comes through Ray's own store."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys
@@ -37,14 +35,14 @@ class NodeMachine(LocalMachine):
         here: dict[str, Any] = {"environ": environ, "threads": threads, "cwd": cwd, "sys_path": tuple(path)}
         super().start(dataclasses.replace(settings, **here), ranks)
 
-    def call(self, order: Any, payload: Any, ranks: Sequence[int]) -> None:
-        """Give an order. A payload that's large is in Ray's store, and in a list, so that it's fetched here."""
-        if isinstance(payload, list):
+    def send(self, ranks: Sequence[int], message: Any) -> None:
+        """Send a message. A block that's large is in Ray's store, and in a list, so that it's fetched here."""
+        if isinstance(stored := getattr(message, "block", None), list):
             import ray
 
-            data = memoryview(ray.get(payload[0]))
-            payload = Block.of([(0, data)], data.nbytes)
-        super().call(order, payload, ranks)
+            data = memoryview(ray.get(stored[0]))
+            message = dataclasses.replace(message, block=Block.of([(0, data)], data.nbytes))
+        super().send(ranks, message)
 
 
 class Node:

@@ -202,10 +202,6 @@ class _RayMachine:
         self._alive = set(ranks)
         self._started = self._tell("start", settings, ranks)
 
-    def call(self, order: Any, payload: Block | None, ranks: Sequence[int]) -> None:
-        large = payload is not None and payload.nbytes > _INLINE_BYTES
-        self._tell("call", order, [self._group.put(payload)] if large else payload, ranks)  # type: ignore[arg-type]
-
     def events(self, wait_s: float) -> list[Event]:
         """Return what has happened. Not by waiting inside Ray: the notebook may leave it, which would crash (2.60)."""
         try:
@@ -232,6 +228,9 @@ class _RayMachine:
         return [each for rank in self._alive for each in (Event("lost", rank, reason), Event("exit", rank, -9))]
 
     def send(self, ranks: Sequence[int], message: Any) -> None:
+        block = getattr(message, "block", None)
+        if block is not None and block.nbytes > _INLINE_BYTES:
+            message = dataclasses.replace(message, block=[self._group.put(block)])
         self._tell("send", ranks, message)
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
@@ -246,9 +245,6 @@ class _RayMachine:
         with contextlib.suppress(RayError, TimeoutError):
             return self._tell("memory", ranks, aside=True).result(_MEMORY_S)[1]  # type: ignore[no-any-return]
         return {}
-
-    def end(self) -> None:
-        self._tell("end")
 
     def close(self) -> None:
         if self._asked is not None:  # nobody hears what it returns

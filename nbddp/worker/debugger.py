@@ -1,7 +1,5 @@
 """``breakpoint()`` and the post-mortem debugger of a function. Their prompts are ``input()``; the cell answers."""
 
-from __future__ import annotations
-
 import os
 import pdb
 import sys

@@ -1,7 +1,5 @@
 """Describes the names on the line of the user's code that raised: what a debugger would be opened for."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import re

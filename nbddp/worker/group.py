@@ -1,7 +1,5 @@
 """Opens a rank's default process group; a group that the user's function opens itself replaces it."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import inspect
@@ -55,7 +53,7 @@ class Groups:
             return FileStore(os.path.join(self._place.folder, "store"), self._settings.world_size)
         assert self._settings.store is not None
         # Only a server uses libuv, and some builds of torch have none.
-        return TCPStore(*self._settings.store, is_master=False, wait_for_workers=False, use_libuv=False)
+        return TCPStore(*self._settings.store[:2], is_master=False, wait_for_workers=False, use_libuv=False)
 
     def _leave(self) -> None:
         self._kept_alive.append(dist.group.WORLD)  # to free it here would fail a slower rank that still connects to it
@@ -64,7 +62,7 @@ class Groups:
     def let_users_open_their_own(self) -> None:
         """Give a call of ``init_process_group`` the group that it asks for: most public programs make one."""
         init, destroy = c10d.init_process_group, c10d.destroy_process_group
-        (host, port), free_port = self._settings.store or ("", 0), self._settings.master_port
+        host, port, free_port = self._settings.store or ("", 0, 0)
 
         @functools.wraps(init)
         def init_process_group(backend: Any = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:

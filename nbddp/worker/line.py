@@ -1,7 +1,5 @@
 """A rank's end of its channel: a thread reads it, also while the rank waits in a collective, and a thread writes it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -17,9 +15,16 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from nbddp.messages import Answer, Asks, Defined, Envelope, Leave, Misses, Report
+from nbddp.messages import Answer, Asks, Defined, Envelope, Leave, Misses
 from nbddp.payload import Block
 from nbddp.worker import redirect
+
+
+def enveloped(message: Any, printed: int = 0) -> tuple[Envelope, Block | None]:
+    """Take the block out of a message: it follows over the channel."""
+    if (block := getattr(message, "block", None)) is None:
+        return Envelope(message, None, printed), None
+    return Envelope(dataclasses.replace(message, block=None), block.nbytes, printed), block
 
 
 def send_block(channel: Connection, block: Block) -> None:
@@ -73,10 +78,7 @@ class Line:
     def tell(self, message: Any) -> None:
         """Send a message, and then a report's block. What the rank prints from now on comes after it."""
         redirect.flush()
-        sent, block = threading.Event(), None
-        if isinstance(message, Report):
-            block, message = message.block, dataclasses.replace(message, block=None)
-        envelope = Envelope(message, block.nbytes if block is not None else None, os.fstat(1).st_size)
+        sent, (envelope, block) = threading.Event(), enveloped(message, os.fstat(1).st_size)
         self._outbox.put((bytes(ForkingPickler.dumps(envelope)), block, sent))  # raises here, if at all
         if threading.current_thread() is threading.main_thread():
             sent.wait()

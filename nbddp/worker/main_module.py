@@ -1,7 +1,5 @@
 """This rank's ``__main__``, which stands for the notebook's."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types

@@ -1,7 +1,5 @@
 """After a failure: leaves collectives that others won't join, and makes DDP models usable again."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """What a rank does for each order: a function, a cell, push, pull, Tab; and what puts things right after a failure."""
 
-from __future__ import annotations
-
 import bdb
 import contextlib
 import dataclasses
@@ -19,7 +17,6 @@ from IPython.utils.tokenutil import token_at_cursor
 
 from nbddp import messages
 from nbddp.helpers import context, log
-from nbddp.messages import Failure, Ran, Report
 from nbddp.worker import debugger, main_module, mending, redirect, reports, steps
 from nbddp.worker.group import Groups, collectives_begun
 from nbddp.worker.line import Line
@@ -68,7 +65,7 @@ class Orders:
             redirect.answer_stacks()
             try:
                 answer = self._handlers[type(order)](order)
-                report = answer if isinstance(answer, Report) else Report(time.monotonic(), answer)
+                report = answer if isinstance(answer, messages.Report) else messages.Report(time.monotonic(), answer)
             except SystemExit as error:
                 report = reports.exited(error, time.monotonic())
             except BaseException as error:
@@ -100,7 +97,7 @@ class Orders:
         self._phase = "call"
         return value
 
-    def _function(self, order: messages.Function) -> Report:
+    def _function(self, order: messages.Function) -> messages.Report:
         log.enter(self._metrics)
         with self._interruptible():
             function, args, kwargs = self._unpacked(order)
@@ -119,7 +116,7 @@ class Orders:
             trained_copy=steps.trained_copy and not reports.has_tensors(value),
         )
 
-    def _cell(self, order: messages.Cell) -> Report:
+    def _cell(self, order: messages.Cell) -> messages.Report:
         shell, raised = self._shell, None
         log.enter(self._metrics)
         shell.speaks = context.rank() == order.speaker
@@ -138,22 +135,22 @@ class Orders:
             shell.call_pdb = False
         if raised is not None:
             mending.end_loaders_of(raised)
-            failure = Failure("call", type(raised).__name__, _text_of(raised))
+            failure = messages.Failure("call", type(raised).__name__, _text_of(raised))
         payload = tuple(shell.payload_manager.read_payload())
         shell.payload_manager.clear_payload()
-        answer = Ran(redirect.printed(), shell.value, steps.taken, payload, shell.leaving)
-        return Report(at, answer, failure)
+        answer = messages.Ran(redirect.printed(), shell.value, steps.taken, payload, shell.leaving)
+        return messages.Report(at, answer, failure)
 
     def _push(self, order: messages.Push) -> None:
         self._shell.give()
         with self._interruptible():
             self._shell.user_ns.update(self._unpacked(order))
 
-    def _pull(self, order: messages.Pull) -> Report:
+    def _pull(self, order: messages.Pull) -> messages.Report:
         names = {**self._shell.user_ns, "": self._last_value}
         if missing := [name for name in order.names if name not in names]:
             lost = f"rank {context.rank()} has no variable {missing[0]}"
-            return Report(time.monotonic(), lost=lost, path=(missing[0],))
+            return messages.Report(time.monotonic(), lost=lost, path=(missing[0],))
         found = {name: names[name] for name in order.names}
         return reports.finished(found, "a variable can't be sent to the notebook", found)
 

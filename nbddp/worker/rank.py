@@ -1,7 +1,5 @@
 """One rank's life: arm the dead man's switch, set up, say ready, take orders, leave."""
 
-from __future__ import annotations
-
 import builtins
 import multiprocessing
 import os

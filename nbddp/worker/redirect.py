@@ -3,8 +3,6 @@
 It's a file and not a pipe, so a rank never waits for the notebook to read, and nothing is lost when the rank dies.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

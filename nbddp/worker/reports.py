@@ -1,7 +1,5 @@
 """A rank's report of how an order has ended: with a value, an exception, or an exit."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

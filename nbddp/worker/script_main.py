@@ -1,7 +1,5 @@
 """Runs a script or a module on this rank, as its ``__main__``."""
 
-from __future__ import annotations
-
 import io
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Makes a new process the rank of a run: environment, folders, ``__main__``, torch, process group."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib
@@ -85,7 +83,7 @@ def _set_environment(settings: Settings, place: Place) -> None:
             "TORCHELASTIC_RUN_ID": f"nbddp-{os.path.basename(place.folder)}",
         }
         if settings.store is not None:
-            environ |= {"MASTER_ADDR": settings.store[0], "MASTER_PORT": str(settings.master_port)}
+            environ |= {"MASTER_ADDR": settings.store[0], "MASTER_PORT": str(settings.store[2])}
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update((name, value) for name, value in environ.items() if os.environ.get(name) != value)
@@ -95,10 +93,7 @@ def _set_environment(settings: Settings, place: Place) -> None:
     sys.path[:] = settings.sys_path
     if settings.modules:
         sys.meta_path.insert(0, Importer(settings.modules))
-    # Python looks again for folders that did not exist when the fork server looked.
-    for path in [path or settings.cwd for path in settings.sys_path]:
-        if sys.path_importer_cache.get(path, path) is None:
-            del sys.path_importer_cache[path]
+    importlib.invalidate_caches()  # Python looks again for folders that did not exist when the fork server looked
     multiprocessing.current_process()._config["tempdir"] = place.folder  # type: ignore[attr-defined]
     tracked.keep_list(place.folder)
 

@@ -1,7 +1,5 @@
 """IPython in a rank. The fork server makes the shell, once; what it shows goes to the notebook."""
 
-from __future__ import annotations
-
 import functools
 import signal
 import sys
@@ -9,7 +7,6 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import comm
@@ -96,7 +93,7 @@ class Shell(InteractiveShell):
     system = InteractiveShell.system_raw  # its output goes where the rank's goes
     tell: Tell
     speaks = False
-    given: Mapping[str, Any] = MappingProxyType({})
+    given: Mapping[str, Any] = types.MappingProxyType({})
     leaving = False
     value = ""
     error: list[str] | None = None

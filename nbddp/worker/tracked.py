@@ -1,7 +1,5 @@
 """Names of shared memory and semaphores that have to be removed if this rank is killed: a list in the run's folder."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from multiprocessing import resource_tracker

@@ -5,12 +5,13 @@ from tests.support import Notebook
 FOLLOW = """
 import gc, sys, time, tracemalloc, types
 from nbddp.kernel.run import Run
+from nbddp.kernel.settings import Options
 from nbddp.messages import Settings
 from nbddp.panel import html, live, svg, widget
 now = 0.0
 clock = types.SimpleNamespace(**{**vars(time), "monotonic": lambda: now})
 live.time = widget.time = clock
-run = Run(Settings("train", 2))
+run = Run(Settings("train", 2), Options())
 run._views += [live.view_for(run._source(), kind) for kind in KINDS]
 run.state = "running"
 def follow(minutes):

@@ -210,9 +210,10 @@ def test_ray_assigns_the_gpus(notebook: Notebook) -> None:
         options = Options(nnodes=2, show=False, backend="gloo")
         settings = decide("seen", options)
         assert (settings.world_size, settings.device) == (4, "cuda")
-        run, packed = Run(settings), start.pack_call("seen", lambda: os.environ["CUDA_VISIBLE_DEVICES"], (), {})
+        packed = start.pack_call("seen", lambda: os.environ["CUDA_VISIBLE_DEVICES"], (), {})
         machines = start.machines_for(settings, options, print)
-        start.carry_out(run, dataclasses.replace(settings, device="cpu"), packed, options, machines)
+        run = Run(dataclasses.replace(settings, device="cpu"), options)
+        start.carry_out(run, packed, machines)
         assert [sorted(value.split(",")) for value in run.values] == [["0", "1"]] * 4
     """
     notebook.ok(source, timeout_s=4 * START_TIMEOUT_S)  # on other actors
