@@ -192,9 +192,6 @@ def works_on(notebook: Notebook, ranks: int, **options: Any) -> bool:
     return values(notebook, "collectives", ranks, **options) == [expected] * ranks
 
 
-# ---------------------------------------------------------------------------- it works at all
-
-
 def test_the_machine(figure: Figure) -> None:
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, ipykernel {ipykernel.__version__}"
     figure("versions", versions)
@@ -264,9 +261,6 @@ def test_the_notebook_may_use_the_device_before_and_after(own_notebook: Notebook
     assert out(book.ok(same)) == "('cpu', True)"
 
 
-# ---------------------------------------------------------------------------- memory
-
-
 @one_or_two
 @pytest.mark.parametrize("end", ["return", "raise", "Stop", "a killed rank"])
 def test_memory_is_back(book: Notebook, tmp_path: Path, figure: Figure, ranks: int, end: str) -> None:
@@ -334,9 +328,6 @@ def test_status_and_panel_have_the_gpus_memory_as_nvidia_smi_has_it(
         book.ok("going.wait()")
 
 
-# ---------------------------------------------------------------------------- failures
-
-
 LACKS, BATCH = ("out of memory" if ON_GPU else "can't allocate memory"), 1 << 17
 WRONG_INDEX = "device-side assert" if ON_GPU else "out of bounds"
 WEIGHTS, INDEX = f"Tensor (4,) float32 {FIRST}", f"Tensor (2,) int64 {FIRST}"
@@ -390,9 +381,6 @@ def test_a_gpu_that_is_not_there_and_nccl_on_a_shared_one_are_refused(book: Note
     assert "NCCL needs a GPU for each rank" in book.cell("nbddp.run(net, gpus=[0, 0])").evalue
     assert "torch sees 1 cuda device here" in book.cell("nbddp.run(net, nprocs=2)").evalue
     assert out(book.ok("nbddp.run(lambda: str(nbddp.device()), show=False).value")) == "'cuda:0'"
-
-
-# ---------------------------------------------------------------------------- training
 
 
 def test_ranks_on_one_device_train_as_one_process(book: Notebook) -> None:
@@ -488,16 +476,6 @@ def test_a_loader_pins_its_batches_and_its_workers_end(book: Notebook, ranks: in
     assert values(book, "loads", ranks) == [[sum(range(64)), ON_GPU]] * ranks
 
 
-@one_or_two
-def test_a_seed_gives_the_same_numbers_again(book: Notebook, ranks: int) -> None:
-    book.ok("def draws(): return torch.rand(4, device=nbddp.device()).tolist()")
-    first = values(book, "draws", ranks, seed=1)
-    assert values(book, "draws", ranks, seed=1) == first
-    assert values(book, "draws", ranks, seed=2) != first
-
-
-# ---------------------------------------------------------------------------- sessions and the debugger
-
 OPENED = """
 model = nbddp.wrap(torch.nn.Linear(8, 8))
 optimizer = torch.optim.Adam(model.parameters())
@@ -585,8 +563,6 @@ def test_the_debugger_shows_a_tensor_of_the_device(book: Notebook, figure: Figur
     assert "3.0" in talk.shown
     assert talk.result == str([sum(range(1, ranks + 1)) * 1.0] * 3)
 
-
-# ---------------------------------------------------------------------------- beside others
 
 LAUNCHED = """
 import sys, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -1,7 +1,5 @@
 """What the tests share: cells without a notebook, real notebooks, and checks of what is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools
@@ -46,9 +44,6 @@ FIRST_MOMENTS_S = 0.25  # of a function or a cell, which may be about to take an
 # Any but surrogates. st.characters() would read all of Unicode first, which takes 5 s.
 CHARACTERS = st.integers(0, 0x10F7FF).map(lambda number: chr(number + 0x800 * (number >= 0xD800)))
 _numbers = itertools.count(1)
-
-
-# ---------------------------------------------------------------------------- waiting and running
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0, what: str | Callable[[], str] = "") -> Any:
@@ -139,9 +134,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-# ---------------------------------------------------------------------------- what is left behind
 
 
 def marked_pids() -> set[int]:
@@ -285,9 +277,6 @@ def _temporary_files() -> set[str]:
     found = set(os.listdir(tempfile.gettempdir())) | {path.name for path in Path(get_temp_dir()).glob("r-*")}
     # "tmp": made by torch, in processes that were killed, or by torch 2.6; ours have other prefixes.
     return {name for name in found if not name.startswith(("pytest-", "torchinductor", "pytorch-errorfile-", "tmp"))}
-
-
-# ---------------------------------------------------------------------------- real notebooks
 
 
 @dataclass
@@ -457,7 +446,7 @@ class Notebook:
         self._manager.shutdown_kernel(now=True)
         self._manager.cleanup_resources()
 
-    def __enter__(self) -> Notebook:
+    def __enter__(self) -> "Notebook":
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -104,9 +104,6 @@ def stop(attempt: Attempt) -> None:
     attempt.stop(NEVER_S)
 
 
-# ---------------------------------------------------------------------------- which failure is the cause
-
-
 CONSEQUENCES = (
     "Connection closed by peer [127.0.0.1]:1234",
     "recv: connection reset by peer",
@@ -188,9 +185,6 @@ def test_a_timeout_in_a_collective_and_no_other_says_where_the_ranks_were(frames
     assert follow(1, [message(0, report)]).error.where == (said and f"{said} (train, line 3)")
 
 
-# ---------------------------------------------------------------------------- after a failure
-
-
 def test_a_failure_releases_the_others_from_a_collective_and_then_interrupts_them() -> None:
     class Noting(FakeMachine):
         def signal(self, ranks, number):
@@ -213,9 +207,6 @@ def test_ranks_that_do_not_end_are_killed_in_a_run_and_interrupted_again_in_a_se
     shorter = Patience(patience.after_failure_s / 500, patience.after_interrupts_s)
     signals = followed(FakeMachine(failed(1, 1.0, "boom"), deaf=True), patience=shorter)[2]
     assert signals[:2] == [([0], INT), ([0], second)]
-
-
-# ---------------------------------------------------------------------------- before the function, and after it
 
 
 def unable(phase: str, kind: str = "OSError") -> Event:
@@ -287,9 +278,6 @@ def test_an_error_of_ours_is_the_runs_error_and_nothing_waits_forever() -> None:
     assert "nbddp itself failed" in str(run.error)
 
 
-# ---------------------------------------------------------------------------- restarts
-
-
 def test_the_last_failure_is_raised_when_the_only_restart_is_used_up() -> None:
     run = follow(2, [failed(1, 1.0, "first")], [failed(0, 1.0, "last")], max_restarts=1)
     assert (run.state, run.restarts, str(run.error.cause)) == ("failed", 1, "RuntimeError: last")
@@ -305,9 +293,6 @@ def test_the_last_failure_is_raised_when_the_only_restart_is_used_up() -> None:
 def test_what_would_fail_again_is_not_restarted(report: Report) -> None:
     run = follow(1, [message(0, report)], max_restarts=3)
     assert (type(run.error), run.restarts) == (nbddp.PayloadError, 0)
-
-
-# ---------------------------------------------------------------------------- timeout, stop
 
 
 @pytest.mark.parametrize(
@@ -396,9 +381,6 @@ def test_a_flood_of_metrics_does_not_hold_up_a_stop() -> None:
     assert left[0] > 300
 
 
-# ---------------------------------------------------------------------------- after the same optimizer step
-
-
 @pytest.mark.parametrize("at", [(10, 12), (0, 1), (0, 0)], ids=["amid", "first step", "no step yet"])
 def test_training_ranks_stop_after_the_same_step_uninterrupted(quick: pytest.MonkeyPatch, at: tuple[int, int]) -> None:
     quick.setattr(attempt, "_COUNT_S", NEVER_S)
@@ -464,9 +446,6 @@ def test_ranks_that_swallow_an_interrupt_get_another_one(quick: pytest.MonkeyPat
     machine = FakeMachine(deaf=True)
     look = lambda _: machine.signals.count(([0, 1], INT)) == 2 and machine.tell(*interrupted(0, 1))  # noqa: E731
     assert followed(machine, called=stop, look=look)[2] == [([0, 1], INT)] * 2
-
-
-# ---------------------------------------------------------------------------- prompts
 
 
 @pytest.mark.parametrize(("asked", "line"), [("name? ", None), ("(Pdb) ", "c"), ("ipdb> ", "c")])

@@ -213,7 +213,9 @@ def test_a_stream_is_read_as_torch_reads_it_and_gathered_and_all_ranks_are_in_th
         def gathered():
             steps = [nbddp.gather_for_metrics(batch).tolist() for batch in nbddp.loader(Stream(), 5, exact=True)]
             whole = torch.cat(list(nbddp.loader(Stream(), 5, exact=True)))
-            return steps, nbddp.gather_for_metrics(whole).tolist()
+            whole = nbddp.gather_for_metrics(whole).tolist()
+            twice = torch.cat(list(nbddp.loader(Stream(), 5, exact=True, num_workers=2)))  # two workers' last batches
+            return steps, whole, nbddp.gather_for_metrics(twice).unique(return_counts=True)[1].tolist()
         def epochs(stream=Stream()):
             loader = nbddp.loader(stream, 2)
             return [(stream.set_epoch(i), next(iter(loader)).tolist())[1] for i in range(3)]
@@ -223,8 +225,8 @@ def test_a_stream_is_read_as_torch_reads_it_and_gathered_and_all_ranks_are_in_th
             return torch.cat(list(loader)).tolist()
     """)
     every = list(range(12))
-    assert run(names.gathered, nprocs=1).values == [([every[:5], every[5:10], every[10:]], every)]
-    assert run(names.gathered, nprocs=2).values == [([every[:10], every[10:]], every)] * 2
+    assert run(names.gathered, nprocs=1).values == [([every[:5], every[5:10], every[10:]], every, [2] * 12)]
+    assert run(names.gathered, nprocs=2).values == [([every[:10], every[10:]], every, [2] * 12)] * 2
     assert run(names.epochs, nprocs=1).value == [[0, 1], [100, 101], [200, 201]]
     first, second = run(names.cut, seed=1).values
     assert sorted([*first, *second]) == every[:11]

@@ -1,7 +1,5 @@
 """What a front end gets of a run, without a browser: the panel's messages, pictures, lines."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re
@@ -190,7 +188,7 @@ class Told:
     def view(self, *, is_live: bool = True) -> CellView:
         return CellView(self.source(), is_live=is_live)
 
-    def display(self, data: dict[str, str], **_: Any) -> Told:
+    def display(self, data: dict[str, str], **_: Any) -> "Told":
         self.update(data)
         return self
 

@@ -1,6 +1,7 @@
 """The notebook's code and data reach every rank whole, shared and isolated; what cannot be sent is refused by name."""
 
 import os
+import random
 import sys
 import threading
 from pathlib import Path
@@ -36,6 +37,8 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
             def twice(x): return 2 * x
             @property
             def half(self): return self.x / 2
+            @functools.cached_property
+            def third(self): return self.x * 3
         @dataclasses.dataclass(frozen=True)
         class Config:
             lr: float = 0.1
@@ -71,7 +74,7 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
             child = Child.build(4)
             slot.name += "!"
             return slot, dict(
-                child=child.value(), made=Child.made, twice=Child.twice(5), half=child.half,
+                child=child.value(), made=Child.made, twice=Child.twice(5), half=child.half, third=child.third,
                 lr=config.lr, equal=config == Config(0.5), mode=mode is Mode.TRAIN, name=Mode(mode.value).name,
                 point=Point(1).y, even=even(10), odd=odd(10), factorial=factorial(5), count=step(),
                 cached=cached(1), square=square(3), partial=functools.partial(max, 3)(9), module=Child.__module__,
@@ -81,7 +84,7 @@ def test_everything_defined_in_cells_is_sent_by_value(cell: Cells) -> None:
     expected = {
         "child": 40, "made": 1, "twice": 10, "half": 2.0, "lr": 0.5, "equal": True, "mode": True, "name": "TRAIN",
         "point": 7, "even": True, "odd": False, "factorial": 120, "count": 2, "cached": 11, "square": 9, "partial": 9,
-        "module": "__main__", "out": True, "text": "abc",
+        "module": "__main__", "out": True, "text": "abc", "third": 12,
     }  # fmt: skip
     for slot, value in run(names.train, names.Mode.TRAIN).values:
         assert value == expected
@@ -196,6 +199,22 @@ def test_a_class_arrives_without_its_bases_hook_being_called_again(cell: Cells) 
     assert list(names.models) == ["small", "smaller"]  # the notebook's own
     with pytest.raises(KeyError):
         cell("class Other(Registered[int], key='small'): layers = (1,)")  # the hook is back
+
+
+def test_generators_that_cells_have_imported_by_name_are_the_ranks_own_and_seeded(cell: Cells) -> None:
+    names = cell("""
+        import dataclasses, torch
+        from numpy.random import rand
+        from random import random as draw
+        @dataclasses.dataclass
+        class Args: lr: float
+        generator = torch.default_generator
+        def train():
+            same = generator is torch.default_generator, dataclasses.fields(Args)[0].default is dataclasses.MISSING
+            return draw(), rand(), same
+    """)
+    expected = [(random.Random(seed).random(), np.random.RandomState(seed).rand(), (True, True)) for seed in (5, 6)]
+    assert run(names.train, seed=5).values == expected
 
 
 def test_a_name_that_only_a_pickle_or_a_string_has_is_found_among_the_cells(cell: Cells, in_folder: Path) -> None:

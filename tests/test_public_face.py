@@ -91,7 +91,9 @@ PRIVATE = {
     "torch.distributed.utils": "_sync_module_states _verify_param_shape_across_processes",
     # a DDP model gets a new reducer after a failure; hangs are named by its methods
     "torch.nn.parallel:DistributedDataParallel": "_ddp_init_helper _update_process_group _get_ddp_logging_data "
-    "_comm_hooks _static_graph_delay_allreduce_enqueued _pre_forward _post_forward _sync_buffers",
+    "_comm_hooks _static_graph_delay_allreduce_enqueued _pre_forward _post_forward _sync_buffers _join_config "
+    "_remove_autograd_hooks _set_static_graph",
+    "torch.distributed.algorithms.join": "_JoinConfig",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.nn:Module": "_parameters _buffers _modules",
     "torch.utils.data.dataloader": "_BaseDataLoaderIter _MultiProcessingDataLoaderIter",

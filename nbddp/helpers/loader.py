@@ -284,8 +284,9 @@ def gather_for_metrics(x: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             "gather_for_metrics() needs a batch from nbddp.loader() without batch_sampler; for a stream, use exact=True"
         )
-    stream = share == sys.maxsize  # whose last batch may be shorter
-    entries = len(x) if any(0 <= whole - len(x) < (batch if stream else 1) for whole in (batch, seen)) else 0
+    stream = share == sys.maxsize  # of which each worker's last batch may be shorter
+    missing = batch * max(1, _newest.num_workers) if stream else 1
+    entries = len(x) if any(0 <= whole - len(x) < missing for whole in (batch, seen)) else 0
     first = 0 if stream else began + seen - entries
     shares, places = all_gather(x.detach()), all_gather((first + torch.arange(entries)) % share)
     if [len(each) for each in shares] != [len(each) for each in places]:

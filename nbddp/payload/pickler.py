@@ -1,5 +1,6 @@
 """cloudpickle for notebooks: memory stays out of the stream, code keeps its file and its lines."""
 
+import dataclasses
 import functools
 import importlib
 import io
@@ -7,6 +8,7 @@ import marshal
 import mmap
 import os
 import pickle
+import random
 import sys
 import types
 import weakref
@@ -26,6 +28,13 @@ from nbddp.payload import libraries
 _byte_bounds: Any = np.byte_bounds if hasattr(np, "byte_bounds") else np.lib.array_utils.byte_bounds  # numpy 1
 parameters: MutableMapping[Any, None] = WeakTensorKeyDictionary()  # that have come from another process
 Received = Mapping[int | str, Any]  # what the other side has sent, by its number or name
+# Names, in their modules, of objects that a process has once: a copy isn't MISSING, and no seed would reach it.
+_THE_ONLY = {
+    id(dataclasses.MISSING): "MISSING",
+    id(random.random.__self__): "_inst",  # type: ignore[attr-defined]
+    id(np.random.rand.__self__): "_rand",  # type: ignore[attr-defined]
+    id(torch.default_generator): "default_generator",
+}
 device_here: str | torch.device = "cpu"  # where tensors go that were on an accelerator; a rank sets its own
 
 
@@ -64,6 +73,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             self.globals_ref[id(self._main)] = _Main(__name__="__main__")
 
     def reducer_override(self, obj: Any) -> Any:
+        if id(obj) in _THE_ONLY:
+            return _THE_ONLY[id(obj)]
         for kinds, reduce in _REDUCERS:
             if isinstance(obj, kinds):
                 return reduce(self, obj)
@@ -132,6 +143,11 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return NotImplemented
         return _cached, (cached.__wrapped__, cached.cache_parameters())
 
+    def _reduce_cached_property(self, cached: Any) -> Any:
+        if not hasattr(cached, "lock"):  # as in Python 3.11
+            return NotImplemented
+        return type(cached), (cached.func,), {"attrname": cached.attrname}
+
 
 _REDUCERS: tuple[tuple[Any, Any], ...] = (
     ((type, types.FunctionType), Packer._reduce_named),
@@ -142,6 +158,7 @@ _REDUCERS: tuple[tuple[Any, Any], ...] = (
     (torch.TypedStorage, lambda _, typed: (_typed_storage, (typed._untyped_storage, typed.dtype))),
     (types.ModuleType, lambda _, module: _module(module)),
     (functools._lru_cache_wrapper, Packer._reduce_cached),
+    (functools.cached_property, Packer._reduce_cached_property),
     (DistributedDataParallel, Packer._reduce_ddp),
     (weakref.ref, Packer._reduce_weak_reference),
     (type(os.environ), lambda _, environ: (getattr, (os, "environb" if environ is os.environb else "environ"))),

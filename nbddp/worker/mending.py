@@ -11,15 +11,19 @@ from typing import Any
 
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms.join import _JoinConfig
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from nbddp.helpers.model import accumulated, uncompiled
 
 _INET = (socket.AF_INET, socket.AF_INET6)
 _BOUND_TO_GROUPS = {"ProcessGroup", "DeviceMesh", "FullyShardedDataParallel", "FSDPModule", "ZeroRedundancyOptimizer"}
 _Sockets = set[tuple[int, str]]  # descriptor and name
 
 _sockets: _Sockets = set()  # of process groups
-models: weakref.WeakSet[Any] = weakref.WeakSet()  # of DDP, whose own types are partial
+models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of DDP, and what their reducers got
 
 
 def remember() -> None:
@@ -37,7 +41,7 @@ def remember() -> None:
     @functools.wraps(init)
     def initializing(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         init(model, *args, **kwargs)  # type: ignore[no-untyped-call]
-        models.add(model)
+        models[model] = args
 
     # Not DDP's __init__ itself, whose warnings name the file of the function that called it.
     c10d._new_process_group_helper, DistributedDataParallel._ddp_init_helper = making, initializing  # type: ignore[assignment, method-assign]
@@ -64,33 +68,72 @@ def end_loaders_of(error: BaseException) -> None:
                     worker.terminate()
 
 
-def mend(names: Mapping[str, Any], before: Any) -> list[str]:
+def state() -> dict[str, int]:
+    """Return what must be the same on all ranks, besides the number of their collectives."""
+    return {
+        "micro-batches": sum(accumulated.values()),
+        "unsynced": sum(not model.require_forward_param_sync for model in models),  # their last step had a no_sync()
+    }
+
+
+def mend(names: Mapping[str, Any], before: Any, *, replaced: bool) -> list[str]:
     """Give DDP models a reducer that isn't in the middle of a backward pass.
 
     Args:
         names: of the user.
         before: the default group that was left after the failure.
+        replaced: this failure ended a group, since ranks were apart.
 
     Returns:
         The names of what can't go on. It raises when it's used.
     """
     known, cannot = list(c10d._world.pg_map), set()
+    if replaced:
+        accumulated.clear()
     for model in list(models):
-        model.require_forward_param_sync = model.require_backward_grad_sync = True  # after a no_sync()
-        if model.process_group in known:  # all ranks are at the same point
-            model._update_process_group(model.process_group)
-        elif model.process_group is before and before is not None and not _has_state(model):
-            model.process_group = c10d.group.WORLD
-            # A new reducer with the initial layout: other ranks may have reordered their buckets already.
-            model.__setstate__(model.__getstate__())
-            model._static_graph_delay_allreduce_enqueued = False
-            for hook, _ in model._comm_hooks:
-                _register_comm_hook(model.reducer, None, hook)
-        else:
+        model.require_backward_grad_sync = True
+        model.require_forward_param_sync = replaced or model.require_forward_param_sync
+        model._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+        group = model.process_group
+        if group is before and before is not None and group not in known:
+            group = c10d.group.WORLD
+        if group not in known or (group is not model.process_group and _has_state(model)):
             cannot.add(model)
+            del models[model]
+            model._remove_autograd_hooks()  # or they'd reduce the gradients of a model of the same parameters, too
+            model.register_forward_pre_hook(_refuse, prepend=True)
+        elif group is model.process_group and (not model.static_graph or _has_state(model)):
+            model._update_process_group(group)  # all ranks are at the same point
+        else:
+            _renew(model, group)
     bound = [value for value in names.values() if _BOUND_TO_GROUPS & {cls.__name__ for cls in type(value).__mro__}]
     stuck = {*map(id, cannot), *(id(value) for value in bound if value not in known)}
-    return sorted(name for name, value in names.items() if id(value) in stuck)
+    named = {name: id(uncompiled(value) if isinstance(value, Module) else value) for name, value in names.items()}
+    unnamed = {f"the DDP model of {type(model.module).__name__}" for model in cannot if id(model) not in named.values()}
+    return sorted({*(name for name, each in named.items() if each in stuck), *unnamed})
+
+
+def _renew(model: Any, group: Any) -> None:
+    """Give a DDP model a new reducer with the initial layout: other ranks may have reordered their buckets already."""
+    model._remove_autograd_hooks()  # something may keep the old reducer, as torch.compile does
+    parameters, *rest = models[model]
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]  # since then, perhaps for a while
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    model.process_group = group
+    model._ddp_init_helper(parameters, *rest[:2], model.static_graph)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    if model.static_graph:
+        model._static_graph_delay_allreduce_enqueued = False
+        model.reducer._set_static_graph()
+        model.logger._set_static_graph()
+    for hook, _ in model._comm_hooks:
+        _register_comm_hook(model.reducer, None, hook)
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("A failure ended this DDP model's process group: create it again, and its optimizer")
 
 
 def _has_state(model: Any) -> bool:

@@ -17,6 +17,7 @@ from IPython.utils.tokenutil import token_at_cursor
 
 from nbddp import messages
 from nbddp.helpers import context, log
+from nbddp.helpers.model import accumulated
 from nbddp.worker import debugger, main_module, mending, redirect, reports, steps
 from nbddp.worker.group import Groups, collectives_begun
 from nbddp.worker.line import Line
@@ -53,7 +54,7 @@ class Orders:
             messages.Inspect: self._inspect,
             messages.Hear: self._hear,
             messages.Render: lambda _: self._shell.render(),
-            messages.CountCollectives: lambda _: collectives_begun(),
+            messages.CountCollectives: lambda _: {**collectives_begun(), **mending.state()},
             messages.Mend: self._mend,
         }
 
@@ -83,11 +84,12 @@ class Orders:
         """The user's code: an interrupt raises here, and nowhere else."""
         steps.begin()
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, steps.interrupt)
             signal.signal(signal.SIGCHLD, self._sigchld)  # torch's raises when a DataLoader's worker dies
             yield
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            steps.end()
             sys.settrace(None)  # a debugger that has stepped so far
             self._sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
@@ -117,7 +119,7 @@ class Orders:
         )
 
     def _cell(self, order: messages.Cell) -> messages.Report:
-        shell, raised = self._shell, None
+        shell, raised, before = self._shell, None, mending.state()
         log.enter(self._metrics)
         shell.speaks = context.rank() == order.speaker
         shell.begin(order.count)
@@ -135,6 +137,8 @@ class Orders:
             shell.call_pdb = False
         if raised is not None:
             mending.end_loaders_of(raised)
+            if mending.state() != before:  # its gradients are nobody's: micro-batches begin again
+                accumulated.clear()
             failure = messages.Failure("call", type(raised).__name__, _text_of(raised))
         payload = tuple(shell.payload_manager.read_payload())
         shell.payload_manager.clear_payload()
@@ -178,7 +182,7 @@ class Orders:
         if order.group is not None and (dist.is_initialized() or self._groups.failed):
             self._before = dist.group.WORLD if dist.is_initialized() else self._before
             self._groups.open(order.group)
-        return mending.mend(self._shell.user_ns, self._before)
+        return mending.mend(self._shell.user_ns, self._before, replaced=order.group is not None)
 
 
 def _text_of(error: BaseException) -> str:
