@@ -383,7 +383,8 @@ class Notebook:
                 while not talk.over:
                     self._read(talk, message_id, 0.001, show_data=False)
             with contextlib.suppress(queue.Empty):
-                prompt = self._client.get_stdin_msg(timeout=0.001)["content"]["prompt"]
+                asked = self._client.get_stdin_msg(timeout=0.001)["content"]
+                prompt = asked["prompt"] + "(hidden) " * asked["password"]
                 talk.prompts.append(prompt)
                 assert left, f"no answer left for {prompt}\n{talk.shown}"
                 answer = left.pop(0)

@@ -107,7 +107,7 @@ PRIVATE = {
 # Of libraries whose own tests are test_autolog.py and test_live.py; of named tuples; modules; torch 2.6's folder.
 ELSEWHERE = (
     "_C _distributed_c10d _dynamo _utils _local_step _batches_that_stepped _setup_devices _reply_subshell_for "
-    "_repr_mimebundle_ _fields _make _replace _TEMP_DIR"
+    "_repr_mimebundle_ _fields _make _replace _TEMP_DIR _process_emscripten"
 )
 
 

@@ -136,6 +136,7 @@ class Crew:
             rank.report, rank.prompt = rank.report or thing.data, None
         elif isinstance(thing.data, Asks):
             rank.prompt, rank.paused_at, rank.asked_at = thing.data.prompt, thing.data.line, time.monotonic()
+            rank.hides = thing.data.hidden
         elif isinstance(thing.data, Misses):
             self.send(Defined(thing.data.name, definition(thing.data.name)), [rank])
         elif isinstance(thing.data, Ready):

@@ -8,7 +8,7 @@ from typing import Any
 
 from nbddp import messages
 from nbddp.kernel.rank_state import RankState
-from nbddp.panel.frontend import ipython
+from nbddp.panel.frontend import ipython, request_id
 from nbddp.process.machine import Event
 from nbddp.text import write
 
@@ -128,6 +128,9 @@ class Page:
             target = said.keys["target_name"]
             twin = known[said.comm_id] = comm.create_comm(comm_id=said.comm_id, primary=False, target_name=target)
             twin.on_msg(functools.partial(self.hear, self._speaker))
+        state = said.data.get("state", {})
+        if state.get("msg_id") == messages.THIS_REQUEST:
+            state["msg_id"] = request_id()
         if twin := known.get(said.comm_id):
             blobs = list(said.buffers)
             twin.publish_msg(said.kind, data=said.data, metadata=said.metadata, buffers=blobs, **said.keys)

@@ -1,6 +1,7 @@
 """One prompt under the cell for all ranks that ask the same: ``input()``, pdb, %debug."""
 
 import builtins
+import getpass
 import re
 import signal
 import threading
@@ -84,7 +85,7 @@ class Prompt:
                 try:
                     if not self._crew.inbox.empty():  # that a rank has ended, perhaps
                         raise _RankEnded
-                    return builtins.input(named)
+                    return (getpass.getpass if ranks[0].hides else builtins.input)(named)
                 finally:
                     with lock:
                         closed.set()

@@ -26,6 +26,7 @@ class RankState:
         interruptible: SIGINT stops its order; otherwise only a kill does, since it hasn't begun the user's function. A
             session's rank is from its first order on.
         prompt: what it asks in ``input()`` or a debugger, since ``asked_at``; None if it asks nothing.
+        hides: the answer isn't to be seen.
         paused_at: the line of that debugger.
         out_of_memory: it was most likely the OOM killer that ended it.
         host: its machine, if that's not the notebook's.
@@ -43,6 +44,7 @@ class RankState:
     exited_at: float = 0.0
     out_of_memory: bool = False
     prompt: str | None = None
+    hides: bool = False
     paused_at: int = 0
     asked_at: float = 0.0
     host: str = ""

@@ -244,7 +244,10 @@ class Session(Cells):
                 if attempt.was_stopped and isinstance(order, Function):
                     take_partial_values(self._its_run(), self._crew)
                 if attempt.was_stopped and (isinstance(order, Function) or not have_failed):
-                    raise KeyboardInterrupt  # what follows in the cell must not run
+                    stop: Any = KeyboardInterrupt()  # what follows in the cell must not run
+                    if isinstance(order, Cell):
+                        stop._render_traceback_ = lambda: ["KeyboardInterrupt: the cell has caught it, and ended"]
+                    raise stop
                 if isinstance(order, Function):
                     take_values(self._its_run(), self._crew, attempt, codes)
                 elif have_failed:

@@ -53,9 +53,8 @@ def is_executed() -> bool:
     """Whether a program executes the notebook (papermill, nbconvert), so that nobody sees the cell while it runs."""
     if os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch":
         return True
-    request = _request()
     hosted = any(map(os.environ.get, _HOSTED)) or cell_id()
-    return not hosted and bool(_PYTHON_CLIENT.fullmatch(str(request.get("header", {}).get("msg_id", ""))))
+    return not hosted and bool(_PYTHON_CLIENT.fullmatch(request_id()))
 
 
 def cell_number() -> int | None:
@@ -67,6 +66,11 @@ def cell_number() -> int | None:
 def cell_id() -> str:
     """The page's id of the running cell, which stays the same when the cell is run again; "" if not known."""
     return str(_request().get("metadata", {}).get("cellId", ""))
+
+
+def request_id() -> str:
+    """The id of the page's request that is handled now; "" in a terminal or a script."""
+    return str(_request().get("header", {}).get("msg_id", ""))
 
 
 def shares_page() -> bool:

@@ -83,13 +83,13 @@ class Line:
         if threading.current_thread() is threading.main_thread():
             sent.wait()
 
-    def ask(self, prompt: object = "", /) -> str:
-        """Replace ``input()``, which the prompts of pdb, %debug and %pdb call: so this is the debugger, too."""
+    def ask(self, prompt: object = "", stream: object = None, *, hidden: bool = False) -> str:
+        """Replace ``getpass()``, and ``input()``, which pdb, %debug and %pdb call: so this is the debugger, too."""
         if os.getpid() != self._pid:
             raise EOFError(
                 "a child process of a rank, such as a DataLoader worker, can't read input: use num_workers=0"
             )
-        self.tell(Asks(str(prompt), _debuggers_line()))
+        self.tell(Asks(str(prompt), _debuggers_line(), hidden))
         redirect.forget_printed()  # up to here, the prompt shows where ranks differ
         if (line := self._answers.get().line) is None:
             raise EOFError("no interactive input here")

@@ -170,10 +170,12 @@ class Orders:
         with contextlib.suppress(KeyError):
             name = token_at_cursor(order.code, order.cursor)
             data = self._shell.object_inspect_mime(name, detail_level=order.level)
+            if not self._shell.enable_html_pager:  # as in a kernel
+                data.pop("text/html", None)
         return {"status": "ok", "found": bool(data), "data": data, "metadata": {}}
 
     def _hear(self, order: messages.Hear) -> None:
-        self._shell.speaks = True
+        self._shell.speaks = self._shell.hears = True
         with self._interruptible():
             said = {"content": order.content, "buffers": list(order.buffers)}
             comm.get_comm_manager().comm_msg(None, None, said)  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 """One rank's life: arm the dead man's switch, set up, say ready, take orders, leave."""
 
 import builtins
+import functools
+import getpass
 import multiprocessing
 import os
 import time
@@ -33,7 +35,7 @@ def main(channel: Connection, printed: int, metrics: int, stacks: int) -> None:
     line.at_once |= {Release: mending.release, StopAfter: steps.stop_after}
     line.at_once[CountSteps] = lambda _: line.tell(steps.now())
     mine.enter(line.tell, settings.shell, speaks=place.rank == 0)
-    builtins.input = line.ask
+    builtins.input, getpass.getpass = line.ask, functools.partial(line.ask, hidden=True)
     debugger.install()
     try:
         groups = setup.set_up(settings, place, metrics)

@@ -21,7 +21,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from nbddp.messages import Clear, Display, Result, ShownError, WidgetSays
+from nbddp.messages import THIS_REQUEST, Clear, Display, Result, ShownError, WidgetSays
 from nbddp.tracebacks import cut_recursion, drop_our_frames, is_of_several
 
 Tell = Callable[[Any], None]
@@ -61,6 +61,8 @@ class _Hook(DisplayHook):
 class _Comm(BaseComm):
     """A widget of the rank that speaks talks to the page, through its twin in the notebook kernel."""
 
+    kernel = property(lambda _: InteractiveShell.instance())  # whose parent an Output widget asks for
+
     def publish_msg(
         self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **keys: Any
     ) -> None:
@@ -87,6 +89,7 @@ class Shell(InteractiveShell):
         value: the text of the last line's value.
         error: how IPython shows the last error, once :meth:`render` has been called.
         leaving: the user has called ``exit()``.
+        hears: it runs a widget's callbacks, and no cell.
     """
 
     displayhook_class, display_pub_class = Type(_Hook), Type(_Publisher)
@@ -94,7 +97,7 @@ class Shell(InteractiveShell):
     tell: Tell
     speaks = False
     given: Mapping[str, Any] = types.MappingProxyType({})
-    leaving = False
+    leaving = hears = False
     value = ""
     error: list[str] | None = None
     _render: Callable[[], None] | None = None
@@ -106,7 +109,10 @@ class Shell(InteractiveShell):
             comm.create_comm = _Comm
             self.set_hook("show_in_pager", page.as_hook(payloadpage.page), 99)  # type: ignore[no-untyped-call]
         if (look := dict(look)).pop("is_kernel", False):
-            self.config["IPKernelApp"] = Config()  # by this tqdm, transformers, and rich know a notebook
+            self.config["IPKernelApp"] = Config()  # by this transformers and older tqdm know a notebook,
+            type(self).__name__, self.kernel = "ZMQInteractiveShell", None  # ... by these rich and pandas,
+            # ... and by this tqdm, or by ipykernel.zmqshell, which takes 30 ms to import.
+            sys.modules.setdefault("IPython.utils._process_emscripten", types.ModuleType("none"))
         for name, value in look.items():
             if getattr(self, name) != value:
                 setattr(self, name, value)
@@ -123,7 +129,8 @@ class Shell(InteractiveShell):
         history: Any = self.history_manager
         for inputs in (history.input_hist_parsed, history.input_hist_raw):
             inputs += [""] * (count - len(inputs))  # the notebook has run them
-        self.execution_count, self.value, self.error, self._render, self.leaving = count, "", None, None, False
+        self.execution_count, self.value, self.error, self._render = count, "", None, None
+        self.leaving = self.hears = False
         self.give()
 
     def give(self) -> None:
@@ -160,7 +167,7 @@ class Shell(InteractiveShell):
     def _show(self, render: Callable[[], None]) -> None:
         """Show an error at once if the cell goes on, as after ``%tb`` or ``%run``; else it's the cell's error."""
         self._render = render
-        if any(frame.f_globals is self.user_ns for frame, _ in traceback.walk_stack(None)):
+        if self.hears or any(frame.f_globals is self.user_ns for frame, _ in traceback.walk_stack(None)):
             lines, self.error = self.render(), None
             if lines and self.speaks:
                 self.tell(ShownError(type(sys.last_value).__name__, str(sys.last_value), tuple(lines)))
@@ -171,6 +178,10 @@ class Shell(InteractiveShell):
 
     def _format_exception_for_storage(self, *_: Any, **__: Any) -> str:
         return ""  # it would render each error, up to a second
+
+    def get_parent(self) -> dict[str, Any]:
+        """Return the page's request, as far as a rank knows it."""
+        return {"header": {"msg_id": THIS_REQUEST}}
 
     def set_next_input(self, text: str, replace: bool = False) -> None:
         """Offer a cell to the page, as ``%load`` does."""
@@ -208,6 +219,7 @@ def make() -> Shell:
     shell = Shell.instance(config=config, user_module=module, user_ns=vars(module))
     shell.tell = lambda _: None
     shell.register_magic_function(_ddp, "line", "ddp")  # type: ignore[arg-type]
+    shell.extension_manager.load_extension("storemagic")  # type: ignore[union-attr]  # as a kernel does
     shell.run_cell("None")  # type: ignore[no-untyped-call]
     shell.run_cell("1 / 0")  # type: ignore[no-untyped-call]
     shell.render()
