@@ -610,6 +610,8 @@ def test_a_failure_leaves_whole_steps_and_no_process_that_has_just_been_started(
         error_of(session, f"{fails}list(torch.utils.data.DataLoader([1], num_workers=1))")
         session.cell("import psutil\ntime.sleep(0.3)\nleft = [each.status() for each in psutil.Process().children()]")
         assert set(session.pull("left")) <= {psutil.STATUS_ZOMBIE}
+        session.cell("import nbddp.worker.steps\nnbddp.worker.steps._LONGEST_S = 0.1")  # steps may take longer
+        assert "The ranks have taken 0 to 0.5 optimizer steps" in error_of(session, f"{fails}optimizer.step()")
 
 
 def test_after_a_failure_models_are_trained_as_before_or_refused_by_name() -> None:

@@ -142,8 +142,9 @@ class Cells(abc.ABC):
         notes.append(f"{ranks_text(alike)} of {len(crew.ranks)}")
         notes += [f"Where the ranks were: {attempt.where}"] if attempt.where else []
         steps = {rank.report.answer.steps for rank in ranks if rank.report and isinstance(rank.report.answer, Ran)}
-        if len(steps) > 1:
-            notes.append(f"The ranks have taken {min(steps)} to {max(steps)} optimizer steps, so their models differ")
+        if len(steps) > 1 or any(each % 1 for each in steps):  # half a step was interrupted
+            taken = f"{min(steps):.12g} to {max(steps):.12g}"
+            notes.append(f"The ranks have taken {taken} optimizer steps, so their models differ")
         if first.report is not None and first.alive:
             with contextlib.suppress(NbddpError):  # it dies meanwhile
                 shown = self._ask(Render(), [first])[first.number]
