@@ -57,10 +57,8 @@ def hold(path, nbytes, end):
     taken = torch.ones(nbytes // 4, device=nbddp.device())
     taken.sum().item()
     Path(f"{path}/{nbddp.rank()}").touch()
-    if end == "raise":
-        raise ValueError("on purpose")
-    while end == "stay" and not Path(f"{path}/go").exists():
-        time.sleep(0.05)
+    if end == "raise": raise ValueError("on purpose")
+    while end == "stay" and not Path(f"{path}/go").exists(): time.sleep(0.05)
 
 def collectives():
     rank, size, device = nbddp.rank(), nbddp.world_size(), nbddp.device()
@@ -69,8 +67,7 @@ def collectives():
     seen = [None] * size
     dist.all_gather_object(seen, rank)
     nbddp.barrier()
-    with nbddp.main_first():
-        pass
+    with nbddp.main_first(): pass
     return [
         x.tolist(),
         seen,
@@ -80,8 +77,7 @@ def collectives():
         nbddp.broadcast(torch.arange(3, device=device) * (rank + 1)).tolist(),
     ]
 
-def net():
-    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+def net(): return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 
 def fit(steps, dtype=None, compiled=False, snapshot="", dies_at=None):
     "Trains on batches of which each rank has its share: the weights are those of one process, up to rounding."
@@ -112,8 +108,7 @@ def fit(steps, dtype=None, compiled=False, snapshot="", dies_at=None):
             nbddp.barrier()
             nbddp.save_snapshot(snapshot, model=model, optimizer=optimizer, scaler=scaler, step=step + 1)
             nbddp.barrier()
-        if step == dies_at and nbddp.restart_count() == 0:
-            os.kill(os.getpid(), 9)
+        if step == dies_at and nbddp.restart_count() == 0: os.kill(os.getpid(), 9)
     return losses[0], losses[-1], torch.cat([p.detach().flatten() for p in model.parameters()])
 
 def too_much(batch):
@@ -214,8 +209,7 @@ def test_one_rank_has_the_devices_own_backend_and_leaves_its_group_soon(book: No
             began = time.perf_counter()
             dist.destroy_process_group()
             return time.perf_counter() - began
-        def names():
-            return dist.get_backend(), str(nbddp.device())
+        def names(): return dist.get_backend(), str(nbddp.device())
     """)
     assert values(book, "names", 1) == [["nccl" if ON_GPU else "gloo", FIRST]]
     for backend in ["nccl", "gloo"] if ON_GPU else ["gloo"]:
@@ -268,9 +262,7 @@ def test_memory_is_back(book: Notebook, tmp_path: Path, figure: Figure, ranks: i
 
 
 @one_or_two
-def test_memory_is_back_when_the_kernel_is_killed(
-    own_notebook: Notebook, tmp_path: Path, figure: Figure, ranks: int
-) -> None:
+def test_memory_of_a_killed_kernel_is_back(own_notebook: Notebook, tmp_path: Path, figure: Figure, ranks: int) -> None:
     _ends(own_notebook, tmp_path, figure, ranks, "a killed kernel")
 
 
@@ -348,9 +340,7 @@ def test_an_error_of_the_device_names_the_line_and_its_tensors(
     failed = book.cell(f"nbddp.run({call}, {RANKS[ranks]}, show=False)")
     figure("the error", f"{failed.ename}: {failed.evalue}"[-600:])
     assert failed.ename == "RankError"
-    for part in (said, line):
-        assert part in failed.traceback
-    for part in shown:
+    for part in (said, line, *shown):
         assert part in " ".join(failed.traceback.split())
     assert works_on(book, ranks)
 
@@ -360,8 +350,7 @@ def test_stop_ends_a_rank_that_waits_for_a_long_kernel(book: Notebook, tmp_path:
     book.ok("""
         def waits(path):
             Path(path).touch()
-            for _ in range(60):
-                torch.cuda._sleep(2_000_000_000)  # a second or more, each
+            for _ in range(60): torch.cuda._sleep(2_000_000_000)  # a second or more, each
             torch.cuda.synchronize()
     """)
     before, path = used(), tmp_path / "there"
@@ -432,8 +421,7 @@ def test_log_of_a_tensor_waits_for_nothing(book: Notebook, figure: Figure) -> No
             torch.cuda.set_sync_debug_mode("error")
             torch.cuda._sleep(2_000_000_000)
             began = time.perf_counter()
-            for step in range(calls):
-                nbddp.log(loss=loss + step)
+            for step in range(calls): nbddp.log(loss=loss + step)
             seconds = time.perf_counter() - began
             before = torch.cuda.current_stream().query()
             torch.cuda.set_sync_debug_mode(0)
@@ -445,10 +433,8 @@ def test_log_of_a_tensor_waits_for_nothing(book: Notebook, figure: Figure) -> No
                     torch.cuda.synchronize()
                     began = time.perf_counter()
                 loss = ((x * 1.01 + 0.1).sin() * x).sum()
-                if way == "log":
-                    nbddp.log(loss=loss)
-                elif way == "item":
-                    loss.item()
+                if way == "log": nbddp.log(loss=loss)
+                elif way == "item": loss.item()
             torch.cuda.synchronize()
             return (time.perf_counter() - began) / calls * 1e6
     """)
@@ -482,9 +468,7 @@ optimizer = torch.optim.Adam(model.parameters())
 pid = os.getpid()
 def step():
     loss = model(torch.ones(4, 8, device=nbddp.device())).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
     return loss.item()
 step()
 """

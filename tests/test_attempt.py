@@ -105,14 +105,10 @@ def stop(attempt: Attempt) -> None:
 
 
 CONSEQUENCES = (
-    "Connection closed by peer [127.0.0.1]:1234",
-    "recv: connection reset by peer",
-    "[Errno 32] Broken pipe",
-    "Socket closed",
+    *("Connection closed by peer [127.0.0.1]:1234", "recv: connection reset by peer", "[Errno 32] Broken pipe"),
     "ncclRemoteError: a call failed possibly due to a network error or a remote process exiting",
-    "NCCL communicator was aborted on rank 1",
-    "there was a remote worker crashing",
-    "KeyboardInterrupt",
+    *("NCCL communicator was aborted on rank 1", "there was a remote worker crashing", "KeyboardInterrupt"),
+    "Socket closed",
 )
 
 
@@ -192,10 +188,8 @@ def test_a_failure_releases_the_others_from_a_collective_and_then_interrupts_the
             super().signal(ranks, number)
 
     machine = Noting(failed(1, 1.0, "boom"))
-    run = follow(3, machine)
-    assert (run.error.rank, machine.closed) == (1, True)
-    assert machine.signals == [([0, 2], INT), ([0, 1, 2], KILL)]
-    assert machine.sent[:2] == [Release(), INT]
+    assert (follow(3, machine).error.rank, machine.closed) == (1, True)
+    assert (machine.signals, machine.sent[:2]) == ([([0, 2], INT), ([0, 1, 2], KILL)], [Release(), INT])
 
 
 @pytest.mark.parametrize(("patience", "second"), [(OF_A_RUN, KILL), (OF_A_SESSION, INT)], ids=["run", "session"])
@@ -386,8 +380,7 @@ def test_training_ranks_stop_after_the_same_step_uninterrupted(quick: pytest.Mon
     quick.setattr(attempt, "_COUNT_S", NEVER_S)
     quick.setattr(attempt, "_SAME_STEP_S", NEVER_S)
     machine = FakeMachine(when={CountSteps: [*map(steps, (0, 1), at)], StopAfter: interrupted(1, 0)})
-    assert followed(machine, called=stop)[2] == []
-    assert machine.sent == [CountSteps(), StopAfter(at[1] + 1)]
+    assert (followed(machine, called=stop)[2], machine.sent) == ([], [CountSteps(), StopAfter(at[1] + 1)])
 
 
 @pytest.mark.parametrize(
@@ -414,8 +407,7 @@ def test_a_rank_that_is_done_is_not_waited_for_and_does_not_count(quick: pytest.
     machine = FakeMachine(when={CountSteps: [steps(0, 90), finished(0), steps(1, 10)], StopAfter: interrupted(1, 2)})
     looks = itertools.count(1)
     look = lambda _: next(looks) == 8 and machine.tell(steps(2, 12))  # noqa: E731
-    assert followed(machine, 3, called=stop, look=look)[2] == []
-    assert machine.sent == [CountSteps(), StopAfter(13)]
+    assert (followed(machine, 3, called=stop, look=look)[2], machine.sent) == ([], [CountSteps(), StopAfter(13)])
 
 
 def test_a_late_answer_of_an_earlier_order_ends_no_later_one() -> None:
@@ -431,14 +423,12 @@ def test_a_late_answer_of_an_earlier_order_is_no_answer_to_the_next_stop(quick: 
     late = [steps(0, 50), steps(1, 50), message(0, Called()), message(1, Called())]
     answers = {CountSteps: [steps(0, 3), steps(1, 4)], StopAfter: interrupted(0, 1)}
     machine = FakeMachine(*late, comes_to="ready", when=answers)
-    assert followed(machine, called=stop)[2] == []
-    assert machine.sent == [CountSteps(), StopAfter(5)]
+    assert (followed(machine, called=stop)[2], machine.sent) == ([], [CountSteps(), StopAfter(5)])
 
 
 def test_an_answer_after_the_interrupt_changes_nothing() -> None:
     machine = FakeMachine(deaf=True, when={Release: [steps(0, 10), steps(1, 12), *interrupted(0, 1)]})
-    assert followed(machine, called=stop)[2] == [([0, 1], INT)]
-    assert machine.sent == [CountSteps(), Release()]
+    assert (followed(machine, called=stop)[2], machine.sent) == ([([0, 1], INT)], [CountSteps(), Release()])
 
 
 def test_ranks_that_swallow_an_interrupt_get_another_one(quick: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,7 @@ def test_twenty_launches_at_once_do_not_collide(cell: Cells) -> None:
             dist.all_reduce(x)
             return x.item(), dist.get_world_size(), os.environ["MASTER_PORT"]
     """)
-    runs = [run(names.train, i, wait=False, timeout=150) for i in range(20)]
-    values = [going.wait(150).values for going in runs]
+    values = [going.wait(150).values for going in [run(names.train, i, wait=False, timeout=150) for i in range(20)]]
     assert [value[0][:2] for value in values] == [(2.0 * i, 2) for i in range(20)]
     assert len({value[0][2] for value in values}) == 20
 

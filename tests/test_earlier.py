@@ -34,7 +34,8 @@ def test_a_run_is_compared_with_the_newest_of_its_function_that_has_curves_and_i
     names = cell(TRAIN)
     first, other, second = run(names.train), run(names.other), run(names.train, 2.0)
     assert first._before is other._before is None
-    assert second._before is first.history
+    assert second._before is second._source().before is first.history
+    assert ["earlier run" in each._repr_html_() for each in (first, second)] == [False, True]
     with pytest.raises(nbddp.RankError):
         run(names.train, 3.0, 0)
     assert nbddp.last_run()._before is second.history
@@ -75,19 +76,6 @@ def test_one_history_of_the_newest_eight_functions_is_kept() -> None:
     assert replaced() is None
     earlier.keep("f10", over(1.0))
     assert list(earlier._newest) == [*(f"f{number}" for number in range(4, 10)), "f2", "f10"]
-
-
-def test_panel_and_picture_of_the_second_run_have_the_curves_of_the_first(notebook: Notebook) -> None:
-    notebook.ok(f"{TRAIN}\nfrom nbddp.kernel import earlier\nearlier._newest.clear()")
-    look = """
-        run = nbddp.run(train, ({},), nprocs=2, device="cpu", show=False)
-        from nbddp.panel.charts import charts
-        source = run._source()
-        (chart,), _ = charts(source.history, source.before)
-        print([(line.ghost, line.last) for line in chart.lines], "earlier run" in run._repr_html_())
-    """
-    assert notebook.ok(look.format(1.0)).shown == "[(False, 4.0)] False\n"
-    assert notebook.ok(look.format(2.0)).shown == "[(True, 4.0), (False, 8.0)] True\n"
 
 
 def test_a_plot_has_metrics_of_a_run_or_loaded_history_and_another_runs_in_gray(cell: Cells, in_folder: Path) -> None:

@@ -86,15 +86,12 @@ def test_stop_runs_finally_blocks_and_keeps_what_was_logged(cell: Cells, in_fold
     going = start(names.train)
     wait_for_ranks(in_folder, "sleep")
     going.stop()
-    assert len(list(in_folder.glob("closed-*"))) == 2
-    assert going.history["loss"].values.tolist() == [1.5, 2.5]
+    assert (len(list(in_folder.glob("closed-*"))), going.history["loss"].values.tolist()) == (2, [1.5, 2.5])
     assert going.history["mean"].steps.tolist() == [0]  # only rank 0 has come to step 1
     assert going.logs() == "[rank 0] cleaned up\n[rank 1] cleaned up\n"
 
 
-def test_a_finished_functions_thread_is_waited_for_and_its_child_ends_with_the_rank(
-    cell: Cells, in_folder: Path
-) -> None:
+def test_a_finished_functions_thread_is_awaited_and_its_child_ends_with_the_rank(cell: Cells, in_folder: Path) -> None:
     names = cell("""
         import subprocess, threading, time
         def train():

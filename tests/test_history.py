@@ -283,8 +283,7 @@ def test_a_job_is_loaded_from_its_ranks_files_while_it_runs(tmp_path: Path) -> N
                     file.write(msgpack.packb([1.0, step, True, "sum", 1, {"loss": float(step + attempt)}]))
             file.write(POINT[:-3])  # it's being written
     history = History.load(tmp_path / "m")
-    assert history["loss"].values.tolist() == [0, 2, 4, 8, 10]
-    assert [restart.step for restart in history.restarts] == [3]
+    assert (history["loss"].values.tolist(), [each.step for each in history.restarts]) == ([0, 2, 4, 8, 10], [3])
     (tmp_path / "n").write_bytes(HEAD + POINT + Start(0, 2, 9.0).head() + POINT)
     (tmp_path / "n.rank1").write_bytes(Start(1, 2, 9.0).head() + POINT)
     assert [*History.load(tmp_path / "n").by_rank("loss")] == [0, 1], "restarted with more ranks"

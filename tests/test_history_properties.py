@@ -170,8 +170,7 @@ def expected(program: list[list[list[Call]]], broken_off: bool) -> dict[str, Any
         op = ops[name][min(ops[name])]
         series, columns = [], {rank: [] for rows in attempts[name] for rank in rows.last if rows.kept}
         for rows in attempts[name]:
-            last_one = name in logged_last and rows is attempts[name][-1]
-            ends = broken_off or not last_one
+            ends = broken_off or name not in logged_last or rows is not attempts[name][-1]
             for i, key in enumerate(rows.keys):
                 if i < rows.kept:
                     for rank, (_, value, _) in rows.rows[key].items():

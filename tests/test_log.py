@@ -20,8 +20,7 @@ def test_validation_on_rank_0_alone_does_not_shift_the_loss_of_other_ranks(cell:
     assert history["loss"].steps.tolist() == [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14], "rank 0's"
     spread = history.spread("loss")
     assert spread.steps.tolist() == history["loss"].steps.tolist()
-    assert (spread.high - spread.low).tolist() == [1.0] * 12
-    assert history.notices == []
+    assert ((spread.high - spread.low).tolist(), history.notices) == ([1.0] * 12, [])
 
 
 def test_invalid_values_steps_and_weights_are_refused_alike_in_a_rank_and_in_the_notebook(cell: Cells) -> None:
@@ -38,10 +37,8 @@ def test_invalid_values_steps_and_weights_are_refused_alike_in_a_rank_and_in_the
             nbddp.log(loss=9.0, weight=np.float32(2))
             return found
     """)
-    here = names.train()
-    done = run(names.train)
-    assert done.values == [here, here]
-    assert list(done.history) == ["loss"]
+    here, done = names.train(), run(names.train)
+    assert (done.values, list(done.history)) == ([here, here], ["loss"])
     assert [column.tolist() for column in done.history["loss"]] == [[4, 5, 6, 7, 8, 9]] * 2
     kinds = [*["TypeError"] * 3, *["ValueError"] * 5, *["TypeError"] * 2, "ValueError", *["TypeError"] * 5]
     assert [text.split(":")[0] for text in here] == kinds

@@ -31,9 +31,7 @@ def names(cell: Cells) -> Any:
     return cell(TRAIN)
 
 
-def test_a_function_receives_every_step_once_in_order_and_tensorboard_steps_values_and_times(
-    names: Any, in_folder: Path
-) -> None:
+def test_a_function_gets_each_step_once_in_order_and_tensorboard_values_and_times(names: Any, in_folder: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
@@ -43,9 +41,8 @@ def test_a_function_receives_every_step_once_in_order_and_tensorboard_steps_valu
     wandb: list[Any] = []
     like_wandb = SimpleNamespace(define_metric=lambda *args, **kwargs: wandb.append((args, kwargs)), log=wandb.append)
     lightning: list[Any] = []
-    like_lightnings = SimpleNamespace(
-        log_metrics=lambda row, step: lightning.append((step, row)), save=lambda: lightning.append("saved")
-    )
+    keep = lightning.append
+    like_lightnings = SimpleNamespace(log_metrics=lambda row, step: keep((step, row)), save=lambda: keep("saved"))
     to = [lambda step, metrics: got.append((step, metrics)), writer, like_wandb, like_lightnings]
     made = run(names.train, log_to=to)
     ended = time.time()

@@ -51,18 +51,13 @@ def written(name: str, value: Any, dice: random.Random) -> str:
 
 @st.composite
 def given_options(draw: st.DrawFn) -> dict[str, Any]:
-    names = draw(st.lists(st.sampled_from(sorted(OPTIONS)), unique=True))
-    return {name: draw(OPTIONS[name][1]) for name in names}
+    return {name: draw(OPTIONS[name][1]) for name in draw(st.lists(st.sampled_from(sorted(OPTIONS)), unique=True))}
 
 
 def own_and_runs(parsed: Any) -> dict[str, Any]:
     """What was given, without defaults."""
-    found = {**vars(parsed), **parsed.options}
-    return {
-        name: value
-        for name, value in found.items()
-        if name != "options" and value not in ([], "", None) and value is not False
-    }
+    found = {**vars(parsed), **parsed.options}.items()
+    return {key: it for key, it in found if key != "options" and it not in ([], "", None) and it is not False}
 
 
 @FEWER

@@ -76,8 +76,7 @@ def test_of_a_gpu_or_driver_that_is_not_there_nothing_is_known_and_nothing_is_pr
     assert [of_gpu(gpu) for gpu in ("2", "GPU-3", "MIG-1", "-1", "")] == [None] * 5
     gauges._nvml.cache_clear()
     driver.missing.add("init")
-    assert of_gpu("0") is None
-    assert capfd.readouterr() == ("", "")
+    assert (of_gpu("0"), capfd.readouterr()) == (None, ("", ""))
 
 
 def test_a_rank_shows_the_memory_of_the_gpu_that_it_sees() -> None:

@@ -29,15 +29,13 @@ HANG = "rank 0 is waiting in all_reduce\nrank 0 is here:\n  train, line 14"
 
 def status(state: str = "finished", ranks: int = 1, host: str = "", **more: Any) -> Status:
     rows = tuple(RankStatus(rank, "cpu", state, 600 << 20, host=host) for rank in range(ranks))
-    return Status(
-        **{"name": "train", "state": state, "seconds": 62.4, "summary": "1 rank · gloo", "ranks": rows} | more
-    )
+    given = {"name": "train", "state": state, "seconds": 62.4, "summary": "1 rank · gloo", "ranks": rows}
+    return Status(**given | more)
 
 
 def change(of: Status, rank: int, **more: Any) -> Status:
-    return dataclasses.replace(
-        of, ranks=tuple(dataclasses.replace(each, **more) if each.rank == rank else each for each in of.ranks)
-    )
+    ranks = tuple(dataclasses.replace(each, **more) if each.rank == rank else each for each in of.ranks)
+    return dataclasses.replace(of, ranks=ranks)
 
 
 class Page(html.parser.HTMLParser):

@@ -195,9 +195,8 @@ def test_a_rank_imports_no_front_end_and_no_kernel_side_module(cell: Cells) -> N
     """)
     modules = run(names.train).value
     assert not {"ipywidgets", "anywidget", "ipykernel", "matplotlib", "pandas"} & {*modules}
-    rooms = "kernel", "job", "magic", "panel", "loggers.log_to", "history.history"
-    kernels = tuple(f"nbddp.{room}" for room in rooms)
-    assert [name for name in modules if name.startswith(kernels)] == []
+    rooms = tuple(f"nbddp.{room}" for room in ("kernel", "job", "magic", "panel", "loggers.log_to", "history.history"))
+    assert [name for name in modules if name.startswith(rooms)] == []
     assert "nbddp.worker.rank" in modules
 
 
@@ -235,5 +234,4 @@ def test_private_interfaces_of_torch_and_python_are_all_listed_and_still_exist()
     ours = {*re.findall(r"(?:\bself\.|\bdef |\bclass |^)(_\w+)", text, re.MULTILINE)}
     used = {*re.findall(r"(?<!\bself)\.(_[A-Za-z]\w*)", text)}
     used |= {name for names in re.findall(r"^from .* import (.*)", text, re.MULTILINE) for name in names.split(", ")}
-    private = {name for name in used - ours if name.startswith("_")}
-    assert private <= {*" ".join([*PRIVATE.values(), ELSEWHERE]).split()}
+    assert {name for name in used - ours if name.startswith("_")} <= {*" ".join([*PRIVATE.values(), ELSEWHERE]).split()}

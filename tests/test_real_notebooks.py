@@ -102,14 +102,15 @@ def test_what_trained_something_else_than_intended_is_remarked_on(cell: Cells, f
 def test_exit_ends_a_function_as_in_python(notebook: Notebook) -> None:
     notebook.ok("""
         import nbddp
-        def leaves():
-            if nbddp.rank() == 1: exit()
+        def leaves(*code):
+            if nbddp.rank() == 1: exit(*code)
             return 5
         def fails(): quit(3)
         def own(): return quit
     """)
     options = "nprocs=2, device='cpu', show=False"
-    assert out(notebook.ok(f"nbddp.run(leaves, {options}).values")) == "[5, None]"
+    both = out(notebook.ok(f"[nbddp.run(leaves, code, {options}).values for code in ((), (0,))]"))
+    assert both == "[[5, None], [5, None]]"
     assert "called sys.exit(3)" in notebook.cell(f"nbddp.run(fails, {options})").evalue
     assert notebook.ok("before, quit = quit, False\ntype(exit).__name__").result == "'ZMQExitAutocall'"
     assert out(notebook.ok(f"(nbddp.run(own, {options}).value, quit := before)[0]")) == "False"

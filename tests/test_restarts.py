@@ -53,28 +53,30 @@ def test_one_killed_rank_of_four_restarts_all_four(cell: Cells, in_folder: Path)
 def test_a_resumed_run_has_every_step_once(cell: Cells, in_folder: Path) -> None:
     names = cell("""
         import nbddp, os, signal, torch
-        def train(deaths, steps=12):
+        def train():
             found = nbddp.load_snapshot("s.pt") or {"step": -1, "weights": torch.zeros(3)}
             weights = found["weights"]
-            for step in range(found["step"] + 1, steps):
+            for step in range(found["step"] + 1, 12):
                 weights += 1
                 nbddp.log(loss=float(weights[0]))
                 nbddp.barrier()
-                if step in deaths[nbddp.restart_count():nbddp.restart_count() + 1] and nbddp.rank() == 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if nbddp.rank() and (step, nbddp.restart_count()) == (7, 0): raise ValueError("seven")
+                if nbddp.rank() and (step, nbddp.restart_count()) == (11, 1): os.kill(os.getpid(), signal.SIGKILL)
                 nbddp.barrier()  # a rank must not be beyond the step in which another dies
                 if step % 5 == 4:
                     nbddp.save_snapshot("s.pt", step=step, weights=weights)
                     nbddp.barrier()
-            return float(weights[0]), nbddp.restart_count()
+            told = [os.environ[f"TORCHELASTIC_{name}"] for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+            return float(weights[0]), nbddp.restart_count(), *told
     """)
-    finished = run(names.train, [7, 11], max_restarts=3)
-    assert finished.values == [(12.0, 2)] * 2
+    finished = run(names.train, max_restarts=3)
+    assert finished.values == [(12.0, 2, "2", "3")] * 2
     # log() counted on from the snapshot, and what was logged twice counts once.
     found = [column.tolist() for column in finished.history["loss"]]
     assert found == [[*range(12)], [step + 1.0 for step in range(12)]]
-    assert [restart.step for restart in finished.history.restarts] == [5, 10]
-    assert "RankDied: rank 1 of 2 was killed by SIGKILL" in finished.history.restarts[0].reason
+    (five, raised), (ten, killed) = ((restart.step, restart.reason) for restart in finished.history.restarts)
+    assert (five, "ValueError: seven" in raised, ten) == (5, True, 10)
+    assert "RankDied: rank 1 of 2 was killed by SIGKILL" in killed
 
 
 def test_what_a_restart_cannot_heal_is_not_restarted(cell: Cells, in_folder: Path) -> None:

@@ -81,8 +81,7 @@ def test_shutdown_stops_the_runs_and_the_fork_server_which_the_next_run_starts_a
 @pytest.mark.parametrize("name", ["x" * 5000, "雪" * 300, "a\0b\nc/d", "\udc80"], ids=["long", "wide", "null", "half"])
 def test_a_run_may_have_any_name(cell: Cells, name: str) -> None:
     going = run(cell("def train(): return 1").train, name=name, wait=False)
-    assert going.wait().values == [1, 1]
-    assert going.name == name
+    assert (going.wait().values, going.name) == ([1, 1], name)
 
 
 def test_the_end_of_what_a_rank_has_printed_is_as_a_terminal_shows_it_without_colors() -> None:

@@ -88,8 +88,7 @@ def weights_equal(
     theirs = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
     nbddp.run_script(path, nprocs=size, device="cpu", show=False)
     scripts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
-    names = cell(TRAIN)
-    ours = run(names.train, 7, nprocs=size).values
+    ours = run(cell(TRAIN).train, 7, nprocs=size).values
     seeded = run(cell(TRAIN.replace("torch.manual_seed(seed + dist.get_rank())", "")).train, 7,
                  nprocs=size, seed=7).values  # fmt: skip
     helped = run(cell(TRAIN + WITH_HELPERS).train_with_helpers, 7, nprocs=size)
@@ -134,9 +133,8 @@ def test_the_official_tutorials_train_and_resume(cell: Cells, in_folder: Path, m
                 for epoch in range(self.epochs_run, max_epochs):
                     self.data.sampler.set_epoch(epoch)
                     for x, y in self.data:
-                        self.optimizer.zero_grad()
-                        torch.nn.functional.mse_loss(self.model(x), y).backward()
-                        self.optimizer.step()
+                        loss = torch.nn.functional.mse_loss(self.model(x), y)
+                        self.optimizer.zero_grad(); loss.backward(); self.optimizer.step()
                     ran.append(epoch)
                     if self.rank == 0:
                         torch.save({"model": self.model.module.state_dict(), "epochs_run": epoch + 1}, self.path)

@@ -134,8 +134,7 @@ def _mode(path: str) -> int:
 
 def test_a_folder_that_a_cleaner_of_tmp_has_removed_is_made_again_as_private_as_before() -> None:
     shutil.rmtree(forkserver.temporary_folder())
-    assert run(lambda: 1).values == [1, 1]
-    assert {_mode(each) for each in _folders()} == {0o700}
+    assert (run(lambda: 1).values, {_mode(each) for each in _folders()}) == ([1, 1], {0o700})
 
 
 def test_private_files_cannot_be_opened_by_others_and_secrets_are_in_no_file_message_or_command_line(

@@ -93,8 +93,7 @@ def _dealt(shares: list[list[Any]]) -> list[Any]:
 def test_shares_are_the_order_of_one_process_exactly_or_padded(kind: str, size: int, ranks: int, epoch: int) -> None:
     expected = _one_process(kind, size, epoch)
     shares, lengths = _shares(kind, size, ranks, epoch, exact=True)
-    assert _dealt(shares) == expected
-    assert [len(share) for share in shares] == lengths
+    assert (_dealt(shares), [len(share) for share in shares]) == (expected, lengths)
     shares, lengths = _shares(kind, size, ranks, epoch, exact=False)
     dealt = _dealt(shares)
     assert len({len(share) for share in shares} | set(lengths)) == 1
@@ -114,8 +113,7 @@ def test_shuffled_batches_are_those_of_torchs_distributed_sampler(
         for each in (loader, theirs):
             each.set_epoch(epoch)
         expected: Any = data.DataLoader(range(size), batch_size, sampler=theirs, drop_last=drop_last)  # type: ignore[arg-type]
-        assert (len(loader), loader.batch_size) == (len(expected), batch_size)
-        assert _batches(loader) == _batches(expected)
+        assert (len(loader), loader.batch_size, _batches(loader)) == (len(expected), batch_size, _batches(expected))
 
     _on_ranks(ranks, compare)
 
@@ -169,15 +167,13 @@ def test_resumed_with_other_ranks_every_sample_of_the_epoch_is_taken_once(
     seen: list[int] = []
     state = {"epoch": 0, "taken": 0, "length": size}
     for ranks, steps in [*parts, (last_ranks, None)]:
-        all_full = (size - len(seen)) // ranks // batch_size
-        most = None if steps is None else min(steps, all_full)
+        most = None if steps is None else min(steps, (size - len(seen)) // ranks // batch_size)  # all of them full
         shares, states = zip(*_on_ranks(ranks, functools.partial(part, steps=most, state=state)))
         seen += [i for share in shares for batch in share for i in batch]
         state = states[0]
         if len(seen) == size:
             break
-    assert sorted(seen) == list(range(size))
-    assert state == {"epoch": 1, "taken": 0, "length": size}
+    assert (sorted(seen), state) == (list(range(size)), {"epoch": 1, "taken": 0, "length": size})
 
 
 def test_a_batch_for_all_ranks_is_divided_and_a_share_and_an_epoch_are_told_to_whoever_asks() -> None:
@@ -286,6 +282,8 @@ def test_entries_are_gathered_for_the_loader_of_the_latest_batch() -> None:
         return found
 
     assert _on_ranks(1, sizes) == [[2, 3, 1] * 3]
-    next(iter(nbddp.loader(Numbers(4), 2)))
-    with pytest.raises(ValueError, match="for a stream, use exact=True"):
-        nbddp.gather_for_metrics(torch.ones(2))
+    batches = data.BatchSampler(range(4), 2, drop_last=False)
+    for loader in nbddp.loader(Numbers(4), 2), nbddp.loader(range(4), batch_sampler=batches):
+        next(iter(loader))
+        with pytest.raises(ValueError, match=r"needs .* without batch_sampler; for a stream, use exact=True"):
+            nbddp.gather_for_metrics(torch.ones(2))

@@ -104,8 +104,7 @@ def test_the_end_tells_once_what_the_ranks_have_not_logged_alike_and_a_remark(ca
 
 
 def test_long_names_are_cut_in_the_middle_and_many_metrics_at_eight(capsys: Capsys) -> None:
-    names = ["a" * 100 + "\x1b[2J" + "b" * 100, *map(str, range(2, 11))]
-    history = logged(**{name: [1] for name in names})
+    history = logged(**{name: [1] for name in ["a" * 100 + "\x1b[2J" + "b" * 100, *map(str, range(2, 11))]})
     run = Followed(history)
     run.becomes("finished", 1.0)
     metrics = capsys.readouterr().out.strip().split(" · ")[3:]
@@ -145,8 +144,7 @@ def test_a_view_shows_in_which_line_a_rank_has_stopped(cell: Cells, monkeypatch:
     seen = []
 
     def answer(prompt: str) -> str:
-        run = nbddp.last_run()
-        seen.append([rank.waits for rank in run._status().ranks])
+        seen.append([rank.waits for rank in nbddp.last_run()._status().ranks])
         return "Ada" if prompt == "name? " else "c"
 
     monkeypatch.setattr(builtins, "input", answer)

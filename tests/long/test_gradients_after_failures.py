@@ -84,7 +84,7 @@ def test_gradients_are_the_mean_of_the_ranks_own_after_any_failure_or_stop(own_n
             else:
                 assert own_notebook.cell(failed).evalue == "boom", (case, failed)
         reply = own_notebook.cell("all([is_right(seed) for seed in range(50, 54)])")
-        if reply.shown != "True\n":
+        if not reply.shown.endswith("True\n"):  # torch has warned, perhaps
             wrong.append((case, kind, before, failed, reply.shown, reply.traceback))
     own_notebook.ok("%ddp close")
     assert not wrong

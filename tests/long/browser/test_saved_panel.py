@@ -128,9 +128,7 @@ def _answers(address: str) -> bool:
         return False
 
 
-def test_marimo_shows_the_panel_while_the_cell_is_busy_and_then_the_picture(
-    marimo: str, started_browser: Browser, expect: Any
-) -> None:
+def test_marimo_shows_the_panel_and_then_the_picture(marimo: str, started_browser: Browser, expect: Any) -> None:
     page = started_browser.new_page(viewport={"width": 1100, "height": 900})
     with page.expect_response("**/api/kernel/instantiate"):
         page.goto(marimo)
