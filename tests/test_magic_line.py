@@ -57,7 +57,7 @@ def given_options(draw: st.DrawFn) -> dict[str, Any]:
 def own_and_runs(parsed: Any) -> dict[str, Any]:
     """What was given, without defaults."""
     found = {**vars(parsed), **parsed.options}.items()
-    return {key: it for key, it in found if key != "options" and it not in ([], "", None) and it is not False}
+    return {key: each for key, each in found if key != "options" and each not in ([], "", None) and each is not False}
 
 
 @FEWER

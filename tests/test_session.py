@@ -81,7 +81,6 @@ def test_magics_shell_commands_help_and_await_work_on_the_ranks(ranks: Notebook,
     assert "from the shell\n" in ranks.ok("!echo from the shell").shown
     assert ranks.ok("out = !echo captured\nout").shown == "['captured']\n"
     assert "Wall time" in ranks.ok("%time sum(range(10))").shown
-    assert "Stored variables" in ranks.ok("%store").shown
     assert ranks.ok("import asyncio\nasync def g(): return 7\nawait asyncio.sleep(0.01)\nawait g()").shown == "7\n"
     assert "number of items" in ranks.ok("len?").payload[0]["data"]["text/plain"]
     assert ranks.cell("x = = 1").ename == "SyntaxError"
@@ -143,6 +142,9 @@ def test_an_output_widget_takes_what_the_page_gets_for_a_click_or_a_cell(ranks: 
         taken += [state["msg_id"]] if "msg_id" in state else []
     assert taken == [click["header"]["msg_id"], "", cell, ""]
     ranks.end_of(cell)
+    ranks.ok("import comm\ncomm.create_comm(target_name='own').send({'state': 'ready'})")
+    displaying = "num_workers=1, collate_fn=lambda batch: display(batch) or batch"  # as tqdm.auto in a dataset does
+    assert ranks.ok(f"list(torch.utils.data.DataLoader([4], {displaying}))").shown.startswith("[[4]]\n")
 
 
 def test_input_asks_once_in_the_notebook_for_all_ranks(ranks: Notebook) -> None:

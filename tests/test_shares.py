@@ -167,7 +167,7 @@ def test_resumed_with_other_ranks_every_sample_of_the_epoch_is_taken_once(
     seen: list[int] = []
     state = {"epoch": 0, "taken": 0, "length": size}
     for ranks, steps in [*parts, (last_ranks, None)]:
-        most = None if steps is None else min(steps, (size - len(seen)) // ranks // batch_size)  # all of them full
+        most = None if steps is None else min(steps, (size - len(seen)) // ranks // batch_size)  # that are full
         shares, states = zip(*_on_ranks(ranks, functools.partial(part, steps=most, state=state)))
         seen += [i for share in shares for batch in share for i in batch]
         state = states[0]

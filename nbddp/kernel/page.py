@@ -128,8 +128,8 @@ class Page:
             target = said.keys["target_name"]
             twin = known[said.comm_id] = comm.create_comm(comm_id=said.comm_id, primary=False, target_name=target)
             twin.on_msg(functools.partial(self.hear, self._speaker))
-        state = said.data.get("state", {})
-        if state.get("msg_id") == messages.THIS_REQUEST:
+        state = said.data.get("state") if isinstance(said.data, dict) else None
+        if isinstance(state, dict) and state.get("msg_id") == messages.THIS_REQUEST:
             state["msg_id"] = request_id()
         if twin := known.get(said.comm_id):
             blobs = list(said.buffers)

@@ -85,7 +85,7 @@ class Prompt:
                 try:
                     if not self._crew.inbox.empty():  # that a rank has ended, perhaps
                         raise _RankEnded
-                    return (getpass.getpass if ranks[0].hides else builtins.input)(named)
+                    return (getpass.getpass if any(rank.hides for rank in ranks) else builtins.input)(named)
                 finally:
                     with lock:
                         closed.set()

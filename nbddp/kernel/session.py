@@ -246,7 +246,7 @@ class Session(Cells):
                 if attempt.was_stopped and (isinstance(order, Function) or not have_failed):
                     stop: Any = KeyboardInterrupt()  # what follows in the cell must not run
                     if isinstance(order, Cell):
-                        stop._render_traceback_ = lambda: ["KeyboardInterrupt: the cell has caught it, and ended"]
+                        stop._render_traceback_ = lambda: ["KeyboardInterrupt: the cell has come to its end"]
                     raise stop
                 if isinstance(order, Function):
                     take_values(self._its_run(), self._crew, attempt, codes)

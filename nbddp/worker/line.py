@@ -77,13 +77,15 @@ class Line:
 
     def tell(self, message: Any) -> None:
         """Send a message, and then a report's block. What the rank prints from now on comes after it."""
+        if os.getpid() != self._pid:  # a child of the rank; a kernel drops it, too
+            return
         redirect.flush()
         sent, (envelope, block) = threading.Event(), enveloped(message, os.fstat(1).st_size)
         self._outbox.put((bytes(ForkingPickler.dumps(envelope)), block, sent))  # raises here, if at all
         if threading.current_thread() is threading.main_thread():
             sent.wait()
 
-    def ask(self, prompt: object = "", stream: object = None, *, hidden: bool = False) -> str:
+    def ask(self, prompt: object = "", stream: object = None, *, hidden: bool = False, **_: object) -> str:
         """Replace ``getpass()``, and ``input()``, which pdb, %debug and %pdb call: so this is the debugger, too."""
         if os.getpid() != self._pid:
             raise EOFError(

@@ -72,7 +72,10 @@ def state() -> dict[str, int]:
     """Return what must be the same on all ranks, besides the number of their collectives."""
     return {
         "micro-batches": sum(accumulated.values()),
-        "unsynced": sum(not model.require_forward_param_sync for model in models),  # their last step had a no_sync()
+        # The last forward had a no_sync() or no_grad(): the next one broadcasts no buffers.
+        "unsynced": sum(
+            not each.require_forward_param_sync for each in models if each.broadcast_buffers and each.modules_buffers
+        ),
     }
 
 

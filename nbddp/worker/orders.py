@@ -61,7 +61,7 @@ class Orders:
     def serve(self) -> None:
         """Serve until the rank should leave. The rank's one broad ``except``."""
         while (order := self._line.orders.get()) is not None:
-            self._phase = "call"
+            self._phase, before = "call", mending.state()
             redirect.forget_printed()
             redirect.answer_stacks()
             try:
@@ -76,6 +76,8 @@ class Orders:
                         debugger.post_mortem(error)
                 mending.end_loaders_of(error)
                 report = reports.failed(error, self._phase, at)
+            if report.failure is not None and mending.state() != before:  # its gradients are nobody's
+                accumulated.clear()
             log.flush()
             self._line.tell(report)
 
@@ -119,7 +121,7 @@ class Orders:
         )
 
     def _cell(self, order: messages.Cell) -> messages.Report:
-        shell, raised, before = self._shell, None, mending.state()
+        shell, raised = self._shell, None
         log.enter(self._metrics)
         shell.speaks = context.rank() == order.speaker
         shell.begin(order.count)
@@ -137,8 +139,6 @@ class Orders:
             shell.call_pdb = False
         if raised is not None:
             mending.end_loaders_of(raised)
-            if mending.state() != before:  # its gradients are nobody's: micro-batches begin again
-                accumulated.clear()
             failure = messages.Failure("call", type(raised).__name__, _text_of(raised))
         payload = tuple(shell.payload_manager.read_payload())
         shell.payload_manager.clear_payload()

@@ -219,7 +219,6 @@ def make() -> Shell:
     shell = Shell.instance(config=config, user_module=module, user_ns=vars(module))
     shell.tell = lambda _: None
     shell.register_magic_function(_ddp, "line", "ddp")  # type: ignore[arg-type]
-    shell.extension_manager.load_extension("storemagic")  # type: ignore[union-attr]  # as a kernel does
     shell.run_cell("None")  # type: ignore[no-untyped-call]
     shell.run_cell("1 / 0")  # type: ignore[no-untyped-call]
     shell.render()
