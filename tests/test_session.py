@@ -642,6 +642,10 @@ def test_after_a_failure_models_are_trained_as_before_or_refused_by_name() -> No
         error_of(session, "step(static)")  # elsewhere than the micro-batches, on all ranks alike: their group stays
         session.cell(f"{block * 2}all = complete, group == id(dist.group.WORLD), hook.remove(), step(static)")
         assert session.pull("all") == (True, True, None, True)
+        session.cell("with model.no_sync(): model(x)")
+        error_of(session, "1 / 0")
+        session.cell("broadcasts = model.require_forward_param_sync")  # as in a kernel, after a cell with a typo
+        assert not session.pull("broadcasts")
         error_of(session, f"{block}1 / 0")
         session.cell(block * 3)
         assert session.pull("complete")

@@ -119,12 +119,12 @@ def mend(names: Mapping[str, Any], before: Any, *, replaced: bool) -> list[str]:
 def _renew(model: Any, group: Any) -> None:
     """Give a DDP model a new reducer with the initial layout: other ranks may have reordered their buckets already."""
     model._remove_autograd_hooks()  # something may keep the old reducer, as torch.compile does
-    parameters, *rest = models[model]
+    parameters, sparse, names, _ = models[model]
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]  # since then, perhaps for a while
     for parameter in frozen:
         parameter.requires_grad_(True)
     model.process_group = group
-    model._ddp_init_helper(parameters, *rest[:2], model.static_graph)
+    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
     for parameter in frozen:
         parameter.requires_grad_(False)
     if model.static_graph:
